@@ -1,0 +1,226 @@
+"""The ledger: one table that a plan fills by calculation and a run fills by measurement.
+
+A line says which operation, in which phase, did how many FLOPs, moved how many bytes and took how long,
+per optimizer step. A plan and a run use the same keys (phase, kind, operation), so subtracting one from the
+other is meaningful. What a side cannot know is `None`, never 0: zero means "looked, and there was none".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError
+
+SCHEMA_VERSION = 1
+
+
+class Phase(StrEnum):
+    """Where in the step the time goes. The phases partition the wall time of a step."""
+
+    DATA = "data"  # waiting for the next batch
+    TRANSFER = "transfer"  # host to device
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMMUNICATION = "communication"  # exposed: not hidden behind compute
+    OPTIMIZER = "optimizer"  # gradient clipping, the update, clearing gradients
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    HOST = "host"  # logging, the loop itself
+    IDLE = "idle"
+
+
+# What one step consists of; evaluation and checkpoints happen between steps and are reported beside them.
+STEP_PHASES = (
+    Phase.DATA,
+    Phase.TRANSFER,
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.COMMUNICATION,
+    Phase.OPTIMIZER,
+    Phase.HOST,
+    Phase.IDLE,
+)
+
+
+class Kind(StrEnum):
+    """What sort of work an operation is: each kind has its own ceiling."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"  # activations, residuals, casts, copies
+    EMBEDDING = "embedding"
+    LOSS = "loss"
+    OPTIMIZER = "optimizer"
+    COLLECTIVE = "collective"
+    DATA = "data"
+    HOST = "host"
+    OTHER = "other"
+
+
+class Origin(StrEnum):
+    CALCULATED = "calculated"
+    MEASURED = "measured"
+    CITED = "cited"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with where it came from. `low` and `high` bound 80% of what was seen on comparable runs.
+
+    Exact numbers have no interval. `basis` is one phrase a person can check: a formula, a source, a method.
+    """
+
+    value: float
+    origin: Origin
+    basis: str
+    low: float | None = None
+    high: float | None = None
+
+    def scaled(self, factor: float, basis: str | None = None) -> Estimate:
+        low = None if self.low is None else self.low * factor
+        high = None if self.high is None else self.high * factor
+        return Estimate(self.value * factor, self.origin, basis or self.basis, low, high)
+
+    def to_json(self) -> dict[str, Any]:
+        interval = None if self.low is None else [self.low, self.high]
+        return {"value": self.value, "interval": interval, "origin": str(self.origin), "basis": self.basis}
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Estimate:
+        low, high = document["interval"] or (None, None)
+        return Estimate(document["value"], Origin(document["origin"]), document["basis"], low, high)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operation in one phase, summed over a step (all layers and micro-batches; `count` executions)."""
+
+    phase: Phase
+    kind: Kind
+    operation: str
+    count: int | None = None
+    flops: int | None = None
+    bytes_moved: float | None = None
+    seconds: float | None = None
+    joules: float | None = None
+    bound: str | None = None  # "compute", "memory", "overhead", "network": which ceiling set the time
+    origin: Origin = Origin.CALCULATED
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Bytes held at the moment of the peak, by component (weights, gradients, optimizer, activations, ...)."""
+
+    component: str
+    bytes: float | None
+    origin: Origin = Origin.CALCULATED
+    note: str = ""
+
+
+@dataclass
+class Ledger:
+    """All lines of one plan or one run, and the totals that are not sums of lines."""
+
+    side: str  # "plan" or "run"
+    lines: list[Line] = field(default_factory=list)
+    memory: list[MemoryLine] = field(default_factory=list)
+    totals: dict[str, Estimate] = field(default_factory=dict)  # step_seconds, peak_bytes, flops_per_step, ...
+    phase_seconds: dict[Phase, float] = field(default_factory=dict)  # measured directly, profiler off
+    facts: dict[str, Any] = field(default_factory=dict)  # model, machine, versions, config: provenance
+
+    def select(self, **wanted: Any) -> Iterator[Line]:
+        """Lines whose named fields equal the given values: `ledger.select(phase=Phase.FORWARD)`."""
+        for line in self.lines:
+            if all(getattr(line, name) == value for name, value in wanted.items()):
+                yield line
+
+    def seconds_by_phase(self) -> dict[Phase, float]:
+        """Phase totals: measured directly where there is a measurement, else the sum of the lines."""
+        if self.phase_seconds:
+            return dict(self.phase_seconds)
+        return {p: s for p, s in _totals(self.lines, lambda line: line.phase, "seconds").items() if s is not None}
+
+    def seconds_by_kind(self) -> dict[Kind, float]:
+        sums = _totals(self.lines, lambda line: line.kind, "seconds")
+        return {kind: seconds for kind, seconds in sums.items() if seconds is not None}
+
+    def flops(self) -> int:
+        return sum(line.flops for line in self.lines if line.flops is not None)
+
+    def memory_bytes(self) -> dict[str, float]:
+        return {line.component: line.bytes for line in self.memory if line.bytes is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "side": self.side,
+            "totals": {name: estimate.to_json() for name, estimate in self.totals.items()},
+            "phase_seconds": {str(phase): seconds for phase, seconds in self.phase_seconds.items()},
+            "lines": [asdict(line) for line in self.lines],
+            "memory": [asdict(line) for line in self.memory],
+            "facts": self.facts,
+        }
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Ledger:
+        version = document.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise UserError(
+                f"this ledger has schema version {version}, this Ironlaw reads {SCHEMA_VERSION}: "
+                "make it again with the installed version"
+            )
+        return Ledger(
+            side=document["side"],
+            totals={name: Estimate.from_json(e) for name, e in document["totals"].items()},
+            phase_seconds={Phase(p): s for p, s in document["phase_seconds"].items()},
+            lines=[_line(entry) for entry in document["lines"]],
+            memory=[MemoryLine(**(entry | {"origin": Origin(entry["origin"])})) for entry in document["memory"]],
+            facts=document["facts"],
+        )
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> Ledger:
+        try:
+            return Ledger.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, KeyError) as error:
+            raise UserError(f"{path} is not a ledger of Ironlaw ({error}): point to a run directory") from None
+
+
+def _line(entry: dict[str, Any]) -> Line:
+    known = {f.name for f in fields(Line)}
+    values = {name: value for name, value in entry.items() if name in known}
+    return Line(**(values | {"phase": Phase(entry["phase"]), "kind": Kind(entry["kind"]), "origin": Origin(entry["origin"])}))
+
+
+def _totals(lines: Iterable[Line], key: Callable[[Line], Any], column: str) -> dict[Any, float | None]:
+    """Sum one column by a key; a key whose lines are all absent stays absent."""
+    sums: dict[Any, float | None] = {}
+    for line in lines:
+        value = getattr(line, column)
+        known = sums.get(key(line))
+        if value is None:
+            sums.setdefault(key(line), None)
+        else:
+            sums[key(line)] = value if known is None else known + value
+    return sums
+
+
+def subtract(run: float | None, plan: float | None) -> float | None:
+    """Measured minus planned; absent on either side is absent."""
+    return None if run is None or plan is None else run - plan
+
+
+def relative_error(run: float | None, plan: float | None) -> float | None:
+    """(planned - measured) / measured: positive means the plan was too high."""
+    if run is None or plan is None or run == 0:
+        return None
+    return (plan - run) / run

@@ -1,0 +1,171 @@
+"""The decoder as torch modules: GPT-2 and Llama are the same blocks with other choices in ModelConfig.
+
+Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads, D head size, V vocabulary.
+`workload/transformer.py` lists what these modules compute, operation by operation; change both together
+(`tests/workload` compares them with PyTorch's own counter).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ironlaw.model.config import ModelConfig
+
+
+def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
+    size = size or config.hidden
+    if config.norm == "layernorm":
+        return nn.LayerNorm(size, eps=config.norm_eps)
+    return nn.RMSNorm(size, eps=config.norm_eps)
+
+
+def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (context, D/2) in fp32 (RoFormer, arXiv 2104.09864).
+
+    With `rope_scaling` the low frequencies are stretched as in Llama 3.1 (arXiv 2407.21783, section 3.4).
+    """
+    half = config.size_of_head // 2
+    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    if config.rope_scaling:
+        scaling = config.rope_scaling
+        turns = scaling["original_context"] * frequency / (2 * math.pi)
+        keep = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+        keep = keep.clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scaling["factor"])
+    angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on (B, S, heads, D), first half against second half (the Hugging Face convention)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)  # (S, 1, D/2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        # One matrix for query, key and value: one large matmul instead of three small ones.
+        self.qkv = nn.Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
+        self.out = nn.Linear(config.query_size, config.hidden, bias=config.bias)
+        if config.qk_norm:
+            self.query_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
+            self.key_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        config = self.config
+        batch, sequence, _ = x.shape
+        sizes = (config.query_size, config.key_value_size, config.key_value_size)
+        query, key, value = self.qkv(x).split(sizes, dim=-1)
+        query = query.view(batch, sequence, config.heads, config.size_of_head)
+        key = key.view(batch, sequence, config.key_value_heads, config.size_of_head)
+        value = value.view(batch, sequence, config.key_value_heads, config.size_of_head)
+        if config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query, key = rotate(query, *rotary), rotate(key, *rotary)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=config.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=config.key_value_heads != config.heads,
+        )  # (B, A, S, D)
+        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, config.query_size))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.up = nn.Linear(config.hidden, config.ffn_size, bias=config.bias)
+        self.gate = nn.Linear(config.hidden, config.ffn_size, bias=config.bias) if config.gated_ffn else None
+        self.down = nn.Linear(config.ffn_size, config.hidden, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activate(self.up(x)))
+        return self.down(self.activate(self.gate(x)) * self.up(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return F.silu(x)
+        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        self.attention = Attention(config)
+        self.ffn_norm = build_norm(config)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Transformer(nn.Module):
+    """Tokens (B, S) to logits (B, S, V), or to the mean cross-entropy when targets (B, S) are given."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = build_norm(config)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        if config.positions == "rope":
+            cos, sin = rotary_tables(config)
+            self.register_buffer("rotary_cos", cos, persistent=False)
+            self.register_buffer("rotary_sin", sin, persistent=False)
+        self.initialize()
+
+    def initialize(self) -> None:
+        """GPT-2's: normal(0, 0.02), the two residual projections divided by sqrt(2 x layers), biases zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(parameter)
+                continue
+            residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+            std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
+            nn.init.normal_(parameter, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        sequence = tokens.shape[1]
+        x = self.embedding(tokens)  # (B, S, H)
+        if self.positions is not None:
+            x = x + self.positions.weight[:sequence]
+        rotary = None
+        if self.config.positions == "rope":
+            rotary = (self.rotary_cos[:sequence], self.rotary_sin[:sequence])
+        mask = self.attention_mask(sequence, tokens.device)
+        for block in self.blocks:
+            x = block(x, rotary, mask)
+        x = self.final_norm(x)
+        if targets is None:
+            return self.head(x)
+        # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+    def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
+        """None means plain causal; a sliding window needs its own (S, S) mask."""
+        window = self.config.sliding_window
+        if window is None or window >= sequence:
+            return None
+        position = torch.arange(sequence, device=device)
+        distance = position[:, None] - position[None, :]
+        return (distance >= 0) & (distance < window)

@@ -1,0 +1,80 @@
+"""Printing quantities for people. Everything inside Ironlaw is SI: seconds, bytes, FLOPs, joules."""
+
+from __future__ import annotations
+
+_DECIMAL = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+NOT_KNOWN = "–"
+
+
+def _significant(value: float, digits: int = 3) -> str:
+    """Three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1,234."""
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    if magnitude >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    decimals = digits - 1
+    while magnitude < 1 and decimals < 12:
+        magnitude *= 10
+        decimals += 1
+    return f"{value:.{decimals - (1 if magnitude >= 10 else 0)}f}"
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """`si(3.2e12, "FLOP")` is "3.20 TFLOP"."""
+    if value is None:
+        return NOT_KNOWN
+    for factor, prefix in _DECIMAL:
+        if abs(value) >= factor:
+            return f"{_significant(value / factor)} {prefix}{unit}".rstrip()
+    return f"{_significant(value)} {unit}".rstrip()
+
+
+def bytes_(value: float | None) -> str:
+    """Binary multiples, because that is how memory is sold and how allocators report it."""
+    if value is None:
+        return NOT_KNOWN
+    for factor, prefix in _BINARY:
+        if abs(value) >= factor:
+            return f"{_significant(value / factor)} {prefix}"
+    return f"{value:.0f} B"
+
+
+def rate(value: float | None, unit: str) -> str:
+    return NOT_KNOWN if value is None else f"{si(value, unit)}/s"
+
+
+def seconds(value: float | None) -> str:
+    """From nanoseconds to years, in the unit a person would use."""
+    if value is None:
+        return NOT_KNOWN
+    if value == 0:
+        return "0 s"
+    magnitude = abs(value)
+    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
+        if magnitude < limit:
+            return f"{_significant(value * factor)} {unit}"
+    for limit, factor, unit in ((7200.0, 60.0, "min"), (172800.0, 3600.0, "h"), (2 * 31557600.0, 86400.0, "days")):
+        if magnitude < limit:
+            return f"{_significant(value / factor)} {unit}"
+    return f"{_significant(value / 31557600.0)} years"
+
+
+def energy(joules: float | None) -> str:
+    """Joules below 3.6 kJ, watt-hours above."""
+    if joules is None:
+        return NOT_KNOWN
+    return si(joules, "J") if abs(joules) < 3600 else si(joules / 3600, "Wh")
+
+
+def count(value: float | None) -> str:
+    return NOT_KNOWN if value is None else f"{value:,.0f}"
+
+
+def percent(fraction: float | None, digits: int = 1) -> str:
+    return NOT_KNOWN if fraction is None else f"{100 * fraction:.{digits}f}%"
+
+
+def signed_percent(fraction: float | None, digits: int = 1) -> str:
+    return NOT_KNOWN if fraction is None else f"{100 * fraction:+.{digits}f}%"
