@@ -198,7 +198,9 @@ class Ledger:
 def _line(entry: dict[str, Any]) -> Line:
     known = {f.name for f in fields(Line)}
     values = {name: value for name, value in entry.items() if name in known}
-    return Line(**(values | {"phase": Phase(entry["phase"]), "kind": Kind(entry["kind"]), "origin": Origin(entry["origin"])}))
+    return Line(
+        **(values | {"phase": Phase(entry["phase"]), "kind": Kind(entry["kind"]), "origin": Origin(entry["origin"])})
+    )
 
 
 def _totals(lines: Iterable[Line], key: Callable[[Line], Any], column: str) -> dict[Any, float | None]:

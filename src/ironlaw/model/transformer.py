@@ -67,7 +67,9 @@ class Attention(nn.Module):
         key = key.view(batch, sequence, config.key_value_heads, config.size_of_head)
         value = value.view(batch, sequence, config.key_value_heads, config.size_of_head)
         if config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
+            # In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel.
+            query = self.query_norm(query.float()).to(value.dtype)
+            key = self.key_norm(key.float()).to(value.dtype)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         mixed = F.scaled_dot_product_attention(

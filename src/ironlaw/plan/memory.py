@@ -1,0 +1,85 @@
+"""Bytes held over one step: walk the operations in order, allocate and free, and keep the highest moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ironlaw.ledger import MemoryLine, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.transformer import FP32, INDEX, Shape, training_operations
+
+ADAMW_STATE_BYTES = 2 * FP32  # first and second moment per parameter
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a step: where it is, and what it is made of, in bytes."""
+
+    where: str
+    saved_bytes: int
+    temporary_bytes: int
+    gradient_bytes: int
+
+
+def in_execution_order(operations: Sequence[Operation], layers: int) -> Iterator[Operation]:
+    """Unfold the layers: each run of block operations of one phase is walked `layers` times."""
+    start = 0
+    while start < len(operations):
+        first = operations[start]
+        end = start
+        while end < len(operations) and (operations[end].group, operations[end].phase) == (first.group, first.phase):
+            end += 1
+        for _ in range(layers if first.group == "block" else 1):
+            yield from operations[start:end]
+        start = end
+
+
+def walk(operations: Sequence[Operation], layers: int, gradients_held: int = 0) -> Peak:
+    """The peak of one micro-batch. `gradients_held`: bytes of gradients that earlier micro-batches left."""
+    saved = temporary = 0
+    gradients = gradients_held
+    peak = Peak("start", 0, 0, gradients)
+    for op in in_execution_order(operations, layers):
+        saved += op.saved_bytes
+        temporary += op.temporary_bytes
+        if gradients_held:
+            temporary += op.gradient_bytes  # freed again once added to the gradient that is there
+        else:
+            gradients += op.gradient_bytes
+        if saved + temporary + gradients > peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes:
+            peak = Peak(f"{op.name}, {op.phase}", saved, temporary, gradients)
+        if gradients_held:
+            temporary -= op.gradient_bytes
+        saved -= op.frees_saved_bytes
+        temporary -= op.frees_temporary_bytes
+    return peak
+
+
+def rotary_table_bytes(model: ModelConfig) -> int:
+    return model.context * model.size_of_head * FP32 if model.positions == "rope" else 0
+
+
+def peak_memory(shape: Shape, accumulation: int) -> tuple[list[MemoryLine], str]:
+    """Memory at the peak of a training step by component, and where in the step that is.
+
+    Plain AdamW on fp32 weights: 4 + 4 + 8 bytes per parameter for weights, gradients and moments.
+    """
+    model = shape.model
+    operations = training_operations(shape)
+    total_gradients = model.parameters * FP32
+    peaks = [walk(operations, model.layers)]
+    if accumulation > 1:
+        peaks.append(walk(operations, model.layers, gradients_held=total_gradients))
+    peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, 0, total_gradients))
+    peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
+    lines = [
+        MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model)),
+        MemoryLine("gradients", peak.gradient_bytes),
+        MemoryLine("optimizer", model.parameters * ADAMW_STATE_BYTES),
+        MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),
+        MemoryLine("temporaries", peak.temporary_bytes),
+        MemoryLine("batch", 2 * shape.tokens * INDEX * accumulation, note="tokens and targets"),
+    ]
+    return lines, peak.where

@@ -1,0 +1,46 @@
+"""What one operation of a training step is, before any hardware is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ironlaw.ledger import Kind, Phase
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel call. Quantities are per call; `repeat` says how often a micro-batch (or a step) makes it.
+
+    `kernel` names the curve that sets its time: `matmul`, `attention_forward`, `gelu_tanh_forward`, ...
+    FLOPs are those of matrix products only, as PyTorch's own counter counts them; `None` where it counts none.
+
+    Memory: what the call allocates and what is freed when it is done, in two pools. *Saved* bytes wait for the
+    backward pass; *temporary* bytes die within the same phase. `gradient_bytes` are parameter gradients it creates.
+    """
+
+    name: str
+    kind: Kind
+    phase: Phase
+    group: str  # "embedding", "block", "head" or "optimizer"
+    kernel: str
+    repeat: int = 1
+    matmul: tuple[int, int, int] | None = None  # (m, n, k) of C[m, n] = A[m, k] B[k, n]
+    attention: tuple[int, int, int, int, int] | None = None  # sequences, tokens, heads, kv_heads, head_size
+    flops: int | None = None
+    elements: int = 0  # of the main tensor: what an elementwise kernel's time is counted in
+    bytes_moved: int = 0  # read once plus written once: the least traffic
+    saved_bytes: int = 0
+    temporary_bytes: int = 0
+    frees_saved_bytes: int = 0
+    frees_temporary_bytes: int = 0
+    gradient_bytes: int = 0
+
+
+def total_flops(operations: Iterable[Operation]) -> int:
+    return sum((op.flops or 0) * op.repeat for op in operations)
+
+
+def saved_bytes(operations: Iterable[Operation]) -> int:
+    """Bytes a forward pass leaves waiting for the backward pass."""
+    return sum(op.saved_bytes * op.repeat for op in operations if op.phase is Phase.FORWARD)
