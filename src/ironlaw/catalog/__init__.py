@@ -7,7 +7,7 @@ Importing this costs a few milliseconds, and asking for one accelerator parses o
 from ironlaw.catalog.accelerators import DTYPES, Accelerator, accelerator, accelerator_names, peak
 from ironlaw.catalog.cpus import PowerRange, cpu_power
 from ironlaw.catalog.figures import Figure, Source, source, source_keys
-from ironlaw.catalog.money import Grid, Price, Quote, grid, grid_names, price, pue, pue_names
+from ironlaw.catalog.money import Grid, Price, Quote, grid, grid_names, price, priced_names, pue, pue_names
 from ironlaw.catalog.nodes import Cluster, Node, node, node_names, parse_cluster
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "parse_cluster",
     "peak",
     "price",
+    "priced_names",
     "pue",
     "pue_names",
     "source",
