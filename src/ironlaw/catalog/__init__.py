@@ -1,7 +1,7 @@
 """Catalog: accelerators, nodes, models, power grids and prices, each figure with its source.
 
 Data files and their typed loaders, and no decisions: what a figure means for a plan is decided elsewhere.
-Importing this costs a few milliseconds, and asking for one accelerator parses one file.
+Importing this needs the standard library alone, and asking for one accelerator parses one file.
 """
 
 from ironlaw.catalog.accelerators import DTYPES, Accelerator, accelerator, accelerator_names, peak
