@@ -1,11 +1,12 @@
 """The kernels a training step is made of, each as something that can be timed at any size.
 
-Names are those of `Operation.kernel` in the workload. A builder returns one call on fresh inputs of `elements`
-elements; the timer keeps several of them and takes turns, so that caches hold as little as in a real step.
+Names are those of `Operation.kernel` in the workload. A builder returns one call on inputs of `elements` elements;
+the timer keeps several of them and takes turns, so that caches hold as little as in a real step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,29 @@ WIDTH = 512  # row length of the kernels that work by row
 VOCABULARY = 4096
 
 
+class Pool:
+    """Random numbers made once and handed out as tensors that follow each other in memory, then start over."""
+
+    def __init__(self, device: torch.device, elements: int = 24 * 2**20) -> None:
+        self.device = device
+        self._values = {torch.float32: torch.randn(elements, device=device)}
+        self._offset = 0
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = self._values.setdefault(dtype, self._values[torch.float32].to(dtype))
+        count = math.prod(shape)
+        if self._offset + count > values.numel():
+            self._offset = 0
+        start = self._offset
+        self._offset += count
+        # `.data`: a version counter of its own, so that the in-place kernels do not invalidate the others' graphs.
+        return values[start : start + count].view(shape).data
+
+    def parameter(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A leaf that wants a gradient."""
+        return self.take(*shape, dtype=dtype).requires_grad_()
+
+
 def _rows(elements: int, width: int = WIDTH) -> int:
     return max(1, elements // width)
 
@@ -30,11 +54,17 @@ def _backward(output: Tensor, inputs: tuple[Tensor, ...]) -> Call:
     return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
 
-def elementwise_builders(device: torch.device) -> dict[str, Callable[[int], Call]]:
-    """Kernel name to builder; everything in fp32."""
+# What autocast runs in reduced precision between the matrix products; norms, loss and update stay in fp32.
+REDUCED = ("sum_rows", "concatenate", "rotary", "multiply", "add_in_place", "gelu", "silu")
+
+
+def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[int], Call]]:
+    """Kernel name to builder: all of them in fp32, those that run in reduced precision otherwise."""
+    device = pool.device
 
     def flat(elements: int, grad: bool = False) -> Tensor:
-        return torch.randn(_rows(elements), WIDTH, device=device).requires_grad_(grad)
+        shape = (_rows(elements), WIDTH)
+        return pool.parameter(*shape, dtype=dtype) if grad else pool.take(*shape, dtype=dtype)
 
     def unary(function: Callable[[Tensor], Tensor], backward: bool = False) -> Callable[[int], Call]:
         def build(elements: int) -> Call:
@@ -78,13 +108,13 @@ def elementwise_builders(device: torch.device) -> dict[str, Callable[[int], Call
     def rotary(elements: int) -> Call:
         config = ModelConfig(layers=1, hidden=WIDTH, heads=8, vocab=2, context=256, positions="rope")
         tokens = min(256, _rows(elements))
-        x = torch.randn(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, device=device)
+        x = pool.take(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, dtype=dtype)
         cos, sin = (table[:tokens].to(device) for table in rotary_tables(config))
         return lambda: rotate(x, cos, sin)
 
     def embedding(backward: bool) -> Callable[[int], Call]:
         def build(elements: int) -> Call:
-            table = torch.randn(VOCABULARY, WIDTH, device=device, requires_grad=backward)
+            table = pool.parameter(VOCABULARY, WIDTH)
             tokens = torch.randint(0, VOCABULARY, (_rows(elements),), device=device)
             if backward:
                 return _backward(F.embedding(tokens, table), (table,))
@@ -95,7 +125,7 @@ def elementwise_builders(device: torch.device) -> dict[str, Callable[[int], Call
     def loss(backward: bool) -> Callable[[int], Call]:
         def build(elements: int) -> Call:
             rows = _rows(elements, VOCABULARY)
-            logits = torch.randn(rows, VOCABULARY, device=device, requires_grad=True)
+            logits = pool.parameter(rows, VOCABULARY)
             targets = torch.randint(0, VOCABULARY, (rows,), device=device)
             if backward:
                 return _backward(F.cross_entropy(logits, targets), (logits,))
@@ -104,19 +134,20 @@ def elementwise_builders(device: torch.device) -> dict[str, Callable[[int], Call
         return build
 
     def update(elements: int) -> Call:
-        weight = torch.nn.Parameter(flat(elements).detach())
-        weight.grad = torch.randn_like(weight)
+        weight = flat(elements, grad=True)
+        weight.grad = flat(elements)
         optimizer = torch.optim.AdamW([weight], fused=True)
         return optimizer.step
 
     def clip(elements: int) -> Call:
-        weight = torch.nn.Parameter(flat(elements).detach())
-        weight.grad = torch.randn_like(weight)
+        weight = flat(elements, grad=True)
+        weight.grad = flat(elements)
+        # A limit that is never reached: scaling by 1 costs what any scaling costs and leaves the numbers alone.
         return lambda: torch.nn.utils.clip_grad_norm_([weight], 1e9)
 
     builders: dict[str, Callable[[int], Call]] = {
         "add": binary(torch.add),
-        "add_in_place": binary(lambda x, y: x.add_(y)),
+        "add_in_place": binary(lambda x, y: x.add_(y, alpha=1e-9)),
         "multiply": binary(torch.mul),
         "multiply_backward": multiply_backward,
         "cast": unary(lambda x: x.to(torch.bfloat16)),
@@ -141,14 +172,16 @@ def elementwise_builders(device: torch.device) -> dict[str, Callable[[int], Call
     for kind in ("layernorm", "rmsnorm"):
         builders[f"{kind}_forward"] = norm(kind, backward=False)
         builders[f"{kind}_backward"] = norm(kind, backward=True)
-    return builders
+    if dtype == torch.float32:
+        return builders
+    return {name: builder for name, builder in builders.items() if name.startswith(REDUCED)}
 
 
-def matmul_builders(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:
+def matmul_builders(pool: Pool, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:
     """The products of a linear layer as training runs them: with bias, forward or input gradient, weight gradient."""
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).to(dtype)
+        return pool.take(*shape, dtype=dtype)
 
     def forward(m: int, n: int, k: int) -> Call:
         x, weight, bias = random(m, k), random(n, k), random(n)
@@ -166,11 +199,11 @@ def matmul_builders(device: torch.device, dtype: torch.dtype) -> dict[str, Calla
 
 
 def attention_builder(
-    device: torch.device, sequences: int, tokens: int, heads: int, head_size: int, backward: bool
+    pool: Pool, dtype: torch.dtype, sequences: int, tokens: int, heads: int, head_size: int, backward: bool
 ) -> Call:
     """Causal attention on tensors laid out as the model has them: (B, S, A, D), transposed."""
     query, key, value = (
-        torch.randn(sequences, tokens, heads, head_size, device=device, requires_grad=True).transpose(1, 2)
+        pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2)
         for _ in range(3)
     )
     if not backward:

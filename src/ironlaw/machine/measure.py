@@ -16,14 +16,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 import ironlaw
 from ironlaw.machine import host
-from ironlaw.machine.kernels import Call, attention_builder, elementwise_builders, matmul_builders
+from ironlaw.machine.kernels import Call, Pool, attention_builder, elementwise_builders, matmul_builders
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
 
 # From what fits the first cache to what no cache holds.
@@ -43,9 +45,10 @@ MATMUL_SHAPES = (
     (128, 128, 4096),
 )
 ATTENTION_SHAPES = ((128, 32), (512, 32), (128, 64), (512, 64), (1024, 64), (256, 128), (1024, 128))
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REFERENCE_SHAPE = (512, 512, 512)  # the probe that a run repeats now and then
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
-MAX_COPIES = 12
+MAX_COPIES = 8
 SAMPLE_SECONDS = 2e-3  # short kernels are repeated until a sample lasts this long
 
 
@@ -53,7 +56,7 @@ SAMPLE_SECONDS = 2e-3  # short kernels are repeated until a sample lasts this lo
 class Sampler:
     """One kernel at one size: calls that take turns, and the seconds seen so far."""
 
-    key: tuple[object, ...]
+    key: tuple[Any, ...]
     calls: list[Call]
     seconds: list[float] = field(default_factory=list)
     repeats: int = 1
@@ -87,7 +90,7 @@ def measure(
     *,
     device: str | None = None,
     threads: int | None = None,
-    budget_seconds: float = 25.0,
+    budget_seconds: float = 22.0,
     tokenizer_rate: Callable[[], float] | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
@@ -121,32 +124,28 @@ def measure(
 
 
 def _samplers(device: torch.device) -> list[Sampler]:
-    precisions = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    """Everything that is timed, ready to be called in turn."""
+    pool = Pool(device)
     samplers = []
-    for precision, dtype in precisions.items():
-        for kernel, build in matmul_builders(device, dtype).items():
+    for precision, dtype in PRECISIONS.items():
+        for kernel, build in matmul_builders(pool, dtype).items():
             for shape in MATMUL_SHAPES:
                 m, n, k = shape
-                size = 4 * (m * k + k * n)
-                # Reduced precision may be emulated and slow: it is timed at fewer shapes.
-                if precision != "fp32" and device.type == "cpu" and m * n * k > 2**27:
-                    continue
-                samplers.append(_sampler(("matmul", precision, kernel, shape), lambda b=build, s=shape: b(*s), size))
-    for kernel, builder in elementwise_builders(device).items():
-        for elements in ELEMENTWISE_SIZES:
-            samplers.append(
-                _sampler(("curve", kernel, elements), lambda b=builder, e=elements: b(e), 12 * elements)
+                samplers.append(
+                    _sampler(("matmul", precision, kernel, shape), partial(build, m, n, k), 4 * k * (m + n))
+                )
+        for kernel, builder in elementwise_builders(pool, dtype).items():
+            for elements in ELEMENTWISE_SIZES:
+                key = ("curve", precision, kernel, elements)
+                samplers.append(_sampler(key, partial(builder, elements), 12 * elements))
+        for (tokens, head_size), direction in itertools.product(ATTENTION_SHAPES, ("forward", "backward")):
+            sequences, heads = max(1, 2048 // tokens), max(1, 256 // head_size)
+            build_attention = partial(
+                attention_builder, pool, dtype, sequences, tokens, heads, head_size, direction == "backward"
             )
-    for tokens, head_size in ATTENTION_SHAPES:
-        for direction in ("forward", "backward"):
-            sequences = max(1, 2048 // tokens)
-            heads = max(1, 256 // head_size)
-            build_attention = lambda t=tokens, d=head_size, s=sequences, h=heads, b=direction: (  # noqa: E731
-                attention_builder(device, s, t, h, d, b == "backward")
-            )
-            size = 16 * sequences * tokens * heads * head_size
             pairs = sequences * heads * tokens * tokens / 2
-            samplers.append(_sampler(("attention", direction, tokens, head_size, pairs), build_attention, size))
+            key = ("attention", precision, direction, tokens, head_size, pairs)
+            samplers.append(_sampler(key, build_attention, 16 * sequences * tokens * heads * head_size))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
@@ -155,7 +154,7 @@ def _samplers(device: torch.device) -> list[Sampler]:
     return samplers
 
 
-def _sampler(key: tuple[object, ...], build: Callable[[], Call], input_bytes: int) -> Sampler:
+def _sampler(key: tuple[Any, ...], build: Callable[[], Call], input_bytes: int) -> Sampler:
     copies = max(1, min(MAX_COPIES, CACHE_DEFEATING_BYTES // max(1, input_bytes)))
     return Sampler(key, [build() for _ in range(copies)])
 
@@ -169,24 +168,25 @@ def _profile(
 ) -> Profile:
     by_key = {sampler.key: sampler for sampler in samplers}
     matmul: dict[str, dict[str, MatmulFit]] = {}
-    for precision in ("fp32", "bf16"):
+    for precision in PRECISIONS:
         for kernel in ("matmul_bias", "matmul", "matmul_weight_gradient"):
             points = [s for s in samplers if s.key[:3] == ("matmul", precision, kernel)]
-            fit = MatmulFit.fit([s.key[3] for s in points], [s.median() for s in points])  # type: ignore[misc]
+            fit = MatmulFit.fit([s.key[3] for s in points], [s.median() for s in points])
             matmul.setdefault(precision, {})[kernel] = fit
-    curves: dict[str, Curve] = {}
-    for kernel in elementwise_builders(device):
-        points = [by_key[("curve", kernel, elements)] for elements in ELEMENTWISE_SIZES]
-        curves[kernel] = Curve(
-            tuple(float(e) for e in ELEMENTWISE_SIZES),
-            tuple(s.median() for s in points),
-            float(np.median([s.spread() for s in points])),
-        )
-    attention: dict[str, list[tuple[int, int, float]]] = {"forward": [], "backward": []}
+    curves: dict[str, dict[str, Curve]] = {precision: {} for precision in PRECISIONS}
+    for _, precision, kernel, elements in [s.key for s in samplers if s.key[0] == "curve"]:
+        if elements == ELEMENTWISE_SIZES[0]:
+            points = [by_key[("curve", precision, kernel, size)] for size in ELEMENTWISE_SIZES]
+            curves[precision][kernel] = Curve(
+                tuple(float(size) for size in ELEMENTWISE_SIZES), tuple(s.median() for s in points)
+            )
+    attention: dict[str, dict[str, list[tuple[int, int, float]]]] = {
+        precision: {"forward": [], "backward": []} for precision in PRECISIONS
+    }
     for sampler in samplers:
         if sampler.key[0] == "attention":
-            _, direction, tokens, head_size, pairs = sampler.key
-            attention[direction].append((tokens, head_size, sampler.median() / pairs))  # type: ignore[index,arg-type,operator]
+            _, precision, direction, tokens, head_size, pairs = sampler.key
+            attention[precision][direction].append((tokens, head_size, sampler.median() / pairs))
     copy = next(s for s in samplers if s.key[0] == "copy")
     reference = by_key[("matmul", "fp32", "matmul", REFERENCE_SHAPE)]
     cuda = device.type == "cuda"
@@ -201,7 +201,7 @@ def _profile(
         matmul=matmul,
         curves=curves,
         attention=attention,
-        copy_bytes_per_second=float(copy.key[1]) / copy.median(),  # type: ignore[arg-type]
+        copy_bytes_per_second=copy.key[1] / copy.median(),
         small_operation_seconds=by_key[("small",)].median(),
         storage_bytes_per_second=storage,
         tokenizer_tokens_per_second=tokenizer,

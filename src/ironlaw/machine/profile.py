@@ -24,7 +24,6 @@ class Curve:
 
     elements: tuple[float, ...]
     seconds: tuple[float, ...]
-    spread: float = 0.0  # half width of the middle 80% of repeats, relative to the median
 
     def at(self, elements: float) -> float:
         """Below the smallest size the fixed cost rules; above the largest, time grows in proportion."""
@@ -93,8 +92,9 @@ class Profile:
     memory_bytes: int
     runtime_bytes: int  # resident memory of a process that has only imported PyTorch
     matmul: dict[str, dict[str, MatmulFit]]  # precision -> kernel -> fit
-    curves: dict[str, Curve]  # kernel -> seconds by elements, fp32
-    attention: dict[str, list[tuple[int, int, float]]]  # direction -> (tokens, head size, seconds per score pair)
+    curves: dict[str, dict[str, Curve]]  # precision -> kernel -> seconds by elements
+    # precision -> direction -> (tokens, head size, seconds per unmasked score)
+    attention: dict[str, dict[str, list[tuple[int, int, float]]]]
     copy_bytes_per_second: float  # read plus written
     small_operation_seconds: float  # one tiny operation, dispatched from Python
     storage_bytes_per_second: float | None
@@ -107,14 +107,13 @@ class Profile:
         fits = self.matmul[precision]
         return sorted(fit.peak_flops_per_second for fit in fits.values())[len(fits) // 2]
 
-    def fastest_precision(self) -> str:
-        """The precision this machine multiplies fastest; fp32 unless another is at least 1.2 times as fast."""
-        best = max(self.matmul, key=self.matmul_peak)
-        return best if self.matmul_peak(best) > 1.2 * self.matmul_peak("fp32") else "fp32"
+    def curve(self, kernel: str, precision: str) -> Curve:
+        """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
+        return self.curves[precision].get(kernel) or self.curves["fp32"][kernel]
 
-    def attention_seconds_per_pair(self, direction: str, sequence: int, head_size: int) -> float:
+    def attention_seconds_per_pair(self, precision: str, direction: str, sequence: int, head_size: int) -> float:
         """Nearest measured (tokens, head size) in log distance, scaled by the head size."""
-        points = self.attention[direction]
+        points = self.attention[precision][direction]
         nearest = min(
             points,
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),
@@ -136,12 +135,15 @@ class Profile:
             for precision, fits in document["matmul"].items()
         }
         values["curves"] = {
-            kernel: Curve(tuple(c["elements"]), tuple(c["seconds"]), c["spread"])
-            for kernel, c in document["curves"].items()
+            precision: {kernel: Curve(tuple(c["elements"]), tuple(c["seconds"])) for kernel, c in curves.items()}
+            for precision, curves in document["curves"].items()
         }
         values["attention"] = {
-            direction: [(int(t), int(d), float(s)) for t, d, s in points]
-            for direction, points in document["attention"].items()
+            precision: {
+                direction: [(int(t), int(d), float(s)) for t, d, s in points]
+                for direction, points in directions.items()
+            }
+            for precision, directions in document["attention"].items()
         }
         return Profile(**values)
 
