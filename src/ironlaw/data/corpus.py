@@ -23,7 +23,13 @@ _STDLIB_SKIPPED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo lib2to3 distutils "
     "ensurepip encodings pydoc_data".split()
 )
-_STDLIB_SKIPPED_FILES = ("_sysconfigdata*", "_sysconfig_vars*", "sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py")
+_STDLIB_SKIPPED_FILES = (
+    "_sysconfigdata*",
+    "_sysconfig_vars*",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "_distutils_system_mod.py",
+)
 
 
 @dataclass(frozen=True)
@@ -38,16 +44,29 @@ class File:
 
 @dataclass
 class Corpus:
-    """Files in a fixed order. `skipped` counts files by the reason they were left out, and grows while reading."""
+    """Files in a fixed order, and why each file that is not among them was left out."""
 
     root: Path
     files: list[File]
     maximum_file_bytes: int
-    skipped: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)  # name of a skipped file: why
 
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Skipped files by reason."""
+        return dict(sorted(Counter(self.reasons.values()).items()))
+
+    def scan(self) -> None:
+        """Read every file once and keep those that hold text.
+
+        The split needs to know which they are: held-out files that turn out to be pictures hold nothing out.
+        Reading costs little beside tokenising.
+        """
+        self.files = [file for file in self.files if self.text(file) is not None]
 
     def fingerprint(self) -> str:
         """Hex digest of place, names, sizes and modification times: changes when the documents could have."""
@@ -58,23 +77,23 @@ class Corpus:
         return digest.hexdigest()
 
     def text(self, file: File) -> str | None:
-        """The file's text, or None (and one more in `skipped`) when it holds none."""
+        """The file's text, or None (and a reason in `reasons`) when it holds none."""
         try:
             data = file.path.read_bytes()
         except OSError:
-            self.skipped["unreadable"] += 1
+            self.reasons[file.name] = "unreadable"
             return None
         if b"\0" in data:
-            self.skipped["binary"] += 1
+            self.reasons[file.name] = "binary"
             return None
         try:
             # No newline translation: the tokens must not depend on the platform that made them.
             text = data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError:
-            self.skipped["not UTF-8"] += 1
+            self.reasons[file.name] = "not UTF-8"
             return None
         if not text.strip():
-            self.skipped["empty"] += 1
+            self.reasons[file.name] = "empty"
             return None
         return text
 
@@ -92,7 +111,9 @@ def find(path: str, maximum_file_bytes: int = 2**30) -> Corpus:
         return corpus
     root = Path(path).expanduser()
     if not root.exists():
-        raise UserError(f'data.path = "{path}" does not exist: write a directory or file of text, or "stdlib"')
+        raise UserError(
+            f'data.path = "{path}" does not exist: write a directory or file of text, or "stdlib"'
+        )
     root = root.resolve()
     corpus = Corpus(root, [], maximum_file_bytes)
     if root.is_file():
@@ -106,9 +127,11 @@ def find(path: str, maximum_file_bytes: int = 2**30) -> Corpus:
 
 def no_text(path: str, corpus: Corpus) -> UserError:
     """The error of a corpus from which nothing readable came."""
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(corpus.skipped.items()))
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in corpus.skipped.items())
     found = f"skipped: {reasons}" if reasons else "it is empty"
-    remedy = "data.maximum_file_bytes can be raised" if corpus.skipped["too large"] else "give UTF-8 text files"
+    remedy = (
+        "data.maximum_file_bytes can be raised" if "too large" in corpus.skipped else "give UTF-8 text files"
+    )
     return UserError(f'data.path = "{path}" has no text ({found}): {remedy}')
 
 
@@ -122,7 +145,7 @@ def _walk(corpus: Corpus, root: Path, stdlib: bool) -> None:
             # Sorted, so that of two links to one folder the same one wins on every run.
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
-            corpus.skipped["unreadable"] += 1
+            corpus.reasons[prefix] = "unreadable"
             continue
         if (status.st_dev, status.st_ino) in seen:
             continue
@@ -147,14 +170,14 @@ def _add(corpus: Corpus, path: Path, name: str) -> None:
     try:
         status = path.stat()
     except OSError:  # a dangling link
-        corpus.skipped["unreadable"] += 1
+        corpus.reasons[name] = "unreadable"
         return
     if not path.is_file():  # a pipe or a socket: reading it could wait for ever
-        corpus.skipped["not a file"] += 1
+        corpus.reasons[name] = "not a file"
     elif status.st_size > corpus.maximum_file_bytes:
-        corpus.skipped["too large"] += 1
+        corpus.reasons[name] = "too large"
     elif status.st_size == 0:
-        corpus.skipped["empty"] += 1
+        corpus.reasons[name] = "empty"
     else:
         corpus.files.append(File(name, path, status.st_size, status.st_mtime_ns))
 
@@ -179,7 +202,7 @@ def held_out(names: list[str], fraction: float, seed: int) -> set[str]:
 
 
 def documents(corpus: Corpus, fraction: float, seed: int) -> Iterator[tuple[Split, File, str]]:
-    """Every readable document with its split, in order of name; the text is read as it is asked for."""
+    """Every document of a scanned corpus with its split, in order of name; read as it is asked for."""
     validation = held_out([file.name for file in corpus.files], fraction, seed)
     for file in corpus.files:
         text = corpus.text(file)
@@ -194,6 +217,12 @@ def documents(corpus: Corpus, fraction: float, seed: int) -> Iterator[tuple[Spli
             yield ("validation" if file.name in validation else "train"), file, text
 
 
+def training_part(corpus: Corpus, file: File, fraction: float) -> str:
+    """The text of a training document, without the tail that a corpus of one file holds out."""
+    text = corpus.text(file) or ""
+    return text[: _tail_cut(text, fraction)] if len(corpus.files) == 1 else text
+
+
 def _tail_cut(text: str, fraction: float) -> int:
     """Where the held-out tail of a single file begins: after a line's end, or exactly there if there is none."""
     cut = max(1, int(len(text) * (1 - fraction)))
@@ -201,7 +230,7 @@ def _tail_cut(text: str, fraction: float) -> int:
     return cut if newline in (-1, len(text) - 1) else newline + 1
 
 
-def pieces(text: str, characters: int = 2**20) -> Iterator[str]:
+def pieces(text: str, characters: int = 2**18) -> Iterator[str]:
     """Cut a long document so that every core gets work.
 
     Only between a line's end and the next line's first character, both neighbours not blank: a byte-level

@@ -24,7 +24,10 @@ _USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS
 
 
 class Tokenizer:
-    """Text to token ids and back. `vocab` is one more than the largest id; `end_of_text` is an id."""
+    """Text to token ids and back.
+
+    `vocab` is one more than the largest id; `end_of_text` is the id that closes a document.
+    """
 
     def __init__(self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None):
         self.path = path
@@ -35,15 +38,17 @@ class Tokenizer:
         # A document that spells a special token is text about it, not a command.
         inner.encode_special_tokens = True
         self.vocab: int = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.end_of_text = self._find_end(end_of_text)
+        self.end_of_text_token, self.end_of_text = self._find_end(end_of_text)
 
-    def _find_end(self, wanted: str | None) -> int:
+    def _find_end(self, wanted: str | None) -> tuple[str, int]:
         for name in (wanted,) if wanted is not None else _USUAL_ENDS:
             identifier = self._inner.token_to_id(name)
             if identifier is not None:
-                return int(identifier)
+                return name, int(identifier)
         if wanted is not None:
-            raise UserError(f'the tokenizer {self.path} has no token "{wanted}": set data.end_of_text to one it has')
+            raise UserError(
+                f'the tokenizer {self.path} has no token "{wanted}": set data.end_of_text to one it has'
+            )
         raise UserError(
             f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in data.end_of_text"
         )
@@ -73,7 +78,9 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
         inner = HuggingFaceTokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception for every malformed file
         reason = " ".join(str(error).split())
-        raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
+        raise UserError(
+            f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()"
+        ) from None
     return Tokenizer(inner, file, end_of_text)
 
 
