@@ -8,14 +8,16 @@ import numpy as np
 
 from ironlaw.errors import UserError
 
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
 
 class Batches:
     """Random access to the training batches.
 
-    An epoch visits every window of `sequence` tokens once, in a permutation of its own; the windows do not overlap,
-    and their edges move from epoch to epoch. Batches run on across the end of an epoch, so nothing is dropped.
-    `sequences_per_batch` is the global batch: rank r of `ranks` gets its slice of it, and the global order is the
-    same for any number of ranks.
+    An epoch visits every window of `sequence` tokens once, in a permutation of its own; the windows do not
+    overlap, and their edges move from epoch to epoch. Batches run on across the end of an epoch.
+    `sequences_per_batch` is the global batch: rank r of `ranks` gets its slice of it, and the global order is
+    the same for any number of ranks.
     """
 
     def __init__(
@@ -29,15 +31,16 @@ class Batches:
     ):
         if sequences_per_batch % ranks:
             raise UserError(
-                f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {ranks} data-parallel ranks: "
-                f"use a multiple of {ranks}"
+                f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {ranks} "
+                f"data-parallel ranks: use a multiple of {ranks}"
             )
         assert 0 <= rank < ranks
         needed = sequence * sequences_per_batch + 1
         if len(tokens) < needed:
             raise UserError(
-                f"the training text has {len(tokens):,} tokens but one batch of {sequences_per_batch} sequences of "
-                f"{sequence} needs {needed:,}: lower train.global_batch or model.context, or give more text in data.path"
+                f"the training text has {len(tokens):,} tokens but one batch of {sequences_per_batch} "
+                f"sequences of {sequence} needs {needed:,}: lower train.global_batch or model.context, or "
+                "give more text in data.path"
             )
         self._tokens = np.asarray(
             tokens
@@ -47,7 +50,7 @@ class Batches:
         self.seed = seed
         self._first = rank * sequences_per_batch // ranks
         self._share = sequences_per_batch // ranks
-        # One window fewer than fit leaves room for the epoch's offset; a corpus of one batch has none to spare.
+        # One window fewer than fit leaves room for the epoch's offset; one batch of text has none to spare.
         fitting = (len(tokens) - 1) // sequence
         self.windows_per_epoch = fitting - 1 if fitting > sequences_per_batch else fitting
         self._slack = len(tokens) - 1 - self.windows_per_epoch * sequence
@@ -92,8 +95,8 @@ def evaluation_batches(
     windows = (len(tokens) - 1) // sequence
     if windows < 1:
         raise UserError(
-            f"the validation text has {len(tokens):,} tokens, fewer than one sequence of {sequence} and its target: "
-            "raise data.validation_fraction, lower model.context, or give more text in data.path"
+            f"the validation text has {len(tokens):,} tokens, fewer than one sequence of {sequence} and its "
+            "target: raise data.validation_fraction, lower model.context, or give more text in data.path"
         )
     wanted = windows if limit is None else min(windows, limit * sequences_per_batch)
     chosen = np.arange(wanted) * windows // wanted
@@ -107,15 +110,15 @@ def evaluation_batches(
 def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     """Where a pseudo-random permutation of range(size) takes `positions`; int64, same shape.
 
-    A Feistel network: any position without the others, so an epoch of any size needs no memory and a resumed run no
-    replay, and, unlike a library's shuffle, the order cannot change with a version of numpy.
+    A Feistel network: any position without the others, so an epoch of any size needs no memory and a resumed
+    run no replay, and, unlike a library's shuffle, the order cannot change with a version of numpy.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = [np.uint64(_mix(key, turn)) for turn in range(8)]
     values = positions.astype(np.uint64)
     outside = np.ones(values.shape, dtype=bool)
-    # The network permutes a power of four at most four times `size`: walk on from a value that is not below `size`.
+    # The network permutes a power of four below 4 x `size`: from a value outside, walk on to one inside.
     while outside.any():
         left, right = values[outside] >> half, values[outside] & mask
         for k in keys:
@@ -127,15 +130,18 @@ def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
 
 def _mix_array(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     result: np.ndarray = x ^ (x >> np.uint64(31))
     return result
 
 
 def _mix(*numbers: int) -> int:
-    """A 64-bit hash of a few integers."""
-    state = np.zeros(1, dtype=np.uint64)
+    """A 64-bit hash of a few integers: the same finaliser, on Python's integers, quicker for single ones."""
+    x = 0
     for number in numbers:
-        state = _mix_array(state + np.uint64(0x9E3779B97F4A7C15) + np.uint64(number % 2**64))
-    return int(state[0])
+        x = (x + 0x9E3779B97F4A7C15 + number) % 2**64
+        x = (x ^ (x >> 30)) * _MULTIPLIERS[0] % 2**64
+        x = (x ^ (x >> 27)) * _MULTIPLIERS[1] % 2**64
+        x ^= x >> 31
+    return x

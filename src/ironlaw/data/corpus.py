@@ -16,13 +16,13 @@ from ironlaw.errors import UserError
 
 Split = Literal["train", "validation"]
 
-# Debian ships the standard library without `test`, and with idlelib, lib2to3, tkinter and ensurepip in packages of
-# their own; Docker's Python images delete every tests folder; distutils left in 3.12. What remains is on every
-# machine. `encodings` and `pydoc_data` are generated tables: a model would learn those and little Python.
-_STDLIB_SKIPPED_FOLDERS = frozenset(
-    "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo lib2to3 distutils "
-    "ensurepip encodings pydoc_data".split()
-)
+# The same files on every machine: Debian ships no `test`, and idlelib, lib2to3, tkinter and ensurepip in
+# packages of their own; Docker's Python images delete every tests folder; distutils left in 3.12.
+# `encodings` and `pydoc_data` are generated tables and prose, which a model would learn instead of Python.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_NOT_EVERYWHERE = frozenset({"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"})
+_GENERATED = frozenset({"encodings", "pydoc_data"})
+_STDLIB_SKIPPED_FOLDERS = _NOT_LIBRARY | _NOT_EVERYWHERE | _GENERATED
 _STDLIB_SKIPPED_FILES = (
     "_sysconfigdata*",
     "_sysconfig_vars*",
@@ -34,7 +34,7 @@ _STDLIB_SKIPPED_FILES = (
 
 @dataclass(frozen=True)
 class File:
-    """One file of a corpus. `name` is its path relative to the root, with forward slashes; `size` in bytes."""
+    """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes."""
 
     name: str
     path: Path
@@ -106,7 +106,7 @@ def find(path: str, maximum_file_bytes: int = 2**30) -> Corpus:
         _walk(corpus, root, stdlib=True)
         if not corpus.files:
             raise UserError(
-                f"this Python has no standard library sources in {root}: give a directory of text in data.path"
+                f"there are no standard library sources in {root}: give a directory of text in data.path"
             )
         return corpus
     root = Path(path).expanduser()
@@ -136,7 +136,7 @@ def no_text(path: str, corpus: Corpus) -> UserError:
 
 
 def _walk(corpus: Corpus, root: Path, stdlib: bool) -> None:
-    """Fill `corpus.files` in order of name. A folder reached twice through links counts once, so loops end."""
+    """Fill `corpus.files`, by name. A folder reached twice through links counts once, so loops end."""
     pending, seen = [(root, "")], set()
     while pending:
         folder, prefix = pending.pop()
@@ -224,7 +224,7 @@ def training_part(corpus: Corpus, file: File, fraction: float) -> str:
 
 
 def _tail_cut(text: str, fraction: float) -> int:
-    """Where the held-out tail of a single file begins: after a line's end, or exactly there if there is none."""
+    """Where the held-out tail of a single file begins: at the next line, or right there if there is none."""
     cut = max(1, int(len(text) * (1 - fraction)))
     newline = text.find("\n", cut - 1)
     return cut if newline in (-1, len(text) - 1) else newline + 1

@@ -17,10 +17,11 @@ Prepared = TypeVar("Prepared")
 
 
 class Prefetcher(Generic[Prepared]):
-    """Iterates over the batches of steps `start`, `start + 1`, ... up to `stop` (excluded; None: without end).
+    """Iterates over the batches of steps `start`, `start + 1`, ... before `stop` (None: without end).
 
-    `step` is the step of the batch that comes next, which is all there is to save: batches waiting in the queue are
-    made again on resume. `apply(inputs, targets)` runs in the thread, for example to copy into pinned memory.
+    `step` is the step of the batch that comes next, which is all there is to save: batches waiting in the
+    queue are made again on resume. `apply(inputs, targets)` runs in the thread, for example to copy into
+    pinned memory.
     An exception in the thread is raised by the consumer's next call.
     """
 

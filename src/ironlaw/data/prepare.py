@@ -104,10 +104,10 @@ def prepare(config: DataConfig, vocab: int, progress: shards.Progress | None = N
 def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = True) -> Dataset:
     """A prepared folder. `checksums` reads every byte (True), sizes only (False), or what is quick (None)."""
     index = shards.read_index(folder, checksums)
-    splits = index["splits"]
+    splits, dtype = index["splits"], np.dtype(index["dtype"])
     return Dataset(
-        train=shards.open_tokens(folder, index, "train"),
-        validation=shards.open_tokens(folder, index, "validation"),
+        train=shards.open_tokens(folder, "train", dtype),
+        validation=shards.open_tokens(folder, "validation", dtype),
         train_documents=np.load(folder / "train_documents.npy", mmap_mode="r"),
         validation_documents=np.load(folder / "validation_documents.npy", mmap_mode="r"),
         vocab=index["tokenizer"]["vocab"],
@@ -177,8 +177,8 @@ def _build(
     splits = encoder.finish()
     clock.lap("read", less=sum(encoder.seconds.values()))
 
-    arrays = [np.fromfile(folder / f"{split}.bin", dtype=encoder.dtype) for split in shards.SPLITS]
-    baseline = unigram_loss(arrays[0], arrays[1], tokenizer.vocab)
+    train, validation = (shards.open_tokens(folder, split, encoder.dtype) for split in shards.SPLITS)
+    baseline = unigram_loss(train, validation, tokenizer.vocab)
     clock.lap("unigram")
     shards.write_index(
         folder,

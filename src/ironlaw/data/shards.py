@@ -204,7 +204,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> None:
 
 
 def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
-    """The index of a prepared folder, after checking its files: sizes always, contents as CHECKSUM_LIMIT_BYTES says."""
+    """The index of a prepared folder, its files checked: sizes always, checksums where asked or quick."""
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         width = np.dtype(index["dtype"]).itemsize
@@ -238,8 +238,9 @@ def _damaged(folder: Path, what: str) -> UserError:
     )
 
 
-def open_tokens(folder: Path, index: dict[str, Any], split: Split) -> np.ndarray:
+def open_tokens(folder: Path, split: Split, dtype: np.dtype[Any]) -> np.ndarray:
     """(tokens,) memory-mapped, read-only."""
-    if index["splits"][split]["tokens"] == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype=index["dtype"])
-    return np.memmap(folder / f"{split}.bin", dtype=index["dtype"], mode="r")
+    file = folder / f"{split}.bin"
+    if file.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype=dtype)
+    return np.memmap(file, dtype=dtype, mode="r")

@@ -32,7 +32,7 @@ class Tokenizer:
     def __init__(self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None):
         self.path = path
         self._inner = inner
-        # A tokenizer.json may carry the padding and the truncation of whoever saved it: both would spoil a corpus.
+        # A tokenizer.json may carry the padding and truncation of whoever saved it; both spoil a corpus.
         inner.no_padding()
         inner.no_truncation()
         # A document that spells a special token is text about it, not a command.
@@ -50,7 +50,8 @@ class Tokenizer:
                 f'the tokenizer {self.path} has no token "{wanted}": set data.end_of_text to one it has'
             )
         raise UserError(
-            f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in data.end_of_text"
+            f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in "
+            "data.end_of_text"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -87,8 +88,7 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
 def train(texts: Iterable[str], vocab: int, path: Path) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab` entries on `texts` and save it.
 
-    The result depends on the texts only: ties between merges go to the smaller pair of ids, whatever the number
-    of threads.
+    The result depends on the texts only, not on threads: ties between merges go to the smaller pair of ids.
     """
     check_vocab(vocab)
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -132,5 +132,5 @@ def file_sha256(path: Path) -> str:
 
 
 def _allow_parallelism() -> None:
-    # Left unset, the library warns and falls back to one thread whenever the process forks later (torch.compile does).
+    # Left unset, the library prints a warning whenever the process forks later, as torch.compile does.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
