@@ -86,6 +86,15 @@ def test_resumed_batches_are_the_same_and_seeds_differ() -> None:
     assert Batches(TOKENS, 8, 4, seed=4).starts(0).tolist() != first.starts(0).tolist()
 
 
+def test_steps_in_any_order_are_the_same() -> None:
+    # Windows are located many at a time: going back and jumping must not show it.
+    batches = Batches(TOKENS, 8, 6, seed=2, rank=1, ranks=2)
+    for step in (5, 4, 170, 171, 500, 0, 341, 340):
+        assert batches.starts(step).tolist() == Batches(TOKENS, 8, 6, 2, 1, 2).starts(step).tolist()
+        whole = Batches(TOKENS, 8, 6, seed=2)
+        assert batches.starts(step).tolist() == whole.starts(step)[3:].tolist()
+
+
 def test_exactly_one_batch_is_enough() -> None:
     batches = Batches(TOKENS[:33], sequence=8, sequences_per_batch=4, seed=0)
     assert sorted(batches.starts(0).tolist()) == [0, 8, 16, 24]

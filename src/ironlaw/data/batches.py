@@ -9,6 +9,7 @@ import numpy as np
 from ironlaw.errors import UserError
 
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_AHEAD = 1024  # samples located at a time: one at a time would cost more than copying its tokens
 
 
 class Batches:
@@ -53,6 +54,7 @@ class Batches:
         # One window fewer than fit leaves room for the epoch's offset; one batch of text has none to spare.
         fitting = (len(tokens) - 1) // sequence
         self.windows_per_epoch = fitting - 1 if fitting > sequences_per_batch else fitting
+        self._ahead: tuple[int, np.ndarray] = (0, np.empty(0, dtype=np.int64))
         self._slack = len(tokens) - 1 - self.windows_per_epoch * sequence
 
     @property
@@ -62,12 +64,19 @@ class Batches:
     def starts(self, step: int) -> np.ndarray:
         """(sequences of this rank,) int64: where in the tokens each window of this step begins."""
         first = step * self.sequences_per_batch + self._first
-        epochs, positions = np.divmod(np.arange(first, first + self._share), self.windows_per_epoch)
-        result = np.empty(self._share, dtype=np.int64)
-        for epoch in np.unique(epochs):
+        begin, ahead = self._ahead
+        if not begin <= first <= begin + len(ahead) - self._share:
+            begin, ahead = self._ahead = (first, self._locate(first, max(self._share, _AHEAD)))
+        return ahead[first - begin : first - begin + self._share]
+
+    def _locate(self, first: int, number: int) -> np.ndarray:
+        """Where the windows of samples `first`, `first + 1`, ... of the global order begin."""
+        epochs, positions = np.divmod(np.arange(first, first + number), self.windows_per_epoch)
+        result = np.empty(number, dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            windows = permuted(positions[here], self.windows_per_epoch, _mix(self.seed, int(epoch)))
-            result[here] = windows * self.sequence + self.offset(int(epoch))
+            windows = permuted(positions[here], self.windows_per_epoch, _mix(self.seed, epoch))
+            result[here] = windows * self.sequence + self.offset(epoch)
         return result
 
     def offset(self, epoch: int) -> int:
