@@ -16,11 +16,13 @@ from ironlaw.errors import UserError
 
 Split = Literal["train", "validation"]
 
-# The same files on every machine: Debian ships no `test`, and idlelib, lib2to3, tkinter and ensurepip in
-# packages of their own; Docker's Python images delete every tests folder; distutils left in 3.12.
+# The same files on every machine: Debian ships neither `test` nor ctypes.macholib, and idlelib,
+# lib2to3, tkinter and ensurepip in packages of their own; Docker's Python images delete tests; distutils left in 3.12.
 # `encodings` and `pydoc_data` are generated tables and prose, which a model would learn instead of Python.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_NOT_EVERYWHERE = frozenset({"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"})
+_NOT_EVERYWHERE = frozenset(
+    {"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip", "macholib"}
+)
 _GENERATED = frozenset({"encodings", "pydoc_data"})
 _STDLIB_SKIPPED_FOLDERS = _NOT_LIBRARY | _NOT_EVERYWHERE | _GENERATED
 _STDLIB_SKIPPED_FILES = (
