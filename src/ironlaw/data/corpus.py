@@ -17,7 +17,8 @@ from ironlaw.errors import UserError
 Split = Literal["train", "validation"]
 
 # The same files on every machine: Debian ships neither `test` nor ctypes.macholib, and idlelib,
-# lib2to3, tkinter and ensurepip in packages of their own; Docker's Python images delete tests; distutils left in 3.12.
+# lib2to3, tkinter and ensurepip in packages of their own; Docker's Python images delete tests;
+# distutils left in 3.12.
 # `encodings` and `pydoc_data` are generated tables and prose, which a model would learn instead of Python.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _NOT_EVERYWHERE = frozenset(
