@@ -46,12 +46,9 @@ class Tokenizer:
             if identifier is not None:
                 return name, int(identifier)
         if wanted is not None:
-            raise UserError(
-                f'the tokenizer {self.path} has no token "{wanted}": set data.end_of_text to one it has'
-            )
+            raise UserError(f'the tokenizer {self.path} has no token "{wanted}": set data.end_of_text to one it has')
         raise UserError(
-            f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in "
-            "data.end_of_text"
+            f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in data.end_of_text"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -79,9 +76,7 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
         inner = HuggingFaceTokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception for every malformed file
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()"
-        ) from None
+        raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
     return Tokenizer(inner, file, end_of_text)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import rotate, rotary_tables
+from ironlaw.model.transformer import rotary_tables, rotate
 
 Call = Callable[[], object]
 WIDTH = 512  # row length of the kernels that work by row
@@ -203,8 +203,7 @@ def attention_builder(
 ) -> Call:
     """Causal attention on tensors laid out as the model has them: (B, S, A, D), transposed."""
     query, key, value = (
-        pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2)
-        for _ in range(3)
+        pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2) for _ in range(3)
     )
     if not backward:
         return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)

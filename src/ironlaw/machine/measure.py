@@ -44,7 +44,7 @@ MATMUL_SHAPES = (
     (2048, 2048, 512),
     (128, 128, 4096),
 )
-ATTENTION_SHAPES = ((128, 32), (512, 32), (128, 64), (512, 64), (1024, 64), (256, 128), (1024, 128))
+ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (32, 64, 128)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 REFERENCE_SHAPE = (512, 512, 512)  # the probe that a run repeats now and then
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
@@ -138,14 +138,14 @@ def _samplers(device: torch.device) -> list[Sampler]:
             for elements in ELEMENTWISE_SIZES:
                 key = ("curve", precision, kernel, elements)
                 samplers.append(_sampler(key, partial(builder, elements), 12 * elements))
-        for (tokens, head_size), direction in itertools.product(ATTENTION_SHAPES, ("forward", "backward")):
-            sequences, heads = max(1, 2048 // tokens), max(1, 256 // head_size)
+        for tokens, head_size, direction in itertools.product(ATTENTION_TOKENS, HEAD_SIZES, ("forward", "backward")):
+            sequences, heads = 1024 // tokens, 256 // head_size
             build_attention = partial(
                 attention_builder, pool, dtype, sequences, tokens, heads, head_size, direction == "backward"
             )
             pairs = sequences * heads * tokens * tokens / 2
-            key = ("attention", precision, direction, tokens, head_size, pairs)
-            samplers.append(_sampler(key, build_attention, 16 * sequences * tokens * heads * head_size))
+            name = ("attention", precision, direction, tokens, head_size, pairs)
+            samplers.append(_sampler(name, build_attention, 16 * sequences * tokens * heads * head_size))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))

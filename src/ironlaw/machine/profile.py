@@ -48,9 +48,7 @@ class MatmulFit:
 
     def at(self, m: int, n: int, k: int) -> float:
         flops = 2.0 * m * n * k
-        return self.fixed_seconds + flops * (
-            self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k
-        )
+        return self.fixed_seconds + flops * (self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k)
 
     @property
     def peak_flops_per_second(self) -> float:
@@ -77,7 +75,8 @@ class MatmulFit:
         coefficients = np.zeros(5)
         coefficients[active] = solution
         error = float(np.median(np.abs(columns @ coefficients / times - 1)))
-        return MatmulFit(*(float(c) for c in coefficients), error=error)
+        fixed, rate, per_m, per_n, per_k = (float(c) for c in coefficients)
+        return MatmulFit(fixed, rate, per_m, per_n, per_k, error)
 
 
 @dataclass
@@ -119,9 +118,7 @@ class Profile:
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),
         )
         lengths = sorted((tokens, seconds) for tokens, size, seconds in points if size == nearest[1])
-        seconds = float(
-            np.interp(math.log(sequence), [math.log(t) for t, _ in lengths], [s for _, s in lengths])
-        )
+        seconds = float(np.interp(math.log(sequence), [math.log(t) for t, _ in lengths], [s for _, s in lengths]))
         return seconds * head_size / nearest[1]
 
     def to_json(self) -> dict[str, Any]:

@@ -202,5 +202,3 @@ def _energy(profile: Profile, total: Estimate) -> Estimate | None:
 def fits(ledger: Ledger) -> bool:
     """Whether the process is planned to stay within the machine's memory."""
     return ledger.totals["resident_bytes"].value <= float(ledger.facts["memory_bytes"])
-
-
