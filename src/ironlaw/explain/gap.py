@@ -81,7 +81,9 @@ class Gap:
 def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
     """Rows for everything that either side knows. Both may be runs: then "planned" reads as "before"."""
     run, scale = reconcile(run)
-    totals = {name: _total(name, plan, run) for name in [*plan.totals, *(n for n in run.totals if n not in plan.totals)]}
+    totals = {
+        name: _total(name, plan, run) for name in [*plan.totals, *(n for n in run.totals if n not in plan.totals)]
+    }
     planned_phases, phases = _step_phases(plan), _step_phases(run)
     step = run.totals.get("step_seconds")
     unattributed = step.value - sum(phases.values()) if step is not None and phases else None
@@ -161,9 +163,7 @@ def _component_names(plan: Ledger, run: Ledger) -> list[str]:
 def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[Any, float]) -> list[Row]:
     """A row for each name that at least one side knows, in the order of the names."""
     return [
-        Row(str(name), planned.get(name), measured.get(name))
-        for name in names
-        if name in planned or name in measured
+        Row(str(name), planned.get(name), measured.get(name)) for name in names if name in planned or name in measured
     ]
 
 

@@ -171,7 +171,9 @@ def _compute_says(evidence: Evidence, value: float) -> Statement:
 
 def _memory_says(evidence: Evidence, value: float) -> Statement:
     slowest = evidence.slowest_of("memory")
-    largest = f"; the largest is {slowest.name} ({slowest.phase}) with {units.seconds(slowest.measured)}" if slowest else ""
+    largest = (
+        f"; the largest is {slowest.name} ({slowest.phase}) with {units.seconds(slowest.measured)}" if slowest else ""
+    )
     return (
         f"Memory traffic binds: operations that stream tensors take {units.percent(value, 0)} of the step.",
         [f"operations limited by memory bandwidth: {units.percent(value)} of the step{largest}"],
