@@ -220,7 +220,10 @@ def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | N
         return [], f"{NOT_PLANNED}: {error}."
     if not remedies:
         return [], "Nothing pays: no change that Ironlaw can plan saves 2% or more on this machine."
-    return remedies, "Gains are planned on this machine for the same number of tokens, not measured."
+    return remedies, (
+        "Gains are planned on this machine for the same number of tokens, not measured. "
+        "To apply one, add its --set to `ironlaw train CONFIG --out NEW_RUN`."
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

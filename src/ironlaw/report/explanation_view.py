@@ -50,7 +50,7 @@ def _headline(console: Console, document: Document) -> None:
     for line in diagnosis["evidence"]:
         paragraph(console, f"· {line}", indent=2)
     if diagnosis["advice"]:
-        paragraph(console, f"· {diagnosis['advice']}", indent=2)
+        paragraph(console, f"· What helps: {diagnosis['advice']}.", indent=2)
     if not diagnosis["abstained"]:
         paragraph(console, f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.", indent=2, style="dim")
     others = [f for f in diagnosis["findings"] if f["fault"] and f["sentence"] != document["bottleneck"]]
@@ -74,7 +74,8 @@ def _totals(console: Console, document: Document) -> None:
     paragraph(
         console,
         "Plan error = (planned − measured) / measured. Below a figure: 80% of comparable runs (planned), "
-        "80% of the steps (measured).",
+        "80% of the steps (measured). MFU: model FLOPs as a share of the machine's measured matmul rate. Total time: "
+        "planned for steps and evaluations, measured for the whole command.",
         indent=2,
         style="dim",
     )

@@ -56,21 +56,30 @@ def _unattributed(time: Document) -> dict[str, Any]:
     return {"name": "unattributed", "planned": None, "measured": time["unattributed_seconds"], "error": None}
 
 
-def _cards(document: Document) -> list[tuple[str, str, str]]:
-    """Heading figures: name, measured, and the plan beside it."""
+def _cards(document: Document) -> list[tuple[str, str, str, str]]:
+    """Heading figures: name, measured number, its unit, and the plan beside it."""
     cards = []
     for name in ("step_seconds", "tokens_per_second", "mfu", "peak_bytes"):
         row = words.dig(document, dict(words.EXPLAINED)[name]) or {}
         planned = row.get("planned")
         beside = f"planned {words.quantity(name, planned)}" if planned is not None else words.NOT_PLANNED
-        cards.append((words.label(name), words.quantity(name, row.get("measured")), beside))
+        number, unit = _split(words.quantity(name, row.get("measured")))
+        cards.append((words.label(name), number, unit, words.unbroken(beside)))
     losses = document["losses"]
     unigram = losses.get("unigram")
     beside = f"unigram model {unigram:.3f}" if unigram is not None else "unigram model not measured"
     loss = losses.get("validation")
-    shown = words.NOT_MEASURED if loss is None else f"{loss:.3f}"
-    cards.append(("Validation loss, nats/token", shown, beside))
+    shown = ("", words.NOT_MEASURED) if loss is None else (f"{loss:.3f}", "nats/token")
+    cards.append(("Validation loss", *shown, words.unbroken(beside)))
     return cards
+
+
+def _split(quantity: str) -> tuple[str, str]:
+    """ "205 ms" as number and unit; words for an absent figure are all unit."""
+    if quantity == words.NOT_MEASURED:
+        return "", quantity
+    number, _, unit = quantity.partition(" ")
+    return number, unit
 
 
 def _totals(document: Document) -> list[dict[str, str]]:
@@ -81,10 +90,11 @@ def _totals(document: Document) -> list[dict[str, str]]:
             continue
         rows.append({
             "name": words.label(name),
-            "planned": words.quantity(name, row["planned"], words.NOT_PLANNED),
-            "planned_interval": words.interval(name, row.get("planned_interval")),
-            "measured": words.quantity(name, row["measured"]),
-            "measured_interval": words.interval(name, row.get("measured_interval")),
+            "counts": words.COUNTS.get(name, ""),
+            "planned": words.unbroken(words.quantity(name, row["planned"], words.NOT_PLANNED)),
+            "planned_interval": words.unbroken(words.interval(name, row.get("planned_interval"))),
+            "measured": words.unbroken(words.quantity(name, row["measured"])),
+            "measured_interval": words.unbroken(words.interval(name, row.get("measured_interval"))),
             "error": words.error(row["error"]),
         })  # fmt: skip
     return rows

@@ -39,7 +39,12 @@ def show_plan(console: Console, ledger: Ledger, fits: bool) -> None:
     paragraph(console, verdict.append(room + ".", style="not bold default"))
     if facts.get("precision"):
         paragraph(console, f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
-    paragraph(console, "Intervals held 80% of comparable runs. --why shows where each number comes from.", style="dim")
+    paragraph(
+        console,
+        "Intervals held 80% of comparable runs. MFU: model FLOPs as a share of the machine's measured matmul rate. "
+        "--why shows where each number comes from.",
+        style="dim",
+    )
 
 
 def _title(console: Console, facts: Mapping[str, Any]) -> None:
@@ -135,7 +140,11 @@ def _inputs(ledger: Ledger, name: str) -> list[str]:
         for line in ledger.memory
     ]
     inputs = {
-        "parameters": [f"{k} {v} [config]" for k, v in (facts.get("model") or {}).items() if isinstance(v, int)][:6],
+        "parameters": [
+            f"{key} {facts['model'][key]} [config]"
+            for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
+            if key in (facts.get("model") or {})
+        ],
         "flops_per_step": batch,
         "step_seconds": [f"{len(ledger.lines)} operations, listed below [calculated]", *measured_on],
         "tokens_per_second": batch,

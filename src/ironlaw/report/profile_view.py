@@ -21,7 +21,7 @@ TENSORS_MOVED = {
 }  # fmt: skip
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MATMULS = {
-    "matmul_bias": "forward, with bias",
+    "matmul_bias": "forward",
     "matmul": "input gradient",
     "matmul_weight_gradient": "weight gradient",
 }
@@ -107,7 +107,7 @@ def _matmul(console: Console, profile: Profile) -> None:
     for kernel, precision, fit in fits:
         made.add_row(
             MATMULS.get(kernel, kernel), precision, Text(units.rate(fit.peak_flops_per_second, "FLOP"), style="bold"),
-            units.seconds(fit.fixed_seconds), units.percent(fit.error), bar(fit.peak_flops_per_second / best),
+            units.seconds(fit.fixed_seconds), units.percent(fit.error), bar(fit.peak_flops_per_second / best, width=8),
         )  # fmt: skip
     show(console, made)
     paragraph(console, "fit error: median difference between the fitted formula and its own points", 2, "dim")

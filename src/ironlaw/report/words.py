@@ -79,6 +79,16 @@ MEANINGS = {
     "batch": "tokens and targets",
 }
 
+# What a total counts, in a line.
+COUNTS = {
+    "tokens_per_second": "tokens trained on, per second of step time",
+    "mfu": "model FLOPs as a share of the machine's measured matmul rate",
+    "peak_bytes": "at the highest moment of a step",
+    "resident_bytes": "tensors, Python and its libraries",
+    "total_seconds": "planned: steps and evaluations; measured: the whole command",
+    "flops_per_step": "matrix products, forward and backward",
+}
+
 CHECKS = {
     "step_time": "Step time, plan against run",
     "peak_memory": "Peak memory, plan against run",
@@ -119,6 +129,12 @@ def error(value: float | None) -> str:
         return units.NOT_KNOWN
     text = units.signed_percent(value)
     return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
+def unbroken(text: str) -> str:
+    """With the last space non-breaking, so that a number and its unit stay on one line."""
+    head, space, unit = text.rpartition(" ")
+    return f"{head}\u00a0{unit}" if space else text
 
 
 def saved(value: float, show: Callable[[float | None], str]) -> str:
