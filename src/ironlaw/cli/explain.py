@@ -15,13 +15,17 @@ def explain(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.explain.explanation import explain_run
-    from ironlaw.report.html import write_report
+    from ironlaw.report.html import write_run
     from ironlaw.report.terminal import show_explanation
+    from ironlaw.train.run_directory import RunDirectory
 
-    explanation = explain_run(run).to_json()
-    report = write_report(run, explanation)
+    document = explain_run(run).to_json()
+    directory = RunDirectory(run)
+    report = write_run(
+        directory.report_file, document, list(directory.metrics()), directory.config_file.read_text(encoding="utf-8")
+    )
     if json:
-        print_json(explanation)
+        print_json(document)
         return
-    show_explanation(explanation, output())
+    show_explanation(output(), document)
     messages().print(f"The same with charts: {report}")

@@ -11,9 +11,7 @@ from ironlaw.cli.console import messages, output, print_json, progress
 
 
 def measure(
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads to measure with; all cores unless given.", min=1)
-    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores unless given.", min=1)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.data.tokenizer import rate as tokenizer_rate
@@ -32,5 +30,5 @@ def measure(
     if json:
         print_json(profile.to_json())
         return
-    show_profile(profile.to_json(), output())
+    show_profile(output(), profile, interference.typical(profile))
     messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {path}")

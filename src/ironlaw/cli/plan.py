@@ -11,14 +11,10 @@ from ironlaw.ledger import Ledger
 
 
 def plan(
-    what: Annotated[
-        str, typer.Argument(metavar="CONFIG|MODEL", help="A config file, or the name of a catalogued model.")
-    ],
+    what: Annotated[str, typer.Argument(metavar="CONFIG|MODEL", help="A config file, or a catalogued model.")],
     on: Annotated[str, typer.Option(help="this, h100-sxm-80gb, 64xh100-sxm-80gb, ...")] = "this",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
-    layout: Annotated[
-        str | None, typer.Option(help='For a cluster: "dp=8 zero=3 micro_batch=2 recompute=full".')
-    ] = None,
+    layout: Annotated[str | None, typer.Option(help='Such as "dp=8 zero=3 micro_batch=2".')] = None,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -30,9 +26,9 @@ def plan(
         print_json(plan_document(answer.ledger, answer.fits))
     else:
         console = output()
-        show_plan(answer.ledger, answer.fits, console)
+        show_plan(console, answer.ledger, answer.fits)
         if why:
-            show_why(answer.ledger, console)
+            show_why(console, answer.ledger)
     if not answer.fits:
         raise typer.Exit(1)
 

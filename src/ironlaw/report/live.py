@@ -97,8 +97,10 @@ class LiveRun:
         self.say(f"Precision  {plan.facts['precision']} ({plan.facts['precision_reason']})")
         step = totals["step_seconds"]
         self.say(
-            f"Plan       {units.seconds(step.value)} per step ({units.seconds(step.low)} to {units.seconds(step.high)}), "
-            f"{units.seconds(totals['total_seconds'].value)} in all, {units.bytes_(totals['peak_bytes'].value)} of tensors"
+            f"Plan       {units.seconds(step.value)} per step "
+            f"({units.seconds(step.low)} to {units.seconds(step.high)}), "
+            f"{units.seconds(totals['total_seconds'].value)} in all, "
+            f"{units.bytes_(totals['peak_bytes'].value)} of tensors"
         )
         self.say(f"Run        {self.folder}")
         self._plan = plan

@@ -137,26 +137,18 @@ class Efficiency:
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
         """The constants for one format; formats without measurements borrow (`BORROWED_DTYPES`)."""
-        name = (
-            dtype
-            if any(key.split("/")[0] == dtype for key in self.matmul)
-            else BORROWED_DTYPES.get(dtype, dtype)
-        )
+        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
                 return self.matmul[key]
-        raise UserError(
-            f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}"
-        )
+        raise UserError(f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}")
 
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:
         """The constants of an attention kernel, by default the one most training stacks would use."""
         name = kernel or self.default_attention
         if name not in self.attention:
-            raise UserError(
-                f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}"
-            )
+            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
         return self.attention[name]
 
     def assumptions(self) -> tuple[str, ...]:
@@ -189,9 +181,7 @@ class Hardware:
         ):
             if name in self.peak_flops_per_second:
                 return self.peak_flops_per_second[name]
-        raise UserError(
-            f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}"
-        )
+        raise UserError(f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}")
 
 
 @dataclass(frozen=True)

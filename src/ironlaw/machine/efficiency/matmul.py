@@ -87,9 +87,7 @@ def _seconds(
     sustained: bool,
 ) -> npt.NDArray[np.float64]:
     bandwidth = hardware.memory_bytes_per_second
-    compute = compute_seconds(
-        m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
-    )
+    compute = compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
     powered = 2.0 * batch * m * n * k * constants.joules_per_flop / hardware.power_watts
     share = 1.0 if sustained else compute / (compute + constants.throttle_seconds)
     compute = compute + np.maximum(0.0, powered - compute) * share
@@ -135,9 +133,7 @@ def matmul_bound(
     (m_, n_, k_, b_), _ = broadcast(m, n, k, batch)
     bandwidth = hardware.memory_bytes_per_second
     mm, nn, kk, bb = (a.ravel() for a in (m_, n_, k_, b_))
-    compute = compute_seconds(
-        mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
-    )
+    compute = compute_seconds(mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
     traffic = bb * ((mm * kk + kk * nn) * OPERAND_BYTES[dtype] + mm * nn * 2.0)
     terms = np.stack([
         np.full(compute.shape, constants.launch_seconds),
