@@ -17,13 +17,16 @@ def measure(
     from ironlaw.data.tokenizer import rate as tokenizer_rate
     from ironlaw.machine import interference
     from ironlaw.machine.measure import measure as measure_machine
-    from ironlaw.machine.profile import save_profile
+    from ironlaw.machine.profile import earlier_profile, save_profile
     from ironlaw.report.terminal import show_profile
 
     started = time.perf_counter()
     with progress("Measuring this machine") as update:
         profile = measure_machine(
-            threads=threads, tokenizer_rate=tokenizer_rate, progress=lambda what, fraction: update(fraction, what)
+            threads=threads,
+            tokenizer_rate=tokenizer_rate,
+            earlier=earlier_profile(),
+            progress=lambda what, fraction: update(fraction, what),
         )
     path = save_profile(profile)
     interference.remember(profile, interference.rounds(profile))

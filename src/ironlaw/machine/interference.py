@@ -8,6 +8,7 @@ few of those swings, so what each measurement and each run saw is kept, and a pl
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def remember(profile: Profile, ratios: Iterable[dict[str, float]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for ratio in ratios:
-            file.write(json.dumps({"machine": _key(profile)} | ratio) + "\n")
+            entry = {"machine": profile.machine, "anchor": anchors(profile)} | ratio
+            file.write(json.dumps(entry) + "\n")
 
 
 def rounds(profile: Profile) -> list[dict[str, float]]:
@@ -41,13 +43,14 @@ def rounds(profile: Profile) -> list[dict[str, float]]:
 
 def typical(profile: Profile) -> dict[str, float]:
     """Kind of kernel -> time over best that is typical here: all that was seen lately, this profile included."""
-    seen = rounds(profile)
+    seen, now = rounds(profile), anchors(profile)
     try:
         for text in history_path().read_text(encoding="utf-8").splitlines()[-ENTRIES_KEPT:]:
             entry = json.loads(text)
-            if entry.pop("machine", None) == _key(profile) and set(entry) == set(KINDS):
-                seen.append(entry)
-    except (OSError, json.JSONDecodeError):
+            if entry["machine"] == profile.machine:
+                # Its ratios are to the best that was known then; today's may be better.
+                seen.append({kind: entry[kind] * entry["anchor"][kind] / now[kind] for kind in KINDS})
+    except (OSError, KeyError, json.JSONDecodeError):
         pass
     return middle(seen) or dict.fromkeys(KINDS, 1.0)
 
@@ -64,5 +67,9 @@ def middle(ratios: Sequence[dict[str, float]]) -> dict[str, float] | None:
     return result
 
 
-def _key(profile: Profile) -> str:
-    return f"{profile.name}, {profile.threads} threads, torch {profile.versions['torch']}"
+def anchors(profile: Profile) -> dict[str, float]:
+    """Kind of kernel -> geometric mean of its kernels' best seconds: what ratios are relative to."""
+    logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for name, seconds in profile.best_seconds.items():
+        logs["compute" if name.startswith(("matmul", "attention")) else "memory"].append(math.log(seconds))
+    return {kind: math.exp(sum(values) / max(1, len(values))) for kind, values in logs.items()}

@@ -31,7 +31,9 @@ class Pool:
         self._offset = 0
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = self._values.setdefault(dtype, self._values[torch.float32].to(dtype))
+        if dtype not in self._values:
+            self._values[dtype] = self._values[torch.float32].to(dtype)
+        values = self._values[dtype]
         count = math.prod(shape)
         if self._offset + count > values.numel():
             self._offset = 0
@@ -190,6 +192,12 @@ def update_builder(pool: Pool, tensors: int) -> Call:
         optimizer.step()
 
     return update
+
+
+def engine_builder() -> Call:
+    """The autograd engine with next to nothing to do."""
+    x = torch.zeros(1, requires_grad=True)
+    return _backward(x * 2.0, (x,))
 
 
 def tiny_builder(layers: int, backward: bool) -> Call:

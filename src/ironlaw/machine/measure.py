@@ -30,6 +30,7 @@ from ironlaw.machine.kernels import (
     Pool,
     attention_builder,
     elementwise_builders,
+    engine_builder,
     matmul_builders,
     tiny_builder,
     update_builder,
@@ -39,7 +40,9 @@ from ironlaw.machine.profile import Curve, MatmulFit, Profile
 # From what fits the first cache to what no cache holds.
 ELEMENTWISE_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 MATMUL_SHAPES = (
+    (16, 16, 16),
     (64, 64, 64),
+    (2048, 1024, 256),
     (256, 256, 256),
     (512, 512, 512),
     (1024, 1024, 1024),
@@ -63,8 +66,8 @@ PROBES: dict[str, tuple[Any, ...]] = {
 }
 UPDATE_TENSORS = (8, 64, 256)
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
-MAX_COPIES = 8
-SAMPLE_SECONDS = 2e-3  # short kernels are repeated until a sample lasts this long
+MAX_COPIES = 4
+SAMPLE_SECONDS = 1e-3  # short kernels are repeated until a sample lasts this long
 
 
 @dataclass
@@ -75,30 +78,42 @@ class Sampler:
     calls: list[Call]
     seconds: list[float] = field(default_factory=list)
     repeats: int = 1
+    earlier: float | None = None  # best seconds of an earlier measurement
 
     def __post_init__(self) -> None:
         self._turn: Iterator[Call] = itertools.cycle(self.calls)
 
     def sample(self, synchronize: Callable[[], None]) -> None:
+        if not self.seconds:  # warm up, then decide how often to repeat
+            self._time(1, synchronize)
+            once = self._time(1, synchronize)
+            self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(once, 1e-7))))
+        self.seconds.append(self._time(self.repeats, synchronize))
+
+    def _time(self, repeats: int, synchronize: Callable[[], None]) -> float:
+        """Seconds per call."""
         synchronize()
         start = time.perf_counter()
-        for _ in range(self.repeats):
+        for _ in range(repeats):
             next(self._turn)()
         synchronize()
-        elapsed = time.perf_counter() - start
-        if self.seconds or self.repeats > 1:
-            self.seconds.append(elapsed / self.repeats)
-        else:  # the first call warms up and decides how often to repeat
-            self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(elapsed, 1e-7))))
-            self.seconds.append(elapsed)
+        return (time.perf_counter() - start) / repeats
 
     def best(self) -> float:
-        """What the kernel takes when nothing disturbs it: a low quantile, not the minimum, which may be a fluke."""
-        return float(np.percentile(self.seconds[1:] or self.seconds, BEST_PERCENTILE))
+        """What the kernel takes when nothing disturbs it: a low quantile, not the minimum, which may be a fluke.
+
+        An earlier measurement of the same machine may have found a better one.
+        """
+        now = float(np.percentile(self.seconds, BEST_PERCENTILE))
+        return min(now, self.earlier) if self.earlier is not None else now
+
+    @property
+    def name(self) -> str:
+        return " ".join(str(part) for part in self.key)
 
     def ratios(self) -> list[float]:
         """Each round's time over the best."""
-        return [seconds / self.best() for seconds in self.seconds[1:]]
+        return [seconds / self.best() for seconds in self.seconds]
 
 
 def measure(
@@ -107,9 +122,13 @@ def measure(
     threads: int | None = None,
     budget_seconds: float = 22.0,
     tokenizer_rate: Callable[[], float] | None = None,
+    earlier: Profile | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Time this machine and return its profile. `progress(what, fraction)` is called as it goes."""
+    """Time this machine and return its profile. `progress(what, fraction)` is called as it goes.
+
+    `earlier`: the profile that there was; if it is of the same machine, its best times are kept where better.
+    """
     started = time.perf_counter()
     say = progress or (lambda what, fraction: None)
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -135,7 +154,7 @@ def measure(
         round_seconds = (time.perf_counter() - started - spent) / rounds
         if rounds >= 3 and time.perf_counter() - started + round_seconds > budget_seconds:
             break
-    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes)
+    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes, earlier)
 
 
 def _samplers(device: torch.device) -> list[Sampler]:
@@ -169,6 +188,7 @@ def _samplers(device: torch.device) -> list[Sampler]:
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
+    samplers.append(Sampler(("engine",), [engine_builder()]))
     one = torch.zeros(1, device=device)
     samplers.append(Sampler(("small",), [lambda: one + one]))
     return samplers
@@ -185,52 +205,69 @@ def _profile(
     storage: float | None,
     tokenizer: float | None,
     runtime_bytes: int,
+    earlier: Profile | None,
 ) -> Profile:
+    identity = _identity(device)
+    profile = Profile(
+        **identity,
+        runtime_bytes=runtime_bytes,
+        matmul={},
+        curves={precision: {} for precision in PRECISIONS},
+        attention={precision: {"forward": [], "backward": []} for precision in PRECISIONS},
+        copy_bytes_per_second=0.0,
+        small_operation_seconds=0.0,
+        tiny_block_seconds={},
+        storage_bytes_per_second=storage,
+        tokenizer_tokens_per_second=tokenizer,
+    )
+    if earlier is not None and earlier.machine == profile.machine:
+        for sampler in samplers:
+            sampler.earlier = earlier.best_seconds.get(sampler.name)
     by_key = {sampler.key: sampler for sampler in samplers}
-    matmul: dict[str, dict[str, MatmulFit]] = {}
     for precision in PRECISIONS:
         for kernel in ("matmul_bias", "matmul", "matmul_weight_gradient"):
             points = [s for s in samplers if s.key[:3] == ("matmul", precision, kernel)]
             fit = MatmulFit.fit([s.key[3] for s in points], [s.best() for s in points])
-            matmul.setdefault(precision, {})[kernel] = fit
-    curves: dict[str, dict[str, Curve]] = {precision: {} for precision in PRECISIONS}
+            profile.matmul.setdefault(precision, {})[kernel] = fit
+    # A backward kernel is timed through the autograd engine, whose start a real backward pass pays only once.
+    engine = by_key[("engine",)].best()
     for sampler in samplers:
+        seconds = sampler.best()
+        if "backward" in sampler.name:
+            seconds = max(seconds - engine, 0.1 * seconds)
         if sampler.key[0] == "curve":
             _, precision, kernel, elements = sampler.key
-            before = curves[precision].get(kernel, Curve((), ()))
-            curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, sampler.best()))
-    attention: dict[str, dict[str, list[tuple[int, int, float]]]] = {
-        precision: {"forward": [], "backward": []} for precision in PRECISIONS
-    }
-    for sampler in samplers:
-        if sampler.key[0] == "attention":
+            before = profile.curves[precision].get(kernel, Curve((), ()))
+            profile.curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, seconds))
+        elif sampler.key[0] == "attention":
             _, precision, direction, tokens, head_size, pairs = sampler.key
-            attention[precision][direction].append((tokens, head_size, sampler.best() / pairs))
-    copy = next(s for s in samplers if s.key[0] == "copy")
+            profile.attention[precision][direction].append((tokens, head_size, seconds / pairs))
+        elif sampler.key[0] == "copy":
+            profile.copy_bytes_per_second = sampler.key[1] / sampler.best()
+        elif sampler.key[0] == "small":
+            profile.small_operation_seconds = sampler.best()
     tiny = {
         backward: (by_key[("tiny", 5, backward)].best() - by_key[("tiny", 1, backward)].best()) / 4
         for backward in (False, True)
     }
+    profile.tiny_block_seconds = {"forward": tiny[False], "backward": tiny[True] - tiny[False]}
+    profile.interference = {kind: _rounds(samplers, keys) for kind, keys in KINDS.items()}
+    profile.probe = {kind: by_key[key].best() for kind, key in PROBES.items()}
+    profile.best_seconds = {sampler.name: sampler.best() for sampler in samplers}
+    return profile
+
+
+def _identity(device: torch.device) -> dict[str, Any]:
+    """Which machine this is, as the profile records it."""
     cuda = device.type == "cuda"
-    return Profile(
-        device=device.type,
-        name=torch.cuda.get_device_name(device) if cuda else host.cpu_name(),
-        created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions={"ironlaw": ironlaw.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
-        threads=torch.get_num_threads(),
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
-        runtime_bytes=runtime_bytes,
-        matmul=matmul,
-        curves=curves,
-        attention=attention,
-        copy_bytes_per_second=copy.key[1] / copy.best(),
-        small_operation_seconds=by_key[("small",)].best(),
-        tiny_block_seconds={"forward": tiny[False], "backward": tiny[True] - tiny[False]},
-        storage_bytes_per_second=storage,
-        tokenizer_tokens_per_second=tokenizer,
-        interference={kind: _rounds(samplers, keys) for kind, keys in KINDS.items()},
-        probe={kind: by_key[key].best() for kind, key in PROBES.items()},
-    )
+    return {
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if cuda else host.cpu_name(),
+        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": {"ironlaw": ironlaw.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        "threads": torch.get_num_threads(),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
+    }
 
 
 def _rounds(samplers: list[Sampler], keys: tuple[str, ...]) -> list[float]:

@@ -37,7 +37,14 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import WARMUP_STEPS, Observations, held_bytes, measured_ledger
-from ironlaw.observe.profile import named_modules_recorded, operation_scope, phase_scope, read_profile
+from ironlaw.observe.profile import (
+    named_modules_recorded,
+    operation_scope,
+    phase_scope,
+    read_profile,
+    silent_stderr,
+    step_scope,
+)
 from ironlaw.train import checkpoint
 from ironlaw.train.compile import compile_blocks
 from ironlaw.train.optimizer import build_optimizer
@@ -182,7 +189,7 @@ class Trainer:
     def _timed_step(self, batches: Prefetcher[tuple[Tensor, Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         config, clock = self.config, self.clock
-        with clock.step() as times:
+        with clock.step() as times, step_scope(recording):
             with clock.phase(Phase.DATA):
                 inputs, targets = next(batches)
             losses = []
@@ -231,10 +238,15 @@ class Trainer:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         finished: list[StepTimes] = []
-        with named_modules_recorded(self.model), profile(activities=activities, profile_memory=True) as recorded:
+        recorded = profile(activities=activities, profile_memory=True)
+        with named_modules_recorded(self.model):
+            with silent_stderr():
+                recorded.start()
             for _ in range(count):
                 finished.append(self._timed_step(batches, recording=True))
                 self._after_step(finished[-1], metrics, recorded=True)
+            with silent_stderr():
+                recorded.stop()
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self._gradient_pointers)
         self.observed.wall_seconds["profiling"] = time.perf_counter() - began
