@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
+from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
-from ironlaw.plan.estimate import plan_run
 
 KERNELS = (
     "add", "add_in_place", "multiply", "multiply_backward", "cast", "sum_rows", "concatenate", "rotary",
@@ -124,11 +123,3 @@ def write_run(folder: Path, config: RunConfig, plan: Ledger, run: Ledger | None)
         lines = [json.dumps(row) for row in make_metrics(run)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
-
-
-def planned(config: RunConfig, profile: Profile) -> Ledger:
-    return plan_run(config, profile)
-
-
-def seconds_of(ledger: Ledger, kind: Kind) -> float:
-    return ledger.seconds_by_kind()[kind]
