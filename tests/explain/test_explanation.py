@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import make_profile, make_run, write_run
+from synthetic import make_config, make_profile, make_run, write_run
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
@@ -121,7 +121,7 @@ def spoil(name: str, text: str | None) -> Any:
     ("damage", "says"),
     [
         (spoil("ledger.json", None), "--resume"),
-        (spoil("plan.json", None), "ironlaw plan"),
+        (spoil("plan.json", None), "no plan.json"),
         (spoil("config.toml", None), "config.toml"),
         (spoil("ledger.json", "{"), "ledger.json"),
         (spoil("ledger.json", "[]"), "ledger.json"),
@@ -137,6 +137,11 @@ def test_damage_is_one_line(
     with pytest.raises(UserError, match=says) as caught:
         explain_run(folder, profile)
     assert "\n" not in str(caught.value)
+
+
+def test_a_thread_count_that_was_not_measured_is_told(tmp_path: Path, plan: Ledger, profile: Profile) -> None:
+    document = explained(tmp_path / "r", make_config(threads=3), plan, make_run(plan), profile)
+    assert document["remedies"] == [] and "train.threads" in document["remedies_note"]
 
 
 def test_no_such_run(tmp_path: Path) -> None:

@@ -103,3 +103,10 @@ def test_reconcile_leaves_the_given_ledger_alone(plan: Ledger) -> None:
     scaled, _ = reconcile(run)
     assert [line.seconds for line in run.lines] == before
     assert scaled.lines[0].seconds == pytest.approx((before[0] or 0) / 2)
+
+
+def test_two_runs_compare_like_a_plan_and_a_run(plan: Ledger) -> None:
+    before, after = make_run(plan, profiler=1.5), make_run(plan, profiler=1.1, kinds={"matmul": 0.8})
+    kinds = by_name(subtract_ledgers(before, after).kinds)
+    assert kinds["norm"].error == pytest.approx(0.0)
+    assert kinds["matmul"].error == pytest.approx(0.25)

@@ -185,8 +185,8 @@ def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
         )
     if not plan_path.is_file():
         raise UserError(
-            f"{run_dir} has no plan.json to compare with: make one with "
-            f"`ironlaw plan {run_dir / 'config.toml'} --json > {plan_path}`"
+            f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
+            f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
         )
     return _load(plan_path), _load(run_path)
 

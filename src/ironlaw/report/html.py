@@ -26,9 +26,10 @@ def render_run(document: Document, metrics: Sequence[Document], config_text: str
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "seconds": units.seconds, "bytes": units.bytes_, "percent": units.percent, "error": words.error, "ticks": _ticks,
+        "seconds": units.seconds, "bytes": units.bytes_, "percent": units.percent,
+        "error": words.error, "ticks": _ticks,
     }  # fmt: skip
-    environment.globals |= {"words": words, "units": units, "bar_pair": svg.bar_pair, "legend_name": words.label}
+    environment.globals |= {"words": words, "units": units, "bar_pair": svg.bar_pair}
     time = document["time"]
     return environment.get_template("run.html.j2").render(
         d=document,
