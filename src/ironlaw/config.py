@@ -117,7 +117,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
     """A RunConfig from plain tables; the first problem becomes a one-line UserError."""
     if "model" not in document:
-        raise UserError(f"{where} has no [model] table: add one, for example [model] with name = \"gpt2\"")
+        raise UserError(f'{where} has no [model] table: add one, for example [model] with name = "gpt2"')
     model = document["model"]
     if not isinstance(model, dict):
         raise UserError(f'{where}: model must be a table; for a catalogued model write [model] and name = "gpt2"')

@@ -107,18 +107,14 @@ def node(name: str) -> Node:
     return _load(typed)
 
 
-_CLUSTER = re.compile(
-    r"^(?:(?P<count>-?[\d_,.]+)\s*[x*]\s*)?(?P<name>[^@]+?)(?:@(?P<node>.+))?$", re.IGNORECASE
-)
+_CLUSTER = re.compile(r"^(?:(?P<count>-?[\d_,.]+)\s*[x*]\s*)?(?P<name>[^@]+?)(?:@(?P<node>.+))?$", re.IGNORECASE)
 
 
 def parse_cluster(text: str) -> Cluster:
     """A cluster from `[COUNTx]ACCELERATOR[@NODE]`: `h200`, `2xh200`, `64xh100-sxm-80gb@p5-48xlarge`."""
     match = _CLUSTER.match(text.strip())
     if match is None:
-        raise UserError(
-            f"cannot read cluster '{text}': write COUNTxACCELERATOR, for example 64xh100-sxm-80gb"
-        )
+        raise UserError(f"cannot read cluster '{text}': write COUNTxACCELERATOR, for example 64xh100-sxm-80gb")
     count = _count(match["count"], text)
     chosen = accelerator(match["name"])
     return Cluster(chosen, count, node(match["node"] or chosen.default_node))

@@ -43,9 +43,7 @@ class Batches:
                 f"sequences of {sequence} needs {needed:,}: lower train.global_batch or model.context, or "
                 "give more text in data.path"
             )
-        self._tokens = np.asarray(
-            tokens
-        )  # slicing a plain array is several times cheaper than slicing a memmap
+        self._tokens = np.asarray(tokens)  # slicing a plain array is several times cheaper than slicing a memmap
         self.sequence = sequence
         self.sequences_per_batch = sequences_per_batch
         self.seed = seed

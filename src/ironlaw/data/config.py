@@ -13,9 +13,7 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = (
-        "stdlib"  # the Python standard library's sources, or a directory or file of UTF-8 text and code
-    )
+    path: str = "stdlib"  # the Python standard library's sources, or a directory or file of UTF-8 text and code
     tokenizer: str | None = None  # a Hugging Face tokenizer.json; otherwise a byte-level BPE is trained here
     end_of_text: str | None = None  # the tokenizer's document separator, when it is not one of the usual ones
     # Whole files are held out. A corpus of a single file holds out its tail.

@@ -21,9 +21,7 @@ Split = Literal["train", "validation"]
 # distutils left in 3.12.
 # `encodings` and `pydoc_data` are generated tables and prose, which a model would learn instead of Python.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_NOT_EVERYWHERE = frozenset(
-    {"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip", "macholib"}
-)
+_NOT_EVERYWHERE = frozenset({"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip", "macholib"})
 _GENERATED = frozenset({"encodings", "pydoc_data"})
 _STDLIB_SKIPPED_FOLDERS = _NOT_LIBRARY | _NOT_EVERYWHERE | _GENERATED
 _STDLIB_SKIPPED_FILES = (
@@ -108,15 +106,11 @@ def find(path: str, maximum_file_bytes: int = 2**30) -> Corpus:
         corpus = Corpus(root, [], maximum_file_bytes)
         _walk(corpus, root, stdlib=True)
         if not corpus.files:
-            raise UserError(
-                f"there are no standard library sources in {root}: give a directory of text in data.path"
-            )
+            raise UserError(f"there are no standard library sources in {root}: give a directory of text in data.path")
         return corpus
     root = Path(path).expanduser()
     if not root.exists():
-        raise UserError(
-            f'data.path = "{path}" does not exist: write a directory or file of text, or "stdlib"'
-        )
+        raise UserError(f'data.path = "{path}" does not exist: write a directory or file of text, or "stdlib"')
     root = root.resolve()
     corpus = Corpus(root, [], maximum_file_bytes)
     if root.is_file():
@@ -132,9 +126,7 @@ def no_text(path: str, corpus: Corpus) -> UserError:
     """The error of a corpus from which nothing readable came."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in corpus.skipped.items())
     found = f"skipped: {reasons}" if reasons else "it is empty"
-    remedy = (
-        "data.maximum_file_bytes can be raised" if "too large" in corpus.skipped else "give UTF-8 text files"
-    )
+    remedy = "data.maximum_file_bytes can be raised" if "too large" in corpus.skipped else "give UTF-8 text files"
     return UserError(f'data.path = "{path}" has no text ({found}): {remedy}')
 
 

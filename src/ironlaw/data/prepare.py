@@ -127,9 +127,7 @@ def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = Tru
     )
 
 
-def _folder_name(
-    config: DataConfig, vocab: int, corpus: corpora.Corpus, source: tokenizers.Tokenizer | None
-) -> str:
+def _folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, source: tokenizers.Tokenizer | None) -> str:
     """Readable, and different whenever any token could be."""
     key: dict[str, Any] = {
         "schema": shards.SCHEMA_VERSION,

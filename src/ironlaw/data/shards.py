@@ -96,9 +96,7 @@ class Encoder:
     `seconds` keeps account of the stages; `progress(done_bytes, total_bytes)` is called after each batch.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, folder: Path, total_bytes: int, progress: Progress | None = None
-    ):
+    def __init__(self, tokenizer: Tokenizer, folder: Path, total_bytes: int, progress: Progress | None = None):
         self.dtype = token_dtype(tokenizer.vocab)
         self.seconds = {"tokenise": 0.0, "write": 0.0}
         self._tokenizer = tokenizer
@@ -173,9 +171,7 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 def _cannot_write(folder: Path, error: OSError) -> UserError:
     reason = error.strerror or str(error)
-    return UserError(
-        f"cannot write token files to {folder} ({reason}): free space or set data.cache to another folder"
-    )
+    return UserError(f"cannot write token files to {folder} ({reason}): free space or set data.cache to another folder")
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -198,9 +194,7 @@ def _is_alive(process: int) -> bool:
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    (folder / INDEX).write_text(
-        json.dumps({"schema": SCHEMA_VERSION} | index, indent=1) + "\n", encoding="utf-8"
-    )
+    (folder / INDEX).write_text(json.dumps({"schema": SCHEMA_VERSION} | index, indent=1) + "\n", encoding="utf-8")
 
 
 def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
@@ -233,9 +227,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, what: str) -> UserError:
-    return UserError(
-        f"the prepared tokens in {folder} are damaged ({what}): delete that folder and run again"
-    )
+    return UserError(f"the prepared tokens in {folder} are damaged ({what}): delete that folder and run again")
 
 
 def open_tokens(folder: Path, split: Split, dtype: np.dtype[Any]) -> np.ndarray:

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ironlaw.machine.profile import TINY
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import rotate, rotary_tables
+from ironlaw.model.transformer import Transformer, rotary_tables, rotate
 
 Call = Callable[[], object]
 WIDTH = 512  # row length of the kernels that work by row
@@ -177,6 +178,34 @@ def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict
     return {name: builder for name, builder in builders.items() if name.startswith(REDUCED)}
 
 
+def update_builder(pool: Pool, tensors: int) -> Call:
+    """Clipping and updating many tiny tensors: the cost per tensor, which small models feel."""
+    weights = [pool.parameter(64) for _ in range(tensors)]
+    for weight in weights:
+        weight.grad = pool.take(64)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1e9)
+        optimizer.step()
+
+    return update
+
+
+def tiny_builder(layers: int, backward: bool) -> Call:
+    """Forward, or forward and backward, of TINY with this many layers: the difference of two gives one layer."""
+    model = Transformer(TINY.model_copy(update={"layers": layers}))
+    tokens = torch.zeros(1, TINY.context, dtype=torch.long)
+
+    def call() -> None:
+        loss = model(tokens, tokens)
+        if backward:
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+
+    return call
+
+
 def matmul_builders(pool: Pool, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:
     """The products of a linear layer as training runs them: with bias, forward or input gradient, weight gradient."""
 
@@ -203,8 +232,7 @@ def attention_builder(
 ) -> Call:
     """Causal attention on tensors laid out as the model has them: (B, S, A, D), transposed."""
     query, key, value = (
-        pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2)
-        for _ in range(3)
+        pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2) for _ in range(3)
     )
     if not backward:
         return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)

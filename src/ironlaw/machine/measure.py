@@ -25,7 +25,15 @@ import torch
 
 import ironlaw
 from ironlaw.machine import host
-from ironlaw.machine.kernels import Call, Pool, attention_builder, elementwise_builders, matmul_builders
+from ironlaw.machine.kernels import (
+    Call,
+    Pool,
+    attention_builder,
+    elementwise_builders,
+    matmul_builders,
+    tiny_builder,
+    update_builder,
+)
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
 
 # From what fits the first cache to what no cache holds.
@@ -44,9 +52,16 @@ MATMUL_SHAPES = (
     (2048, 2048, 512),
     (128, 128, 4096),
 )
-ATTENTION_SHAPES = ((128, 32), (512, 32), (128, 64), (512, 64), (1024, 64), (256, 128), (1024, 128))
+ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (32, 64, 128)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-REFERENCE_SHAPE = (512, 512, 512)  # the probe that a run repeats now and then
+BEST_PERCENTILE = 20
+KINDS = {"compute": ("matmul", "attention"), "memory": ("curve",)}  # by the first part of a sampler's key
+# What a run repeats now and then, one kernel of each kind.
+PROBES: dict[str, tuple[Any, ...]] = {
+    "compute": ("matmul", "fp32", "matmul", (512, 512, 512)),
+    "memory": ("curve", "fp32", "gelu_tanh_forward", 2**19),
+}
+UPDATE_TENSORS = (8, 64, 256)
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
 MAX_COPIES = 8
 SAMPLE_SECONDS = 2e-3  # short kernels are repeated until a sample lasts this long
@@ -77,13 +92,13 @@ class Sampler:
             self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(elapsed, 1e-7))))
             self.seconds.append(elapsed)
 
-    def median(self) -> float:
-        return float(np.median(self.seconds[1:] or self.seconds))
+    def best(self) -> float:
+        """What the kernel takes when nothing disturbs it: a low quantile, not the minimum, which may be a fluke."""
+        return float(np.percentile(self.seconds[1:] or self.seconds, BEST_PERCENTILE))
 
-    def spread(self) -> float:
-        """Half the width of the middle 80% of the samples, over the median."""
-        low, high = np.percentile(self.seconds[1:] or self.seconds, [10, 90])
-        return float((high - low) / 2 / self.median())
+    def ratios(self) -> list[float]:
+        """Each round's time over the best."""
+        return [seconds / self.best() for seconds in self.seconds[1:]]
 
 
 def measure(
@@ -138,14 +153,19 @@ def _samplers(device: torch.device) -> list[Sampler]:
             for elements in ELEMENTWISE_SIZES:
                 key = ("curve", precision, kernel, elements)
                 samplers.append(_sampler(key, partial(builder, elements), 12 * elements))
-        for (tokens, head_size), direction in itertools.product(ATTENTION_SHAPES, ("forward", "backward")):
-            sequences, heads = max(1, 2048 // tokens), max(1, 256 // head_size)
+        for tokens, head_size, direction in itertools.product(ATTENTION_TOKENS, HEAD_SIZES, ("forward", "backward")):
+            sequences, heads = 1024 // tokens, 256 // head_size
             build_attention = partial(
                 attention_builder, pool, dtype, sequences, tokens, heads, head_size, direction == "backward"
             )
             pairs = sequences * heads * tokens * tokens / 2
-            key = ("attention", precision, direction, tokens, head_size, pairs)
-            samplers.append(_sampler(key, build_attention, 16 * sequences * tokens * heads * head_size))
+            name = ("attention", precision, direction, tokens, head_size, pairs)
+            samplers.append(_sampler(name, build_attention, 16 * sequences * tokens * heads * head_size))
+    for tensors in UPDATE_TENSORS:
+        key = ("curve", "fp32", "update_tensors", tensors)
+        samplers.append(_sampler(key, partial(update_builder, pool, tensors), 2**24))
+    for layers, backward in itertools.product((1, 5), (False, True)):
+        samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward)]))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
@@ -171,24 +191,26 @@ def _profile(
     for precision in PRECISIONS:
         for kernel in ("matmul_bias", "matmul", "matmul_weight_gradient"):
             points = [s for s in samplers if s.key[:3] == ("matmul", precision, kernel)]
-            fit = MatmulFit.fit([s.key[3] for s in points], [s.median() for s in points])
+            fit = MatmulFit.fit([s.key[3] for s in points], [s.best() for s in points])
             matmul.setdefault(precision, {})[kernel] = fit
     curves: dict[str, dict[str, Curve]] = {precision: {} for precision in PRECISIONS}
-    for _, precision, kernel, elements in [s.key for s in samplers if s.key[0] == "curve"]:
-        if elements == ELEMENTWISE_SIZES[0]:
-            points = [by_key[("curve", precision, kernel, size)] for size in ELEMENTWISE_SIZES]
-            curves[precision][kernel] = Curve(
-                tuple(float(size) for size in ELEMENTWISE_SIZES), tuple(s.median() for s in points)
-            )
+    for sampler in samplers:
+        if sampler.key[0] == "curve":
+            _, precision, kernel, elements = sampler.key
+            before = curves[precision].get(kernel, Curve((), ()))
+            curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, sampler.best()))
     attention: dict[str, dict[str, list[tuple[int, int, float]]]] = {
         precision: {"forward": [], "backward": []} for precision in PRECISIONS
     }
     for sampler in samplers:
         if sampler.key[0] == "attention":
             _, precision, direction, tokens, head_size, pairs = sampler.key
-            attention[precision][direction].append((tokens, head_size, sampler.median() / pairs))
+            attention[precision][direction].append((tokens, head_size, sampler.best() / pairs))
     copy = next(s for s in samplers if s.key[0] == "copy")
-    reference = by_key[("matmul", "fp32", "matmul", REFERENCE_SHAPE)]
+    tiny = {
+        backward: (by_key[("tiny", 5, backward)].best() - by_key[("tiny", 1, backward)].best()) / 4
+        for backward in (False, True)
+    }
     cuda = device.type == "cuda"
     return Profile(
         device=device.type,
@@ -201,25 +223,43 @@ def _profile(
         matmul=matmul,
         curves=curves,
         attention=attention,
-        copy_bytes_per_second=copy.key[1] / copy.median(),
-        small_operation_seconds=by_key[("small",)].median(),
+        copy_bytes_per_second=copy.key[1] / copy.best(),
+        small_operation_seconds=by_key[("small",)].best(),
+        tiny_block_seconds={"forward": tiny[False], "backward": tiny[True] - tiny[False]},
         storage_bytes_per_second=storage,
         tokenizer_tokens_per_second=tokenizer,
-        spread=float(np.median([s.spread() for s in samplers])),
-        reference={"seconds": reference.median()},
+        interference={kind: _rounds(samplers, keys) for kind, keys in KINDS.items()},
+        probe={kind: by_key[key].best() for kind, key in PROBES.items()},
     )
 
 
-def probe_seconds(repeats: int = 3) -> float:
-    """The reference product once more, quickest of a few: has the machine changed since it was measured?"""
-    m, n, k = REFERENCE_SHAPE
-    a, b = torch.ones(m, k), torch.ones(k, n)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _rounds(samplers: list[Sampler], keys: tuple[str, ...]) -> list[float]:
+    """Per round, the median over the kernels of one kind of time over best."""
+    ratios = [sampler.ratios() for sampler in samplers if sampler.key[0] in keys]
+    return [float(np.median(samples)) for samples in zip(*ratios, strict=True)]
+
+
+class Probe:
+    """One kernel of each kind, ready to be timed again while a run goes on: is the machine as fast as it was?"""
+
+    def __init__(self, profile: Profile) -> None:
+        pool = Pool(torch.device("cpu"), elements=2**21)
+        matmul = matmul_builders(pool, torch.float32)["matmul"](512, 512, 512)
+        memory = elementwise_builders(pool)["gelu_tanh_forward"](2**19)
+        self._calls = {"compute": matmul, "memory": memory}
+        self._best = profile.probe
+
+    def sample(self, repeats: int = 3) -> dict[str, float]:
+        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed. Takes some 10 ms."""
+        ratios = {}
+        for kind, call in self._calls.items():
+            times = []
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            ratios[kind] = float(np.median(times[1:])) / self._best[kind]
+        return ratios
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
@@ -242,7 +282,12 @@ def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
 
 
 def _fresh_process_bytes() -> int:
-    """Resident memory of a Python that has imported PyTorch and run one operation: what no tensor explains."""
-    program = "import psutil, torch; torch.ones(8) @ torch.ones(8); print(psutil.Process().memory_info().rss)"
+    """Resident memory of a Python that has taken one training step of almost nothing: what no tensor explains."""
+    program = (
+        "import psutil, torch; model = torch.nn.Linear(8, 8);"
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=True);"
+        "model(torch.ones(8, 8)).sum().backward(); optimizer.step();"
+        "print(psutil.Process().memory_info().rss)"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return int(result.stdout)

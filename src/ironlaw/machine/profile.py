@@ -1,4 +1,8 @@
-"""A measured machine: how long its kernels really take, as curves over size. Made by `measure`, read by `plan`."""
+"""A measured machine: how long its kernels take at best, as curves over size. Made by `measure`, read by `plan`.
+
+At best, because that is what a machine repeats: other programs and neighbours on a shared host only ever add to
+it. How much they typically add is kept apart, as interference (`machine/interference.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,11 @@ import numpy as np
 
 from ironlaw.errors import UserError
 from ironlaw.machine.host import cache_folder
+from ironlaw.model.config import ModelConfig
 
 SCHEMA_VERSION = 1
+# So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
+TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,7 @@ class MatmulFit:
 
     def at(self, m: int, n: int, k: int) -> float:
         flops = 2.0 * m * n * k
-        return self.fixed_seconds + flops * (
-            self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k
-        )
+        return self.fixed_seconds + flops * (self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k)
 
     @property
     def peak_flops_per_second(self) -> float:
@@ -77,7 +82,8 @@ class MatmulFit:
         coefficients = np.zeros(5)
         coefficients[active] = solution
         error = float(np.median(np.abs(columns @ coefficients / times - 1)))
-        return MatmulFit(*(float(c) for c in coefficients), error=error)
+        fixed, rate, per_m, per_n, per_k = (float(c) for c in coefficients)
+        return MatmulFit(fixed, rate, per_m, per_n, per_k, error)
 
 
 @dataclass
@@ -97,10 +103,12 @@ class Profile:
     attention: dict[str, dict[str, list[tuple[int, int, float]]]]
     copy_bytes_per_second: float  # read plus written
     small_operation_seconds: float  # one tiny operation, dispatched from Python
+    tiny_block_seconds: dict[str, float]  # phase -> one block so small that only calling it takes time
     storage_bytes_per_second: float | None
     tokenizer_tokens_per_second: float | None
-    spread: float = 0.0  # how much repeats of the same kernel differed, relative, middle 80%
-    reference: dict[str, float] = field(default_factory=dict)  # the probe a run repeats to see the machine drift
+    # Per round of the measurement, how much slower than at its best the machine was: kind of kernel -> ratios.
+    interference: dict[str, list[float]] = field(default_factory=dict)
+    probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
 
     def matmul_peak(self, precision: str) -> float:
         """FLOP/s that large products attain, the middle of the three training products."""
@@ -119,9 +127,7 @@ class Profile:
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),
         )
         lengths = sorted((tokens, seconds) for tokens, size, seconds in points if size == nearest[1])
-        seconds = float(
-            np.interp(math.log(sequence), [math.log(t) for t, _ in lengths], [s for _, s in lengths])
-        )
+        seconds = float(np.interp(math.log(sequence), [math.log(t) for t, _ in lengths], [s for _, s in lengths]))
         return seconds * head_size / nearest[1]
 
     def to_json(self) -> dict[str, Any]:

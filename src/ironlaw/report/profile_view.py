@@ -57,7 +57,6 @@ class Profile(Protocol):
     small_operation_seconds: float
     storage_bytes_per_second: float | None
     tokenizer_tokens_per_second: float | None
-    spread: float
 
     @property
     def matmul(self) -> Mapping[str, Mapping[str, Fit]]: ...
@@ -67,28 +66,31 @@ class Profile(Protocol):
     def attention(self) -> Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]: ...
 
 
-def show_profile(console: Console, profile: Profile) -> None:
-    """This machine's ceilings, as `measure` found them."""
+def show_profile(console: Console, profile: Profile, slowdown: Mapping[str, float]) -> None:
+    """This machine's ceilings, as `measure` found them. `slowdown`: kind of kernel -> typical time over the best."""
     paragraph(console, f"{profile.name} ({profile.device}, {profile.threads} threads)", style="bold")
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     paragraph(console, f"measured {profile.created[:16].replace('T', ' ')} with {versions}", style="dim")
-    _singles(console, profile)
+    _singles(console, profile, slowdown)
     _matmul(console, profile)
     _attention(console, profile)
     _streaming(console, profile)
 
 
-def _singles(console: Console, profile: Profile) -> None:
+def _singles(console: Console, profile: Profile, slowdown: Mapping[str, float]) -> None:
     console.print()
     made = table("", "measured", "what it is", left=("what it is",))
     rows = (
         ("Memory", units.bytes_(profile.memory_bytes), "this process may use"),
-        ("Bare process", units.bytes_(profile.runtime_bytes), "after importing PyTorch"),
+        ("Bare process", units.bytes_(profile.runtime_bytes), "that takes a training step of almost nothing"),
         ("Copy", units.rate(profile.copy_bytes_per_second, "B"), "read plus written, 32 MiB"),
         ("Small operation", units.seconds(profile.small_operation_seconds), "dispatch from Python"),
         ("Storage read", _rate(profile.storage_bytes_per_second, "B"), "not in the page cache"),
         ("Tokenizer", _rate(profile.tokenizer_tokens_per_second, "token"), "all threads"),
-        ("Spread", f"±{units.percent(profile.spread)}", "between repeats, middle 80%"),
+        *(
+            (f"Interference, {kind}", f"{ratio:.2f} x", "typical time over the best; neighbours, other programs")
+            for kind, ratio in slowdown.items()
+        ),
     )
     for name, value, meaning in rows:
         made.add_row(name, Text(value, style="bold"), Text(meaning, style="dim"))
@@ -100,7 +102,7 @@ def _rate(value: float | None, unit: str) -> str:
 
 
 def _matmul(console: Console, profile: Profile) -> None:
-    heading(console, "Matrix products")
+    heading(console, "Matrix products at their best")
     fits = [(kernel, precision, fit) for precision, row in profile.matmul.items() for kernel, fit in row.items()]
     best = max((fit.peak_flops_per_second for _, _, fit in fits), default=1.0)
     made = table("product", "precision", "large ones", "fixed cost", "fit error", " ", left=("precision", " "))
