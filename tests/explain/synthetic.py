@@ -10,24 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
+from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
-from ironlaw.plan.estimate import plan_run
+from ironlaw.plan.estimate import step_operations
 
-KERNELS = (
-    "add", "add_in_place", "multiply", "multiply_backward", "cast", "sum_rows", "concatenate", "rotary",
-    "embedding_forward", "embedding_backward", "loss_forward", "loss_backward", "adamw", "clip",
-    "gelu_forward", "gelu_backward", "gelu_tanh_forward", "gelu_tanh_backward", "silu_forward", "silu_backward",
-    "layernorm_forward", "layernorm_backward", "rmsnorm_forward", "rmsnorm_backward",
-)  # fmt: skip
+GPT = {"name": "gpt-tiny", "layers": 4, "hidden": 256, "heads": 8, "vocab": 4096, "context": 256}
+LLAMA = GPT | {"positions": "rope", "norm": "rmsnorm", "activation": "silu", "gated_ffn": True, "bias": False}
 
 
-def make_profile(*, bf16_factor: float = 1.0, attention: float = 2e-10, small: float = 1e-6) -> Profile:
+def kernels() -> list[str]:
+    """Everything that is timed by size in the plan of any model."""
+    configs = (build_config({"model": GPT}), build_config({"model": LLAMA}))
+    operations = [op for c in configs for p in ("fp32", "bf16") for op, _ in step_operations(c, p)]
+    return sorted({op.kernel for op in operations if op.matmul is None and op.attention is None})
+
+
+def matmul_fits(rate: float, dilution: float) -> dict[str, MatmulFit]:
+    """Products at `rate` FLOP/s when large; `dilution`: seconds per FLOP that a dimension of 1 adds."""
+    sides = (16, 64, 256, 1024, 8192)
+    shapes = [(m, n, k) for m in sides for n in sides for k in sides]
+    seconds = [2e-6 + 2 * m * n * k * (1 / rate + dilution * (1 / m + 1 / n + 1 / k)) for m, n, k in shapes]
+    return dict.fromkeys(("matmul_bias", "matmul", "matmul_weight_gradient"), MatmulFit.fit(shapes, seconds))
+
+
+def make_profile(
+    *, bf16_factor: float = 1.0, attention: float = 2e-10, small: float = 1e-6, dilution: float = 1e-11
+) -> Profile:
     """A machine of 100 GFLOP/s (times the factor in bf16) that streams 10 Gelement/s."""
-
-    def fits(rate: float) -> dict[str, MatmulFit]:
-        fit = MatmulFit(2e-6, 1 / rate, 1e-11, 1e-11, 1e-11, error=0.03)
-        return dict.fromkeys(("matmul_bias", "matmul", "matmul_weight_gradient"), fit)
 
     curve = Curve((1e3, 1e5, 1e7), (1e-6, 1e-5, 1e-3))
     points = [(tokens, size, attention * size / 32) for tokens in (128, 1024) for size in (32, 64, 128)]
@@ -35,18 +44,18 @@ def make_profile(*, bf16_factor: float = 1.0, attention: float = 2e-10, small: f
     return Profile(
         device="cpu", name="AMD EPYC", created="2026-01-02T03:04:05+00:00", versions={"torch": "2.13.0"}, threads=2,
         memory_bytes=8 * 2**30, runtime_bytes=200 * 2**20,
-        matmul={"fp32": fits(1e11), "bf16": fits(1e11 * bf16_factor)},
-        curves={p: dict.fromkeys(KERNELS, curve) for p in ("fp32", "bf16")},
+        matmul={"fp32": matmul_fits(1e11, dilution), "bf16": matmul_fits(1e11 * bf16_factor, dilution)},
+        curves={p: dict.fromkeys(kernels(), curve) for p in ("fp32", "bf16")},
         attention={"fp32": directions, "bf16": directions},
         copy_bytes_per_second=2e10, small_operation_seconds=small, storage_bytes_per_second=5e8,
-        tokenizer_tokens_per_second=1e6, spread=0.04, reference={"seconds": 1e-3},
+        tokenizer_tokens_per_second=1e6, tiny_block_seconds={"forward": 1e-6, "backward": 1e-6},
+        interference={"compute": [1.0], "memory": [1.0]},
     )  # fmt: skip
 
 
 def make_config(model: dict[str, Any] | None = None, **train: Any) -> RunConfig:
-    shape = {"name": "gpt-tiny", "layers": 4, "hidden": 256, "heads": 8, "vocab": 4096, "context": 256}
     return build_config({
-        "model": shape | (model or {}),
+        "model": GPT | (model or {}),
         "train": {"steps": 200, "global_batch": 8, "precision": "fp32"} | train,
         "evaluation": {"every": 50, "batches": 4},
     })  # fmt: skip
@@ -124,11 +133,3 @@ def write_run(folder: Path, config: RunConfig, plan: Ledger, run: Ledger | None)
         lines = [json.dumps(row) for row in make_metrics(run)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
-
-
-def planned(config: RunConfig, profile: Profile) -> Ledger:
-    return plan_run(config, profile)
-
-
-def seconds_of(ledger: Ledger, kind: Kind) -> float:
-    return ledger.seconds_by_kind()[kind]

@@ -25,7 +25,9 @@ class Evidence:
 
     @property
     def steps(self) -> int | None:
-        return self.run.facts.get("steps")
+        """Finished; an interrupted run has fewer than its config says."""
+        facts = self.run.facts
+        return facts.get("steps_done", facts.get("steps"))
 
     @property
     def unattributed(self) -> float | None:
@@ -33,7 +35,7 @@ class Evidence:
 
     @property
     def machine_speed(self) -> float | None:
-        """1.0: as fast as when its profile was measured; 0.87: slower during the run."""
+        """1.0: as fast as the plan expects this machine to be typically; 0.87: slower during the run."""
         return self.run.facts.get("machine_speed")
 
     def fact(self, name: str) -> Any:
@@ -53,7 +55,8 @@ class Evidence:
 
     def bound_calls(self, bound: str) -> int:
         """Calls per step of the operations with this bound, as planned."""
-        return sum(line.count or 0 for line in self.plan.select(bound=bound))
+        lines = (line for line in self.plan.select(bound=bound) if line.kind is not Kind.HOST)
+        return sum(line.count or 0 for line in lines)
 
     def wall_share(self, *names: str) -> float | None:
         """Of the wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
@@ -82,7 +85,8 @@ class Evidence:
     def peak_rate(self) -> float | None:
         """FLOP/s of large matrix products at the run's precision, at the machine's speed during the run."""
         peak = self.plan.facts.get("matmul_peak_flops_per_second")
-        return None if peak is None else float(peak) * (self.machine_speed or 1.0)
+        typical_slowdown = (self.plan.facts.get("slowdown") or {}).get("compute", 1.0)
+        return None if peak is None else float(peak) * (self.machine_speed or 1.0) / typical_slowdown
 
     def rate(self, kind: Kind) -> float | None:
         """FLOP/s that a kind attains by its shapes."""

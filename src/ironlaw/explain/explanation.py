@@ -79,6 +79,11 @@ class Explanation:
     def notes(self) -> list[str]:
         """What a reader must know to read the figures right."""
         notes = []
+        if self.run.facts.get("interrupted"):
+            notes.append(
+                f"The run was interrupted after step {self.run.facts.get('steps_done')} of {self.config.train.steps}: "
+                f"finish it with `ironlaw train {self.run_dir / 'config.toml'} --out {self.run_dir} --resume`."
+            )
         changed = {p: f for p, f in self.gap.scale.items() if abs(f - 1) > 0.01}
         if changed:
             shown = ", ".join(f"{phase} × {factor:.2f}" for phase, factor in changed.items())
@@ -94,8 +99,9 @@ class Explanation:
         if speed is not None and abs(1 - speed) > 0.02:
             slower = "slower" if speed < 1 else "faster"
             notes.append(
-                f"The machine was {slower} than when it was measured ({units.percent(speed, 0)} of that speed); "
-                f"at that speed the plan's step is {units.seconds((self.gap.step.planned or 0.0) / speed)}."
+                f"The machine was {slower} during the run than it typically is ({units.percent(speed, 0)} of that "
+                f"speed, by kernels repeated now and then); at the speed it had, the planned step is "
+                f"{units.seconds((self.gap.step.planned or 0.0) / speed)}."
             )
         missed = [check for check in self.checks if check.met is False]
         for check in missed:
@@ -185,8 +191,8 @@ def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
         )
     if not plan_path.is_file():
         raise UserError(
-            f"{run_dir} has no plan.json to compare with: make one with "
-            f"`ironlaw plan {run_dir / 'config.toml'} --json > {plan_path}`"
+            f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
+            f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
         )
     return _load(plan_path), _load(run_path)
 

@@ -81,6 +81,7 @@ class Gap:
 def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
     """Rows for everything that either side knows. Both may be runs: then "planned" reads as "before"."""
     run, scale = reconcile(run)
+    plan, _ = reconcile(plan)  # changes nothing in a plan; another run was profiled too
     totals = {
         name: _total(name, plan, run) for name in [*plan.totals, *(n for n in run.totals if n not in plan.totals)]
     }

@@ -275,11 +275,6 @@ def situation(config: RunConfig, profile: Profile, run: Ledger) -> Situation:
     precision = run.facts.get("precision")
     if precision in profile.matmul:
         config = with_settings(config, {"train.precision": precision})
-    # A plan for any thread count is wrong on another; the profile's is the one it holds for.
-    if config.train.threads not in (None, profile.threads):
-        raise UserError(
-            f"this machine was measured with {profile.threads} threads, the run used {config.train.threads}"
-        )
     return Situation(config, plan_run(config, profile), profile, run)
 
 

@@ -78,16 +78,17 @@ def _host_says(evidence: Evidence, value: float) -> Statement:
 def _overhead_says(evidence: Evidence, value: float) -> Statement:
     calls = evidence.bound_calls("overhead")
     return (
-        f"Dispatch binds: {units.percent(value)} of the step goes to operations too short for the machine to work in.",
-        [f"{units.count(calls)} calls per step near the cost of dispatching one"],
+        f"Dispatch binds: {units.percent(value)} of the step goes to calling operations, and to ones too short to "
+        "matter.",
+        [f"{units.count(calls)} calls per step that take about as long as calling them"],
     )
 
 
 def _slow_machine_says(evidence: Evidence, value: float) -> Statement:
     return (
-        f"The machine was slower than when it was measured: the same matrix product ran at "
-        f"{units.percent(evidence.machine_speed, 0)} of its speed then.",
-        [f"median of the probes during the run: {units.percent(evidence.machine_speed, 0)} of the measured speed"],
+        f"The machine was slower than it typically is: the same kernels ran at "
+        f"{units.percent(evidence.machine_speed, 0)} of the speed that was planned with.",
+        [f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed"],
     )
 
 
@@ -203,12 +204,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"), _overhead_says,
         "more work per call: a larger train.micro_batch, or train.compile = \"on\"",
-        "an operation counts when it takes under four dispatches of a tiny one, as measured on this machine",
+        "dispatch itself, and operations that take under four dispatches of a tiny one, as measured here",
     ),
     Rule(
         "machine_slow", Axis.MACHINE, 0.07, _slowdown, _slow_machine_says,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
-        "repeats of the same kernel differ by about 4% on a shared machine; 7% is outside that",
+        "the plan already allows for the interference that is typical here; what is left over stays under 7%",
     ),
     Rule(
         "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"), _irregular_says,

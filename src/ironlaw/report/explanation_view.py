@@ -37,6 +37,7 @@ def show_explanation(console: Console, document: Document) -> None:
     _losses(console, document["losses"])
     _remedies(console, document)
     _accuracy(console, document)
+    console.print()
     for note in document["notes"]:
         paragraph(console, f"· {note}", indent=2, style="dim")
 
@@ -71,6 +72,7 @@ def _totals(console: Console, document: Document) -> None:
             _error(row["error"]),
         )
     show(console, made)
+    console.print()
     paragraph(
         console,
         "Plan error = (planned − measured) / measured. Below a figure: 80% of comparable runs (planned), "
@@ -119,6 +121,8 @@ def _operations(console: Console, operations: Sequence[Document]) -> None:
     for row in timed:
         gap = row["measured"] - (row["planned"] or 0.0)
         sign = "+" if gap > 0 else "−"
+        if abs(gap) < 1e-3 * row["measured"]:  # not a difference that the other columns would show
+            gap, sign = 0.0, ""
         made.add_row(
             row["name"], row["kind"], row["phase"], *_amounts(row, units.seconds), f"{sign}{units.seconds(abs(gap))}",
         )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ironlaw import units
 from ironlaw.report import svg, words
@@ -26,9 +26,10 @@ def render_run(document: Document, metrics: Sequence[Document], config_text: str
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "seconds": units.seconds, "bytes": units.bytes_, "percent": units.percent, "error": words.error,
+        "seconds": units.seconds, "bytes": units.bytes_, "percent": units.percent,
+        "error": words.error, "ticks": _ticks,
     }  # fmt: skip
-    environment.globals |= {"words": words, "units": units, "bar_pair": svg.bar_pair, "legend_name": words.label}
+    environment.globals |= {"words": words, "units": units, "bar_pair": svg.bar_pair}
     time = document["time"]
     return environment.get_template("run.html.j2").render(
         d=document,
@@ -50,6 +51,12 @@ def write_run(path: Path, document: Document, metrics: Sequence[Document], confi
     partial = path.with_suffix(".partial")
     partial.write_text(render_run(document, metrics, config_text), encoding="utf-8")
     return partial.replace(path)
+
+
+def _ticks(text: str) -> Markup:
+    """Text with `code` in backticks, as notes and advice have it."""
+    parts = [escape(part) for part in text.split("`")]
+    return Markup("").join(Markup("<code>%s</code>") % part if i % 2 else part for i, part in enumerate(parts))
 
 
 def _unattributed(time: Document) -> dict[str, Any]:

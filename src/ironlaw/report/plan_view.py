@@ -161,7 +161,7 @@ def _inputs(ledger: Ledger, name: str) -> list[str]:
 
 
 def _operations(console: Console, lines: list[Any]) -> None:
-    made = table("operation", "kind", "calls", "FLOPs", "moved", "time", "bound", left=("kind", "bound"))
+    made = table("operation", "kind", "calls", "FLOPs", "moved", "time", "bound", left=("kind", "bound"), tight=True)
     for line in sorted(lines, key=lambda line: -(line.seconds or 0.0)):
         made.add_row(
             line.operation, str(line.kind), units.count(line.count), units.si(line.flops, "FLOP"),

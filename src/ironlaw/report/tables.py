@@ -19,9 +19,14 @@ def heading(console: Console, text: str) -> None:
     console.print(Text(text, style="bold"))
 
 
-def table(*columns: str, left: Sequence[str] = ()) -> Table:
-    """A table whose first column, and those in `left`, are text; the others are numbers. Cells wrap, never shorten."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
+def table(*columns: str, left: Sequence[str] = (), tight: bool = False) -> Table:
+    """A table whose first column, and those in `left`, are text; the others are numbers. Cells wrap, never shorten.
+
+    `tight`: one space between columns instead of three, where seven columns have to fit 80.
+    """
+    made = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if tight else 1), show_edge=False, header_style="dim"
+    )
     for index, name in enumerate(columns):
         is_text = index == 0 or name in left
         made.add_column(name, justify="left" if is_text else "right", overflow="fold")

@@ -60,7 +60,7 @@ MEANINGS = {
     "backward": "gradients",
     "communication": "waiting for other devices",
     "optimizer": "clipping and the update",
-    "host": "logging and the loop itself",
+    "host": "Python: dispatch, logging, the loop",
     "idle": "nothing ran",
     "matmul": "matrix products",
     "attention": "scores, softmax, weighted sum",
