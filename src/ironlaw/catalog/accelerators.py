@@ -1,0 +1,153 @@
+"""Accelerators: dense peaks, memory, links and power, one TOML file each.
+
+    acc = accelerator("h100-sxm-80gb")
+    peak(acc, "bf16").value         # 989.4e12 FLOP/s, dense
+    acc.memory_bytes_per_second     # Figure(3.35e12, "nvidia-h100-datasheet", ...)
+
+A name is a file name. A shorter form works where only one accelerator answers to it (`h200`, `b200`,
+`4090`); where several do (`h100`, `a100`) the error lists them, because their figures differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ironlaw.catalog.figures import Figure, figure, read_toml, stems, unknown
+from ironlaw.errors import UserError
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+"""Number formats a peak can be given for, widest first. FP4 is NVFP4 or MXFP4, fp32 is the vector rate."""
+
+_BRANDS = frozenset({"rtx", "apple", "jetson", "tpu"})
+"""First words of names that people leave out: `4090`, `m4-max`, `v5p`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One accelerator as software sees it bought: a package or card, not a die. Absent figures are `None`.
+
+    name:                     the catalog's name, and the data file's.
+    product, vendor:          the name on the box; nvidia, amd, intel, google or apple.
+    generation:               volta, turing, ampere, ada, hopper, blackwell, cdna2, cdna3, cdna4, ...
+    memory_kind:              HBM3, GDDR6X, LPDDR5 (shared with the CPU where `unified_memory`).
+    memory_bytes:             bytes a program can see in total; the note says whether measured or nominal.
+    memory_bytes_per_second:  peak of the memory interface, bytes/s.
+    l2_bytes:                 last-level cache on the compute die, bytes.
+    compute_units:            SMs, CUs or the vendor's equivalent that are enabled.
+    clock_hz:                 highest (boost) clock, Hz.
+    tdp_watts:                board or package power limit, W.
+    link_name:                scale-up link: NVLink 4, xGMI, ICI; empty when there is none but PCIe.
+    link_bytes_per_second:    that link, one direction, all lanes of one accelerator together, bytes/s.
+    pcie_bytes_per_second:    host link, one direction, bytes/s.
+    default_node:             name of the node this accelerator is planned in unless told otherwise.
+    peak_flops_per_second:    dense FLOP/s (OP/s for int8) by dtype; matrix units where they exist.
+    note:                     what is particular about the part.
+    """
+
+    name: str
+    product: str
+    vendor: str
+    generation: str
+    default_node: str
+    memory_kind: str = ""
+    unified_memory: bool = False
+    link_name: str = ""
+    memory_bytes: Figure | None = None
+    memory_bytes_per_second: Figure | None = None
+    l2_bytes: Figure | None = None
+    compute_units: Figure | None = None
+    clock_hz: Figure | None = None
+    tdp_watts: Figure | None = None
+    link_bytes_per_second: Figure | None = None
+    pcie_bytes_per_second: Figure | None = None
+    peak_flops_per_second: dict[str, Figure] = field(default_factory=dict)
+    note: str = ""
+
+    def figures(self) -> dict[str, Figure]:
+        """Every known figure by its dotted key, peaks included: for listings and for tests."""
+        found = {key: value for key in FIGURE_KEYS if isinstance(value := getattr(self, key), Figure)}
+        for dtype, value in self.peak_flops_per_second.items():
+            found[f"peak_flops_per_second.{dtype}"] = value
+        return found
+
+
+FIGURE_KEYS = (
+    "memory_bytes",
+    "memory_bytes_per_second",
+    "l2_bytes",
+    "compute_units",
+    "clock_hz",
+    "tdp_watts",
+    "link_bytes_per_second",
+    "pcie_bytes_per_second",
+)
+_TEXT_KEYS = ("product", "vendor", "generation", "default_node", "memory_kind", "link_name", "note")
+
+
+def accelerator_names() -> tuple[str, ...]:
+    """All names, sorted, from the file names: nothing is parsed."""
+    return stems("accelerators")
+
+
+def accelerator(name: str) -> Accelerator:
+    """The accelerator of that name, or of an unambiguous shorter form. Parses one file."""
+    return _load(resolve(name))
+
+
+def peak(acc: Accelerator, dtype: str) -> Figure:
+    """Dense peak of `acc` in `dtype`, FLOP/s. A dtype without a known peak is an error, never a guess."""
+    known = acc.peak_flops_per_second
+    if dtype in known:
+        return known[dtype]
+    listed = ", ".join(d for d in DTYPES if d in known) or "none"
+    raise UserError(f"no dense peak of {acc.name} is known for '{dtype}': known: {listed}")
+
+
+def resolve(name: str) -> str:
+    """The full name behind what the user typed; an error where none or several answer to it."""
+    names = accelerator_names()
+    typed = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if typed in names:
+        return typed
+    squeezed = typed.replace("-", "")
+    matches = [full for full in names if squeezed in _short_forms(full)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(f"accelerator '{name}' is ambiguous: write one of {', '.join(matches)}")
+    raise unknown("accelerator", name, names)
+
+
+def _short_forms(full: str) -> set[str]:
+    """Leading words of a name, run together: h100-sxm-80gb answers to h100, h100sxm and h100sxm80gb."""
+    words = full.split("-")
+    starts = (0, 1) if words[0] in _BRANDS and len(words) > 1 else (0,)
+    ends = range(1, len(words) + 1)
+    forms = {"".join(words[start:end]) for start in starts for end in ends if end > start}
+    return forms - (_BRANDS if len(words) > 1 else set())
+
+
+@cache
+def _load(name: str) -> Accelerator:
+    data = read_toml("accelerators", f"{name}.toml")
+    return from_table(name, data)
+
+
+def from_table(name: str, data: dict[str, Any]) -> Accelerator:
+    """An accelerator from the content of its file. Unknown keys are a mistake in the data."""
+    extra = set(data) - set(FIGURE_KEYS) - set(_TEXT_KEYS) - {"unified_memory", "peak_flops_per_second"}
+    assert not extra, f"{name}: unknown keys {sorted(extra)}"
+    peaks = data.get("peak_flops_per_second", {})
+    assert set(peaks) <= set(DTYPES), f"{name}: unknown dtypes {sorted(set(peaks) - set(DTYPES))}"
+    return Accelerator(
+        name=name,
+        unified_memory=bool(data.get("unified_memory", False)),
+        peak_flops_per_second={
+            dtype: Figure(float(entry["value"]), entry["source"], entry.get("note", ""))
+            for dtype, entry in peaks.items()
+        },
+        **{key: data[key] for key in _TEXT_KEYS if key in data},
+        **{key: figure(data.get(key)) for key in FIGURE_KEYS},
+    )

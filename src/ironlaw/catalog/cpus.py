@@ -1,0 +1,67 @@
+"""What a CPU draws, as a wide interval per physical core.
+
+Without a power meter the best one can say about "this CPU" is between which bounds processors of its
+family lie. The bounds are TDP divided by cores over the models of the family as the vendor lists them;
+a virtual machine sees some of the cores, so watts per core is the unit that carries over.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from ironlaw.catalog.figures import read_toml
+
+
+@dataclass(frozen=True, slots=True)
+class PowerRange:
+    """Thermal design power per physical core over a family of processors.
+
+    low, high: watts per physical core: the family's lowest and highest TDP/cores.
+    family:    what matched, as one writes it.
+    models:    how many listed models the range was taken over.
+    source:    key of `sources.toml`.
+    note:      how the range was taken.
+    """
+
+    low: float
+    high: float
+    family: str
+    models: int
+    source: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    pattern: re.Pattern[str]
+    power: PowerRange
+
+
+def cpu_power(model_name: str) -> PowerRange | None:
+    """The range for a CPU model name as the operating system prints it; `None` when it is not listed."""
+    text = re.sub(r"\((?:r|tm|c)\)|[®™]", " ", model_name, flags=re.IGNORECASE)
+    text = re.sub(r"\s+", " ", text).strip()
+    for family in _families():
+        if family.pattern.search(text):
+            return family.power
+    return None
+
+
+@cache
+def _families() -> tuple[_Family, ...]:
+    return tuple(
+        _Family(
+            re.compile(entry["match"], re.IGNORECASE),
+            PowerRange(
+                low=float(entry["low_watts_per_core"]),
+                high=float(entry["high_watts_per_core"]),
+                family=entry["family"],
+                models=entry["models"],
+                source=entry["source"],
+                note=entry.get("note", ""),
+            ),
+        )
+        for entry in read_toml("cpus.toml")["family"]
+    )

@@ -1,0 +1,93 @@
+"""A figure with its source: what every number in the catalog is made of.
+
+The data are TOML files beside this module. A figure is written
+
+    bf16 = { value = 989.4e12, source = "nvidia-h100-whitepaper", note = "dense" }
+
+and its `source` is a key of `sources.toml`, which gives title and address. A figure that nobody can
+cite is left out and read as `None`: absent means unknown, never zero.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+
+DATA = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number and where it comes from.
+
+    value:  in SI units; the field that holds the figure names the unit (bytes, bytes/s, FLOP/s, W, Hz).
+    source: key of `sources.toml`; `source(key)` gives title and address.
+    note:   what a reader must know to use the number: a convention, or how a conflict was settled.
+    """
+
+    value: float
+    source: str
+    note: str = ""
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A public document that figures are cited from."""
+
+    key: str
+    title: str
+    url: str
+    note: str = ""
+
+
+def read_toml(*parts: str) -> dict[str, Any]:
+    """Parse one data file of the catalog. The path is relative to this package."""
+    with open(DATA.joinpath(*parts), "rb") as file:
+        return tomllib.load(file)
+
+
+def stems(folder: str) -> tuple[str, ...]:
+    """Names of the TOML files in a folder, sorted. Lists the directory, parses nothing."""
+    return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
+
+
+def figure(entry: Mapping[str, Any] | None) -> Figure | None:
+    """A figure from its TOML table; `None` stays `None`."""
+    if entry is None:
+        return None
+    return Figure(float(entry["value"]), entry["source"], entry.get("note", ""))
+
+
+def unknown(kind: str, name: str, known: Iterable[str], also: str = "") -> UserError:
+    """The one-line error for a name that is not in the catalog, with the nearest names."""
+    return UserError(f"unknown {kind} '{name}': {did_you_mean(name.lower(), known)}{also}")
+
+
+@cache
+def _sources() -> dict[str, Source]:
+    return {
+        key: Source(key, entry["title"], entry["url"], entry.get("note", ""))
+        for key, entry in read_toml("sources.toml").items()
+    }
+
+
+def source(key: str) -> Source:
+    """Title and address behind a figure's `source` key."""
+    try:
+        return _sources()[key]
+    except KeyError:
+        raise unknown("source", key, _sources()) from None
+
+
+def source_keys() -> tuple[str, ...]:
+    """All keys of `sources.toml`, sorted."""
+    return tuple(sorted(_sources()))

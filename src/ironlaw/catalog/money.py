@@ -1,0 +1,133 @@
+"""What energy and time cost: carbon of power grids, rent and purchase prices, data-centre overhead.
+
+Prices age within months: each has a date, and a plan that uses one prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ironlaw.catalog.accelerators import Accelerator, resolve
+from ironlaw.catalog.figures import Figure, figure, read_toml, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A power grid.
+
+    name:             country or region, lower case with dashes.
+    title:            as one writes it.
+    kg_co2_per_kwh:   kilograms of CO2 per kilowatt-hour generated; the note says whether life-cycle CO2
+                      equivalent or stack emissions only.
+    year:             the year the figure describes.
+    """
+
+    name: str
+    title: str
+    kg_co2_per_kwh: Figure
+    year: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """One price somebody asked.
+
+    usd:      US dollars; per accelerator-hour for rent (its share of the host included), else per unit.
+    date:     when it was asked, as exact as known: 2025-06, 2026-05-22.
+    provider: who asked it.
+    """
+
+    usd: Figure
+    date: str
+    provider: str
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What an accelerator costs; both may be unknown."""
+
+    accelerator: str
+    rent: tuple[Quote, ...] = ()
+    purchase: Quote | None = None
+
+    @property
+    def rent_range(self) -> tuple[float, float] | None:
+        """Lowest and highest known rent, USD per accelerator-hour; `None` when no quote is known."""
+        if not self.rent:
+            return None
+        asked = [quote.usd.value for quote in self.rent]
+        return min(asked), max(asked)
+
+
+def grid_names() -> tuple[str, ...]:
+    """All grids, sorted."""
+    return tuple(sorted(_grids()))
+
+
+def grid(name: str) -> Grid:
+    """The grid of that name or ISO code (`france`, `fr`, `world`)."""
+    typed = name.strip().lower().replace("_", "-").replace(" ", "-")
+    typed = _codes().get(typed, typed)
+    if typed not in _grids():
+        raise unknown("power grid", name, _grids())
+    return _grids()[typed]
+
+
+def price(accelerator: Accelerator | str) -> Price | None:
+    """What is known of an accelerator's price; `None` when nothing is."""
+    name = accelerator.name if isinstance(accelerator, Accelerator) else resolve(accelerator)
+    entry = read_prices().get(name)
+    if entry is None:
+        return None
+    return Price(
+        name,
+        tuple(_quote(item) for item in entry.get("rent", ())),
+        _quote(entry["purchase"]) if "purchase" in entry else None,
+    )
+
+
+def pue_names() -> tuple[str, ...]:
+    """Kinds of data centre with a known power usage effectiveness."""
+    return tuple(sorted(_pue()))
+
+
+def pue(name: str = "average") -> Figure:
+    """Power usage effectiveness: watts drawn from the grid per watt of computing equipment."""
+    if name not in _pue():
+        raise unknown("PUE", name, _pue())
+    return _pue()[name]
+
+
+@cache
+def read_prices() -> dict[str, Any]:
+    """The raw table of prices by accelerator name."""
+    return read_toml("prices.toml")
+
+
+def _quote(entry: dict[str, Any]) -> Quote:
+    return Quote(Figure(float(entry["usd"]), entry["source"], entry.get("note", "")), entry["date"], entry["provider"])
+
+
+@cache
+def _energy() -> dict[str, Any]:
+    return read_toml("grids.toml")
+
+
+@cache
+def _grids() -> dict[str, Grid]:
+    return {
+        name: Grid(name, entry["title"], Figure(float(entry["kg_co2_per_kwh"]), entry["source"], entry.get("note", "")), entry["year"])
+        for name, entry in _energy()["grid"].items()
+    }
+
+
+@cache
+def _codes() -> dict[str, str]:
+    return {code: name for name, entry in _energy()["grid"].items() for code in entry.get("codes", ())}
+
+
+@cache
+def _pue() -> dict[str, Figure]:
+    return {name: value for name, entry in _energy()["pue"].items() if (value := figure(entry)) is not None}

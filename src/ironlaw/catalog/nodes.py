@@ -1,0 +1,146 @@
+"""Nodes: how many accelerators share a host, what links them, what leaves the host, what it draws.
+
+    cluster = parse_cluster("64xh100-sxm-80gb")
+    cluster.node.name, cluster.nodes        # "dgx-h100", 8
+    parse_cluster("64xh100-sxm-80gb@p5-48xlarge")
+
+Rates are one direction, bytes/s, per network card or per accelerator as the field says.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from ironlaw.catalog.accelerators import Accelerator, accelerator
+from ironlaw.catalog.figures import Figure, figure, read_toml, stems, unknown
+from ironlaw.errors import UserError
+
+MAX_ACCELERATORS = 10_000_000
+"""Largest cluster that is taken for a wish rather than a slip of the keyboard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A typical host. Absent figures are `None`.
+
+    name, product:                 the catalog's name (the data file's) and the usual one.
+    accelerators:                  per node (one operating system image).
+    scale_up_accelerators:         accelerators that reach each other over the scale-up link without the
+                                   network: 8 in a DGX, 72 in an NVL72 rack, 1 where only PCIe links them.
+    fabric:                        infiniband, roce, efa, ethernet, slingshot, ici, or empty: not known.
+    nics:                          network cards (or rails) for training traffic, per node.
+    nic_bytes_per_second:          each of them, one direction, bytes/s.
+    host_watts:                    everything but the accelerators at full load, W: CPUs, memory, switches,
+                                   network cards, fans, power supply losses.
+    system_watts:                  the whole node at its maximum, W.
+    note:                          what is particular about it.
+    """
+
+    name: str
+    product: str
+    accelerators: int
+    scale_up_accelerators: int
+    fabric: str = ""
+    nics: Figure | None = None
+    nic_bytes_per_second: Figure | None = None
+    host_watts: Figure | None = None
+    system_watts: Figure | None = None
+    source: str = ""
+    note: str = ""
+
+    @property
+    def network_bytes_per_second(self) -> float | None:
+        """All training network cards of a node together, one direction, bytes/s."""
+        if self.nics is None or self.nic_bytes_per_second is None:
+            return None
+        return self.nics.value * self.nic_bytes_per_second.value
+
+    def figures(self) -> dict[str, Figure]:
+        """Every known figure by its key: for listings and for tests."""
+        return {key: value for key in FIGURE_KEYS if isinstance(value := getattr(self, key), Figure)}
+
+
+FIGURE_KEYS = ("nics", "nic_bytes_per_second", "host_watts", "system_watts")
+_PLAIN_KEYS = ("product", "accelerators", "scale_up_accelerators", "fabric", "source", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`count` accelerators of one kind in nodes of one kind."""
+
+    accelerator: Accelerator
+    count: int
+    node: Node
+
+    @property
+    def nodes(self) -> int:
+        """Hosts needed; the last may be partly filled."""
+        return -(-self.count // self.node.accelerators)
+
+    @property
+    def per_node(self) -> int:
+        """Accelerators in use on a full host of this cluster."""
+        return min(self.count, self.node.accelerators)
+
+    @property
+    def scale_up(self) -> int:
+        """Accelerators that share one scale-up domain in this cluster."""
+        return min(self.count, self.node.scale_up_accelerators)
+
+    def __str__(self) -> str:
+        return f"{self.count}x{self.accelerator.name}@{self.node.name}"
+
+
+def node_names() -> tuple[str, ...]:
+    """All node names, sorted, from the file names: nothing is parsed."""
+    return stems("nodes")
+
+
+def node(name: str) -> Node:
+    """The node of that name. Parses one file."""
+    typed = name.strip().lower().replace("_", "-").replace(".", "-").replace(" ", "-")
+    if typed not in node_names():
+        raise unknown("node", name, node_names())
+    return _load(typed)
+
+
+_CLUSTER = re.compile(r"^(?:(?P<count>-?[\d_,.]+)\s*[x*]\s*)?(?P<name>[^@]+?)(?:@(?P<node>.+))?$", re.IGNORECASE)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """A cluster from `[COUNTx]ACCELERATOR[@NODE]`: `h200`, `2xh200`, `64xh100-sxm-80gb@p5-48xlarge`."""
+    match = _CLUSTER.match(text.strip())
+    if match is None:
+        raise UserError(f"cannot read cluster '{text}': write COUNTxACCELERATOR, for example 64xh100-sxm-80gb")
+    count = _count(match["count"], text)
+    chosen = accelerator(match["name"])
+    return Cluster(chosen, count, node(match["node"] or chosen.default_node))
+
+
+def _count(digits: str | None, text: str) -> int:
+    if digits is None:
+        return 1
+    try:
+        count = int(digits.replace(",", ""))
+    except ValueError:
+        count = 0
+    if not 1 <= count <= MAX_ACCELERATORS:
+        raise UserError(
+            f"cannot read cluster '{text}': '{digits}' must be a whole number of accelerators, "
+            f"1 to {MAX_ACCELERATORS:,}"
+        )
+    return count
+
+
+@cache
+def _load(name: str) -> Node:
+    data = read_toml("nodes", f"{name}.toml")
+    extra = set(data) - set(FIGURE_KEYS) - set(_PLAIN_KEYS)
+    assert not extra, f"{name}: unknown keys {sorted(extra)}"
+    return Node(
+        name=name,
+        **{key: data[key] for key in _PLAIN_KEYS if key in data},
+        **{key: figure(data.get(key)) for key in FIGURE_KEYS},
+    )

@@ -1,0 +1,183 @@
+"""Time of a collective over ranks in islands (NVLink, xGMI, PCIe) joined by a network.
+
+Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: the full buffer):
+
+    time = launch + hops step + fill S / (S + fill_bytes) + traffic / (ring_fraction link) + own share copied
+
+    kind            traffic per rank      hops (ring)       hops (tree)
+    all_reduce      2 (n-1)/n S           2 (n-1)           2 log2 n
+    all_gather,
+    reduce_scatter  (n-1)/n S             n-1               -
+    all_to_all      (n-1)/n S             1 + log2 n        -
+    send_recv       S                     2                 -
+    broadcast       S                     n-1               log2 n
+
+A switch that reduces (NVLS) lets each rank send (1 + 1/n) S instead of 2 (n-1)/n S. Over N islands with g
+ranks each, a ring crosses every island once, so its traffic leaves through the g network shares together;
+a tree all-reduce sends S (N = 2) or 2 S (N > 2, a node of a double binary tree has two children) per
+island, and needs 2 log2 N network hops instead of 2 N. The faster algorithm is taken, as NCCL does.
+
+Costs: Hockney alpha-beta; Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005 (ring, tree); Sanders, Speck,
+Traeff, Parallel Computing 35, 2009 (double binary trees). Bus bandwidth: nccl-tests doc/PERFORMANCE.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.machine.efficiency.hardware import (
+    CollectiveConstants,
+    Fabric,
+    NetworkConstants,
+    Number,
+    broadcast,
+    unwrap,
+)
+
+Array = npt.NDArray[np.float64]
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv", "broadcast")
+ALGORITHMS = ("auto", "ring", "tree")
+
+IDEAL_ISLAND = CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)
+IDEAL_NETWORK = NetworkConstants(0.0, 0.0, 0.0, 1.0, 1.0)
+"""No latency, nominal bandwidth: for worked examples and lower bounds."""
+
+
+def ideal_fabric(bytes_per_second: float, ranks: int) -> Fabric:
+    """One island of `ranks` at exactly `bytes_per_second` per rank and direction, without latency."""
+    return Fabric(ranks, bytes_per_second, IDEAL_ISLAND)
+
+
+def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
+    """Bytes each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
+    known(kind)
+    share = {"all_reduce": 2.0, "send_recv": 0.0, "broadcast": 0.0}.get(kind, 1.0)
+    if share == 0.0:
+        return size * np.where(np.asarray(ranks) > 1, 1.0, 0.0) if np.ndim(ranks) else size * (ranks > 1)
+    return share * size * (ranks - 1.0) / ranks
+
+
+def bus_bytes_per_second(kind: str, size: Number, ranks: Number, seconds: Number) -> Number:
+    """Bus bandwidth in nccl-tests' convention: traffic of the ring algorithm over time."""
+    return traffic_bytes(kind, size, ranks) / seconds
+
+
+def collective_seconds(
+    kind: str,
+    size: Number,
+    ranks: Number,
+    ranks_per_island: Number | None = None,
+    *,
+    fabric: Fabric,
+    algorithm: str = "auto",
+) -> Number:
+    """Seconds of one collective on a buffer of `size` bytes (per rank for all_to_all and send_recv).
+
+    `ranks_per_island` is how many of the group's ranks share an island: 8 for a data-parallel group that
+    fills nodes of 8, 1 for one of the 8 groups that each take one rank per node (each then has its own
+    share of the network). By default as many as fit.
+    """
+    known(kind)
+    if algorithm not in ALGORITHMS:
+        raise UserError(f"unknown algorithm {algorithm}; {did_you_mean(algorithm, ALGORITHMS)}")
+    inside = np.minimum(ranks, fabric.island_ranks) if ranks_per_island is None else ranks_per_island
+    (s, n, g), scalar = broadcast(size, ranks, np.asarray(inside, dtype=np.float64))
+    scalar = np.ndim(size) == 0 and np.ndim(ranks) == 0 and np.ndim(inside) == 0
+    g = np.minimum(g, n)
+    one = _island_seconds(kind, s, n, fabric, algorithm)
+    crosses = n > g
+    if not np.any(crosses):
+        return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
+    if fabric.network is None or fabric.network_bytes_per_second <= 0:
+        raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
+    many = _network_seconds(kind, s, n, g, fabric, fabric.network, algorithm)
+    return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
+
+
+def known(kind: str) -> None:
+    """UserError unless `kind` is a collective of this module."""
+    if kind not in KINDS:
+        raise UserError(f"unknown collective {kind}; {did_you_mean(kind, KINDS)}")
+
+
+def _link(fabric: Fabric, n: Array) -> Array:
+    """Nominal one-direction bandwidth of a rank among n, by topology."""
+    link = fabric.island_bytes_per_second
+    if fabric.topology == "mesh":
+        return link * np.maximum(n - 1.0, 1.0) / max(fabric.island_ranks - 1, 1)
+    if fabric.topology == "bus":
+        return link * (2.0 / np.maximum(n, 2.0)) ** fabric.island.sharing_exponent
+    return np.full(n.shape, link)
+
+
+def _hops(kind: str, n: Array, algorithm: str) -> Array:
+    tree = np.ceil(np.log2(np.maximum(n, 1.0)))
+    if algorithm == "tree":
+        return {"all_reduce": 2.0 * tree, "broadcast": tree}.get(kind, n - 1.0)
+    return {
+        "all_reduce": 2.0 * (n - 1.0), "all_to_all": 1.0 + tree, "send_recv": np.full(n.shape, 2.0),
+    }.get(kind, n - 1.0)  # fmt: skip
+
+
+def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_switch: bool) -> Array:
+    constants = fabric.island
+    link = _link(fabric, n)
+    if in_switch:
+        return s * (1.0 + 1.0 / n) / (constants.switch_fraction * link)
+    direct = kind in ("all_to_all", "send_recv") and constants.direct_fraction > 0
+    attained = (constants.direct_fraction if direct else constants.ring_fraction) * link
+    own = np.where(kind in ("send_recv", "broadcast"), 0.0, s / n / constants.local_copy_ratio)
+    return (np.asarray(traffic_bytes(kind, s, n)) + own) / attained
+
+
+def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: str) -> Array:
+    constants = fabric.island
+    fixed = constants.launch_seconds + constants.fill_seconds * s / (s + constants.fill_bytes)
+    seconds = _hops(kind, n, algorithm) * constants.step_seconds
+    seconds = seconds + _island_bandwidth_seconds(kind, s, n, fabric, False)
+    if kind == "all_reduce" and algorithm == "auto" and constants.switch_fraction > 0:
+        # small all-reduces take as long with NVLS as by the ring (measured), large ones much less
+        switch = _hops(kind, n, "ring") * constants.step_seconds
+        seconds = np.minimum(seconds, switch + _island_bandwidth_seconds(kind, s, n, fabric, True))
+    return fixed + seconds
+
+
+def _network_seconds(
+    kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, algorithm: str
+) -> Array:
+    islands = n / g
+    share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
+    fixed = fabric.island.launch_seconds + network.launch_seconds
+    fixed = fixed + network.fill_seconds * s / (s + network.fill_bytes)
+    if kind in ("all_to_all", "send_recv"):
+        outside = s if kind == "send_recv" else s * (n - g) / n
+        hops = 1.0 if kind == "send_recv" else np.log2(n)
+        inside = np.zeros(s.shape)
+        if kind == "all_to_all":
+            inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
+        return fixed + hops * network.step_seconds + np.maximum(outside / share, inside)
+
+    candidates = []
+    for name in ("ring", "tree") if algorithm == "auto" else (algorithm,):
+        for in_switch in (False, True) if _may_use_switch(kind, name, algorithm, fabric) else (False,):
+            inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
+            crossings, hops, outside = _crossing(kind, name, s, n, g)
+            slowest = np.maximum(np.where(g > 1, inside, 0.0), outside / (g * share))
+            candidates.append(crossings * network.step_seconds + hops * fabric.island.step_seconds + slowest)
+    return fixed + np.minimum.reduce(candidates)
+
+
+def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:
+    return kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+
+
+def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
+    """Network hops, island hops, and bytes leaving each island, of a ring or tree over n / g islands."""
+    islands, both_ways = n / g, 2.0 if kind == "all_reduce" else 1.0
+    if name == "ring" or kind not in ("all_reduce", "broadcast"):
+        crossings = both_ways * islands
+        return crossings, np.maximum(_hops(kind, n, "ring") - crossings, 0.0), np.asarray(traffic_bytes(kind, s, n))
+    crossings = both_ways * np.ceil(np.log2(islands))
+    return crossings, _hops(kind, g, "ring"), s * np.where(islands > 2.0, 2.0, 1.0)

@@ -1,0 +1,205 @@
+"""What a time model needs to know of an accelerator: nominal figures and the constants of its generation.
+
+Everything is a primitive or a frozen dataclass of primitives, so that a catalogue, a measured profile or
+a test can build one by hand. Units are in the names; fractions are of the nominal figure beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ironlaw.errors import UserError, did_you_mean
+
+Number = float | npt.NDArray[np.float64]
+"""A plain float or an array; the functions of this package broadcast and return what they were given."""
+
+OPERAND_BYTES = {
+    "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0,
+    "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16,
+}  # fmt: skip
+"""Bytes per operand element, block scales included (mxfp8: 1 per 32 elements; nvfp4: 1 byte per 16)."""
+
+BORROWED_DTYPES = {"fp16": "bf16", "tf32": "bf16", "fp32": "bf16", "mxfp8": "fp8_block"}
+"""Formats without measurements of their own use the shape constants of a format with the same kernels."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Where a group of constants comes from, and how far reality strays from them.
+
+    `log_error_p10` and `log_error_p90` are percentiles of ln(measured / predicted): 80% of the measured
+    times lie between `predicted * exp(p10)` and `predicted * exp(p90)`.
+    """
+
+    source: str
+    rows: int
+    log_error_p10: float
+    log_error_p90: float
+    median_absolute_error: float | None = None
+    held_out_median_absolute_error: float | None = None
+    assumed: bool = False
+    note: str = ""
+
+    def interval(self, seconds: Number) -> tuple[Number, Number]:
+        """The 80% interval around predicted `seconds`."""
+        return seconds * math.exp(self.log_error_p10), seconds * math.exp(self.log_error_p90)
+
+
+@dataclass(frozen=True)
+class MatmulConstants:
+    """Constants of the matmul model (`matmul.py` says how they combine)."""
+
+    attainable_fraction: float  # of dense peak, inside an infinitely large tile at full clock
+    operand_elements: float  # loading one tile edge element costs as much as this many multiply-adds
+    fill_elements: float  # depth of the software pipeline: k elements before the first result
+    wave_rigidity: float  # 0: work spreads evenly over compute units (stream-K); 1: whole waves only
+    memory_fraction: float  # of nominal memory bandwidth
+    split_traffic: float  # cost of adding up split-K partial sums, in passes over fp32 partials
+    launch_seconds: float  # floor of one kernel inside a graph or a full queue (no host time)
+    joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
+    cast_traffic: float = 0.0  # passes over the left operand when the library quantises it first
+    cast_seconds: float = 0.0  # launch of that cast
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class AttentionConstants:
+    """Constants of one attention kernel on one generation (`attention.py`)."""
+
+    attainable_fraction: float  # of dense peak, at infinite head size and length
+    softmax_head_elements: float  # exponentials cost as much as this many more head elements
+    fill_keys: float  # pipeline start and masked diagonal: keys per query tile that yield nothing
+    tail_rigidity: float  # 0: perfect balance over compute units; 1: the longest tile trails alone
+    extra_traffic: float  # passes over q, k, v, o beyond one (rotation, layout, cache writes)
+    launch_seconds: float
+    joules_per_flop: float
+    memory_fraction: float
+    backward_relative_fraction: float = 0.86  # rate of backward over forward, see attention.py
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class StreamingConstants:
+    """Constants of bandwidth-bound kernels (`streaming.py`)."""
+
+    fraction: Mapping[str, float]  # of nominal memory bandwidth, by kind of kernel
+    ramp_bytes: float  # size at which half the attainable bandwidth is reached
+    launch_seconds: float
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class CollectiveConstants:
+    """Constants of collectives inside one island: NVLink, xGMI or PCIe domain (`collectives.py`)."""
+
+    launch_seconds: float
+    step_seconds: float  # latency of one hop
+    fill_seconds: float  # start of the bulk pipeline, reached at messages well over fill_bytes
+    fill_bytes: float
+    ring_fraction: float  # of the nominal one-direction link bandwidth of a rank
+    local_copy_ratio: float  # bandwidth of copying one's own share, over the attained ring bandwidth
+    switch_fraction: float = 0.0  # same, for reduction inside the switch (NVLS); 0: there is none
+    direct_fraction: float = 0.0  # same, for all-to-all and send/recv; 0: as the ring
+    sharing_exponent: float = 0.0  # a bus shared by n ranks: bandwidth x (2/n)^exponent
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class NetworkConstants:
+    """Constants of one kind of network between islands."""
+
+    launch_seconds: float
+    step_seconds: float  # latency of one hop between islands
+    fill_seconds: float
+    fill_bytes: float
+    attained_fraction: float  # of the nominal one-direction NIC bandwidth
+    evidence: Evidence | None = None
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """All constants of one accelerator generation, as kept in `constants/<generation>.toml`."""
+
+    generation: str
+    matmul: Mapping[str, MatmulConstants]  # by dtype, or dtype/library where libraries differ
+    attention: Mapping[str, AttentionConstants]  # by kernel
+    default_attention: str
+    streaming: StreamingConstants
+    collectives: CollectiveConstants | None
+    default_library: Mapping[str, str] = field(default_factory=dict)
+
+    def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
+        """The constants for one format; formats without measurements borrow (`BORROWED_DTYPES`)."""
+        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
+        library = library or self.default_library.get(name)
+        for key in (f"{name}/{library}", name):
+            if key in self.matmul:
+                return self.matmul[key]
+        raise UserError(
+            f"no matmul constants for {dtype} on generation {self.generation}; {did_you_mean(dtype, self.matmul)}"
+        )
+
+    def attention_for(self, kernel: str | None = None) -> AttentionConstants:
+        """The constants of an attention kernel, by default the one most training stacks would use."""
+        name = kernel or self.default_attention
+        if name not in self.attention:
+            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
+        return self.attention[name]
+
+    def assumptions(self) -> tuple[str, ...]:
+        """The groups of constants that nobody measured here, each with its note. Empty: all measured."""
+        groups = [(f"matmul {key}", value.evidence) for key, value in self.matmul.items()]
+        groups += [(f"attention {key}", value.evidence) for key, value in self.attention.items()]
+        groups += [("streaming", self.streaming.evidence)]
+        groups += [("collectives", self.collectives.evidence if self.collectives else None)]
+        return tuple(f"{name}: {e.note or e.source}" for name, e in groups if e is not None and e.assumed)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One accelerator: nominal figures from its datasheet, and the efficiency of its generation."""
+
+    name: str
+    peak_flops_per_second: Mapping[str, float]  # dense, by dtype
+    memory_bytes_per_second: float
+    compute_units: int  # SMs, CUs, Xe cores, matrix units
+    power_watts: float  # power limit of the board
+    efficiency: Efficiency
+    l2_bytes: float = 0.0
+    clock_hertz: float | None = None
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak of a format in FLOP/s; a block-scaled format runs at the peak of its plain one."""
+        for name in (dtype, {"fp8_block": "fp8", "mxfp8": "fp8", "fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype)):
+            if name in self.peak_flops_per_second:
+                return self.peak_flops_per_second[name]
+        raise UserError(f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}")
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The links between ranks: islands (NVLink, xGMI, PCIe domain) joined by a network."""
+
+    island_ranks: int
+    island_bytes_per_second: float  # nominal, per rank, one direction, all links together
+    island: CollectiveConstants
+    topology: str = "switch"  # switch: any pair at full rate; mesh: a link per pair; bus: shared
+    network_bytes_per_second: float = 0.0  # nominal, per rank, one direction: the node's NICs / its ranks
+    network: NetworkConstants | None = None
+    oversubscription: float = 1.0  # of the network's upper level, >= 1
+
+
+def broadcast(*values: Number) -> tuple[list[npt.NDArray[np.float64]], bool]:
+    """Arguments as float arrays of one shape, and whether all of them were scalars."""
+    scalar = all(np.ndim(v) == 0 for v in values)
+    return [np.asarray(a, dtype=np.float64) for a in np.broadcast_arrays(*values)], scalar
+
+
+def unwrap(result: npt.NDArray[np.float64], scalar: bool) -> Number:
+    """A plain float when every argument was one."""
+    return float(result) if scalar else result

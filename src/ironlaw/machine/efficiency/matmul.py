@@ -1,0 +1,143 @@
+"""Time of one (batched) matrix product C[m, n] = A[m, k] B[k, n].
+
+The model, smallest over the tiles and K-splits that libraries offer:
+
+    tiles       T = batch ceil(m / tm) ceil(n / tn) s              s: split of K
+    waves       W = T / units, rounded up where it is below one or as far as the scheduler is rigid
+    compute     W (k / s + fill) 2 (tm tn + operand (tm + tn)) / (attainable peak / units)
+    power       compute stretches towards FLOPs joules_per_flop / power_watts over some milliseconds
+    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once
+    time        launch + (compute^q + memory^q)^(1/q)              q: OVERLAP_EXPONENT
+
+Tile and wave quantisation follow NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001);
+even spreading of tiles is stream-K (Osama et al., arXiv 2301.03598); the roofline is Williams et al.,
+CACM 52(4), 2009. That arithmetic energy bounds the rate of large products is seen in the measurements:
+the attained rate of a generation scales with its boards' power limits, not with their peaks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ironlaw.machine.efficiency.hardware import (
+    OPERAND_BYTES,
+    Hardware,
+    MatmulConstants,
+    Number,
+    broadcast,
+    unwrap,
+)
+
+TILES = (
+    (256, 128), (128, 256), (192, 128), (128, 192), (128, 128),
+    (256, 64), (64, 256), (128, 64), (64, 128), (64, 64),
+)  # fmt: skip
+SPLITS = (1, 2, 3, 4, 6, 8, 16, 32)
+OVERLAP_EXPONENT = 2.5  # 1: compute and memory one after the other; infinity: perfect overlap
+THROTTLE_SECONDS = 2e-3  # a kernel this long feels half of the power limit in a benchmark loop
+BLOCK = 4096  # shapes evaluated at once: bounds memory at about 20 MiB
+
+_GRID = np.array([(tm, tn, s) for tm, tn in TILES for s in SPLITS], dtype=np.float64)
+_TM, _TN, _SPLIT = (_GRID[:, i : i + 1] for i in range(3))
+
+
+def matmul_flops(m: Number, n: Number, k: Number, batch: Number = 1.0) -> Number:
+    """Floating-point operations: 2 batch m n k."""
+    return 2.0 * batch * m * n * k
+
+
+def matmul_seconds(
+    m: Number,
+    n: Number,
+    k: Number,
+    batch: Number = 1.0,
+    dtype: str = "bf16",
+    *,
+    hardware: Hardware,
+    library: str | None = None,
+    include_cast: bool = False,
+    sustained: bool = False,
+) -> Number:
+    """Seconds of one matmul, launch included, host time not.
+
+    `include_cast` adds the quantisation of A from 2 bytes, for the libraries that do it in the call.
+    `sustained` applies the power limit in full whatever the duration: the state of a long training step;
+    without it the time is that of a benchmark loop over this one shape, which is what was measured.
+    """
+    constants = hardware.efficiency.matmul_for(dtype, library)
+    (m_, n_, k_, b_), scalar = broadcast(m, n, k, batch)
+    flat = [a.ravel() for a in (m_, n_, k_, b_)]
+    out = np.empty(flat[0].size)
+    for start in range(0, out.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        out[part] = _seconds(*(a[part] for a in flat), dtype, hardware, constants, include_cast, sustained)
+    return unwrap(out.reshape(m_.shape), scalar)
+
+
+def _seconds(
+    m: npt.NDArray[np.float64],
+    n: npt.NDArray[np.float64],
+    k: npt.NDArray[np.float64],
+    batch: npt.NDArray[np.float64],
+    dtype: str,
+    hardware: Hardware,
+    constants: MatmulConstants,
+    include_cast: bool,
+    sustained: bool,
+) -> npt.NDArray[np.float64]:
+    bandwidth = hardware.memory_bytes_per_second
+    compute = compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
+    powered = 2.0 * batch * m * n * k * constants.joules_per_flop / hardware.power_watts
+    share = 1.0 if sustained else compute / (compute + THROTTLE_SECONDS)
+    compute = compute + np.maximum(0.0, powered - compute) * share
+
+    operand = OPERAND_BYTES[dtype]
+    result = 4.0 if dtype in ("fp32", "tf32") else 2.0
+    memory = batch * ((m * k + k * n) * operand + m * n * result) / (bandwidth * constants.memory_fraction)
+    seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
+    seconds = seconds + constants.launch_seconds
+    if include_cast:
+        seconds = seconds + constants.cast_seconds
+        seconds = seconds + constants.cast_traffic * batch * m * k * (2.0 + operand) / bandwidth
+    return seconds
+
+
+def compute_seconds(
+    m: npt.NDArray[np.float64],
+    n: npt.NDArray[np.float64],
+    k: npt.NDArray[np.float64],
+    batch: npt.NDArray[np.float64],
+    peak_flops_per_second: float,
+    compute_units: int,
+    memory_bytes_per_second: float,
+    constants: MatmulConstants,
+) -> npt.NDArray[np.float64]:
+    """Seconds of the arithmetic at full clock: the best tile and split of `TILES` and `SPLITS`."""
+    unit_rate = peak_flops_per_second * constants.attainable_fraction / compute_units
+    waves = batch * np.ceil(m / _TM) * np.ceil(n / _TN) * _SPLIT / compute_units
+    rigid = constants.wave_rigidity
+    waves = np.where(waves > 1.0, rigid * np.ceil(waves) + (1.0 - rigid) * waves, 1.0)
+    per_k = 2.0 * (_TM * _TN + constants.operand_elements * (_TM + _TN)) / unit_rate
+    seconds = waves * (k / _SPLIT + constants.fill_elements) * per_k
+    partials = np.where(_SPLIT > 1, _SPLIT * 4.0 * batch * m * n, 0.0)
+    return np.min(seconds + constants.split_traffic * partials / memory_bytes_per_second, axis=0)
+
+
+def matmul_bound(
+    m: Number, n: Number, k: Number, batch: Number = 1.0, dtype: str = "bf16", *, hardware: Hardware
+) -> npt.NDArray[np.str_]:
+    """What bounds each shape: launch, memory, power or compute (quantisation and fill included)."""
+    constants = hardware.efficiency.matmul_for(dtype)
+    (m_, n_, k_, b_), _ = broadcast(m, n, k, batch)
+    bandwidth = hardware.memory_bytes_per_second
+    flat = [a.ravel() for a in (m_, n_, k_, b_)]
+    compute = compute_seconds(*flat, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
+    traffic = (flat[0] * flat[2] + flat[2] * flat[1]) * OPERAND_BYTES[dtype] + flat[0] * flat[1] * 2.0
+    terms = np.stack([
+        np.full(compute.shape, constants.launch_seconds),
+        flat[3] * traffic / (bandwidth * constants.memory_fraction),
+        2.0 * flat[3] * flat[0] * flat[1] * flat[2] * constants.joules_per_flop / hardware.power_watts,
+        compute,
+    ])  # fmt: skip
+    return np.array(["launch", "memory", "power", "compute"])[terms.argmax(axis=0)].reshape(m_.shape)

@@ -1,0 +1,127 @@
+"""Constants of accelerator generations and networks: TOML files in `constants/`, read once.
+
+A file either holds its own groups or says `inherits = "<generation>"` and overrides some of them; what is
+inherited is marked as assumed, with a wide interval, and listed by `Efficiency.assumptions()`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.machine.efficiency.hardware import (
+    AttentionConstants,
+    CollectiveConstants,
+    Efficiency,
+    Evidence,
+    Hardware,
+    MatmulConstants,
+    NetworkConstants,
+    StreamingConstants,
+)
+
+FOLDER = Path(__file__).parent / "constants"
+NETWORKS = "networks"
+INHERITED_LOG_ERROR = 0.4
+"""Half width of the interval of inherited constants: a factor 1.5 either way."""
+
+
+def generations() -> tuple[str, ...]:
+    """Names of all generations there are constants for, measured or inherited."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != NETWORKS))
+
+
+@lru_cache(maxsize=32)
+def load_efficiency(generation: str) -> Efficiency:
+    """The constants of one generation. UserError, with the nearest names, when there are none."""
+    document = _document(generation)
+    parent = load_efficiency(document["inherits"]) if "inherits" in document else None
+    note = document.get("inherits_note", "")
+    matmul = _inherited(parent.matmul, note) if parent else {}
+    attention = _inherited(parent.attention, note) if parent else {}
+    matmul.update({key: _group(MatmulConstants, value) for key, value in document.get("matmul", {}).items()})
+    attention.update({key: _group(AttentionConstants, value) for key, value in document.get("attention", {}).items()})
+    if "streaming" in document:
+        streaming = _group(StreamingConstants, document["streaming"])
+    elif parent:
+        streaming = _inherited({"": parent.streaming}, note)[""]
+    else:
+        raise ValueError(f"{generation}.toml has no [streaming]")
+    collectives = None
+    if "collectives" in document:
+        collectives = _group(CollectiveConstants, document["collectives"])
+    elif parent and parent.collectives:
+        collectives = _inherited({"": parent.collectives}, note)[""]
+    return Efficiency(
+        generation=generation,
+        matmul=matmul,
+        attention=attention,
+        default_attention=document.get("default_attention", parent.default_attention if parent else ""),
+        streaming=streaming,
+        collectives=collectives,
+        default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
+    )
+
+
+@lru_cache(maxsize=8)
+def load_network(name: str) -> NetworkConstants:
+    """The constants of one kind of network: infiniband, roce, efa, tcpx, ethernet."""
+    networks = tomllib.loads((FOLDER / f"{NETWORKS}.toml").read_text(encoding="utf-8"))
+    if name not in networks:
+        raise UserError(f"unknown network {name}; {did_you_mean(name, networks)}")
+    constants: NetworkConstants = _group(NetworkConstants, networks[name])
+    return constants
+
+
+def reference_hardware(generation: str, name: str) -> Hardware:
+    """An accelerator with the nominal figures the constants were fitted with.
+
+    Fractions only mean something beside these figures: a catalogue that states another peak or bandwidth
+    should scale the fraction accordingly.
+    """
+    known = _document(generation).get("accelerators", {})
+    if name not in known:
+        raise UserError(f"{name} is not a reference accelerator of {generation}; {did_you_mean(name, known)}")
+    return Hardware(name=name, efficiency=load_efficiency(generation), **known[name])
+
+
+def reference_accelerators() -> dict[str, str]:
+    """Reference accelerator to generation, over all files."""
+    return {name: g for g in generations() for name in _document(g).get("accelerators", {})}
+
+
+@lru_cache(maxsize=32)
+def _document(generation: str) -> dict[str, Any]:
+    path = FOLDER / f"{generation}.toml"
+    if generation == NETWORKS or not path.is_file():
+        raise UserError(f"no constants for generation {generation}; {did_you_mean(generation, generations())}")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _group(kind: type, values: dict[str, Any]) -> Any:
+    fields = dict(values)
+    evidence = fields.pop("evidence", None)
+    return kind(**fields, evidence=Evidence(**evidence) if evidence else None)
+
+
+def _inherited(groups: Any, note: str) -> dict[str, Any]:
+    """The same constants, marked as assumed, with an interval at least `INHERITED_LOG_ERROR` wide."""
+    marked = {}
+    for key, value in groups.items():
+        old = value.evidence or Evidence("", 0, 0.0, 0.0)
+        evidence = replace(
+            old,
+            rows=0,
+            log_error_p10=min(old.log_error_p10, -INHERITED_LOG_ERROR),
+            log_error_p90=max(old.log_error_p90, INHERITED_LOG_ERROR),
+            median_absolute_error=None,
+            held_out_median_absolute_error=None,
+            assumed=True,
+            note=note,
+        )
+        marked[key] = replace(value, evidence=evidence)
+    return marked
