@@ -1,0 +1,145 @@
+"""Measured runs from a CSV file, and the assumptions that fill what a row leaves unsaid."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ironlaw.catalog.accelerators import accelerator
+from ironlaw.catalog.nodes import Cluster, node, node_names
+from ironlaw.errors import UserError
+from ironlaw.plan.engine import Engine, engine_of_framework
+from ironlaw.plan.jobs import RECOMPUTE, Jobs
+
+NETWORK_WORDS = {"p5-48xlarge": ("aws p5", "efa 3200"), "p4d-24xlarge": ("aws p4d", "efa 400")}
+"""Words of an `interconnect` column that name a catalogued node other than the accelerator's usual one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row: the job as columns of numbers, the setting it ran in, and what was measured."""
+
+    id: str
+    group: str
+    engine: Engine
+    cluster: Cluster
+    precision: str
+    columns: dict[str, float]
+    step_seconds: float | None
+    peak_bytes: float | None
+    ran: bool
+    checks: str
+    assumed: tuple[str, ...]
+
+
+def read_runs(path: Path) -> tuple[list[Run], list[tuple[str, str, str]]]:
+    """The rows that can be planned, and (id, group, reason) of those that cannot."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file: give a CSV of measured runs")
+    runs, rejected = [], []
+    with path.open(newline="", encoding="utf-8") as stream:
+        for number, row in enumerate(csv.DictReader(stream)):
+            identity = row.get("id") or f"row {number}"
+            try:
+                runs.append(_run(identity, row))
+            except UserError as error:
+                rejected.append((identity, row.get("group") or "", str(error)))
+    return runs, rejected
+
+
+def _number(row: dict[str, str], name: str) -> float | None:
+    text = (row.get(name) or "").strip()
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{name} is not a number: '{text}'") from None
+
+
+def _flag(row: dict[str, str], name: str) -> bool | None:
+    text = (row.get(name) or "").strip().lower()
+    return None if not text else text in ("true", "1", "1.0", "yes")
+
+
+def _run(identity: str, row: dict[str, str]) -> Run:
+    assumed: list[str] = []
+    engine = engine_of_framework(row.get("framework") or "")
+
+    def needed(name: str) -> float:
+        value = _number(row, name)
+        if value is None:
+            raise UserError(f"{name} is not given")
+        return value
+
+    def given(name: str, default: float, why: str = "assumed") -> float:
+        value = _number(row, name)
+        if value is None:
+            assumed.append(f"{name} = {default:g} ({why})")
+            return default
+        return value
+
+    columns = _model(row, needed, given)
+    count = needed("accelerators")
+    tp, pp, cp = given("tp", 1), given("pp", 1), given("cp", 1)
+    if given("ep", 1) > 1:
+        raise UserError("expert parallelism is not planned yet")
+    dp = given("dp", max(count // (tp * pp * cp), 1), "accelerators / (tp pp cp)")
+    sequence_parallel = _flag(row, "sequence_parallel")
+    if sequence_parallel is None:
+        sequence_parallel = engine.default_sp
+    recompute = (row.get("recompute") or "").strip() or engine.default_recompute
+    if recompute not in RECOMPUTE:
+        raise UserError(f"recompute '{recompute}' is not none, selective or full")
+    attention = (row.get("attention") or "flash").strip().lower()
+    micro_batch = needed("micro_batch")
+    columns |= {
+        "sequence": needed("seq"), "micro_batch": micro_batch, "dp": dp,
+        "global_batch": given("global_batch", dp * micro_batch, "one micro-batch"), "tp": tp, "pp": pp, "cp": cp,
+        "zero": given("zero", engine.default_zero, "the engine's default"),
+        "sp": float(sequence_parallel and tp > 1), "virtual": given("virtual_stages", 1),
+        "recompute": float(RECOMPUTE[recompute]), "flash": float(attention.startswith("flash")),
+    }  # fmt: skip
+    precision = (row.get("precision") or "").strip().lower() or engine.default_precision
+    return Run(
+        id=identity,
+        group=row.get("group") or "",
+        engine=engine,
+        cluster=_cluster(row, int(count)),
+        precision=precision,
+        columns=columns,
+        step_seconds=_number(row, "step_seconds"),
+        peak_bytes=_number(row, "peak_bytes"),
+        ran=(row.get("status") or "ok").strip() == "ok",
+        checks=row.get("checks") or "",
+        assumed=tuple(assumed),
+    )
+
+
+def _model(row, needed, given) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    hidden, heads = needed("hidden"), needed("heads")
+    gated = bool(_flag(row, "gated_ffn"))
+    return {
+        "layers": needed("layers"), "hidden": hidden, "heads": heads, "kv_heads": given("kv_heads", heads),
+        "head_size": hidden / heads, "ffn": given("ffn", 4 * hidden), "gated": float(gated),
+        "vocab": needed("vocab"), "tied": float(bool(_flag(row, "tied"))), "biased": float(not gated),
+    }  # fmt: skip
+
+
+def _cluster(row: dict[str, str], count: int) -> Cluster:
+    acc = accelerator(row.get("accelerator") or "")
+    words = (row.get("interconnect") or "").lower()
+    name = acc.default_node
+    for candidate, clues in NETWORK_WORDS.items():
+        if candidate in node_names() and any(clue in words for clue in clues):
+            name = candidate
+    return Cluster(acc, count, node(name))
+
+
+def jobs_of_runs(runs: list[Run]) -> Jobs:
+    """All runs as columns."""
+    names = Jobs.__dataclass_fields__
+    return Jobs(**{name: np.array([run.columns[name] for run in runs]) for name in names})
