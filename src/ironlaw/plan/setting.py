@@ -12,8 +12,11 @@ from ironlaw.machine.efficiency import Efficiency, Fabric, Hardware, NetworkCons
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.provisional import provisional_efficiency, provisional_network
 
-NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband"}
+NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
 """Fabrics without constants of their own, and whose are used."""
+
+NETWORK_OF_NODE = {"p4d-24xlarge": "efa_v1", "p4de-24xlarge": "efa_v1", "p6-b200-48xlarge": "efa_v4", "p6-b300-48xlarge": "efa_v4"}
+"""Nodes whose network is another generation than the usual one of its fabric."""
 
 ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
 """Per accelerator, where a node's network is not known: one 400 Gbit/s card each, the rule of current platforms."""
@@ -55,9 +58,9 @@ def _efficiency(generation: str) -> Efficiency:
 
 
 @lru_cache(maxsize=16)
-def _network(name: str) -> NetworkConstants:
+def _network(fabric: str, node: str) -> NetworkConstants:
     try:
-        return load_network(NETWORK_OF_FABRIC.get(name, name))
+        return load_network(NETWORK_OF_NODE.get(node) or NETWORK_OF_FABRIC.get(fabric, fabric))
     except (UserError, FileNotFoundError):
         return provisional_network()
 
@@ -97,5 +100,5 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
         island=island,
         topology="switch" if acc.vendor == "nvidia" and acc.link_bytes_per_second else "mesh",
         network_bytes_per_second=network / node.accelerators,
-        network=_network(node.fabric),
+        network=_network(node.fabric, node.name),
     )

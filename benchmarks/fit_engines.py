@@ -1,0 +1,217 @@
+"""Fit the constants of the engines in `src/ironlaw/plan/engines/` to measured runs.
+
+    python benchmarks/fit_engines.py runs.csv [--engine NAME] [--write]
+
+Step times and peak memory are fitted apart. Residuals are ln(predicted / measured) with a soft-L1 loss; every group
+weighs by the square root of its size, so that 720 runs of one machine do not decide for 10 of another. Each constant
+is bounded by what is physically possible and held near its starting value by a weak prior. Nothing is fitted per row
+or per group. `--leave-out GROUP` refits without a group and prints its error: the out-of-sample record.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.evaluate import settings_of
+from ironlaw.plan.jobs import Jobs
+from ironlaw.plan.runs import Run, jobs_of_runs, read_runs
+from ironlaw.plan.sharded_memory import peak_memory
+from ironlaw.plan.stages import StageLayers, stage_layers
+from ironlaw.plan.timeline import Parts, assemble, step_parts
+
+# name: (lowest, highest, scale of the prior in the fitted variable)
+TIME_BOUNDS: dict[str, tuple[float, float]] = {
+    "host_layer_seconds": (2e-5, 3e-3),
+    "host_backward_ratio": (0.5, 3.0),
+    "host_collective_seconds": (1e-6, 3e-4),
+    "host_microbatch_seconds": (1e-4, 3e-2),
+    "host_step_seconds": (1e-3, 0.3),
+    "matmul_slowdown": (0.9, 1.6),
+    "attention_slowdown": (0.7, 2.5),
+    "streaming_traffic": (0.8, 5.0),
+    "score_traffic": (0.8, 5.0),
+    "optimizer_traffic": (0.8, 5.0),
+    "tp_hidden": (0.0, 0.95),
+    "dp_hidden": (0.0, 1.0),
+    "fsdp_hidden": (0.5, 1.0),
+    "pp_hidden": (0.0, 0.98),
+    "cp_hidden": (0.0, 0.98),
+    "network_slowdown": (0.8, 4.0),
+}
+MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
+    "zero_moment_share": (0.0, 1.0),
+    "activation_extra": (0.0, 40.0),
+    "gathered_inputs": (0.0, 1.0),
+    "activation_saves": (1.0, 3.0),
+    "logit_bytes": (2.0, 24.0),
+    "context_bytes": (0.0, 3e9),
+    "gradient_bytes": (2.0, 6.0),
+}
+SCALES = {"activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0}
+PRIOR_WEIGHT = 0.03
+
+
+@dataclass
+class Block:
+    """Runs of one engine in one setting, with their engine-independent ingredients."""
+
+    jobs: Jobs
+    parts: Parts
+    layers: StageLayers
+    measured: np.ndarray
+    weight: np.ndarray
+    groups: np.ndarray
+
+
+def blocks(runs: list[Run], kind: str, leave_out: str | None = None) -> list[Block]:
+    chosen = [r for r in runs if r.ran and kind in r.checks and value(r, kind) and r.group != leave_out]
+    sizes: dict[str, int] = {}
+    for run in chosen:
+        sizes[run.group] = sizes.get(run.group, 0) + 1
+    result = []
+    for where, index in settings_of(chosen).values():
+        part = [chosen[i] for i in index]
+        jobs = jobs_of_runs(part)
+        layers = stage_layers(jobs, where.engine.partition)
+        result.append(
+            Block(
+                jobs,
+                step_parts(jobs, where, layers),
+                layers,
+                np.array([value(r, kind) for r in part]),
+                np.array([sizes[r.group] ** -0.25 for r in part]),
+                np.array([r.group for r in part]),
+            )
+        )
+    return result
+
+
+def value(run: Run, kind: str) -> float | None:
+    return run.step_seconds if kind == "time" else run.peak_bytes
+
+
+def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
+    if kind == "time":
+        return assemble(block.parts, block.jobs, engine, block.layers).step_seconds
+    return peak_memory(block.jobs, engine, block.layers).total
+
+
+def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
+    """The engine with the named constants fitted."""
+    bounds = TIME_BOUNDS if kind == "time" else MEMORY_BOUNDS
+    low = np.array([bounds[n][0] for n in names])
+    high = np.array([bounds[n][1] for n in names])
+    logarithmic = np.array([low_ > 0 and high_ / low_ > 5 for low_, high_ in zip(low, high, strict=True)])
+    scale = np.array([1.0 if log else SCALES.get(n, 0.4) for n, log in zip(names, logarithmic, strict=True)])
+
+    def encode(x: np.ndarray) -> np.ndarray:
+        return np.where(logarithmic, np.log(np.maximum(x, 1e-12)), x)
+
+    def decode(x: np.ndarray) -> np.ndarray:
+        return np.where(logarithmic, np.exp(np.clip(x, -30, 30)), x)
+
+    start = encode(np.clip([getattr(engine, n) for n in names], low, high))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        trial = replace(engine, **dict(zip(names, map(float, decode(x)), strict=True)))
+        errors = [np.log(predicted(b, trial, kind) / b.measured) * b.weight for b in data]
+        return np.concatenate([*errors, PRIOR_WEIGHT * (x - start) / scale])
+
+    inside = np.clip(start, encode(low) + 1e-9, encode(high) - 1e-9)
+    found = least_squares(
+        residuals, inside, bounds=(encode(low), encode(high)), loss="soft_l1", f_scale=0.05, x_scale=scale, max_nfev=60
+    )
+    return replace(engine, **dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
+
+
+def summary(data: list[Block], engine: Engine, kind: str) -> None:
+    errors: dict[str, list[float]] = {}
+    for block in data:
+        for group, error in zip(block.groups, predicted(block, engine, kind) / block.measured - 1, strict=True):
+            errors.setdefault(group, []).append(error)
+    for group, values in sorted(errors.items()):
+        e = np.array(values)
+        a = np.abs(e)
+        print(
+            f"  {group:26s} {kind:6s} n {len(e):4d} median {100 * np.median(a):5.1f} mean {100 * a.mean():5.1f} "
+            f"p90 {100 * np.quantile(a, 0.9):5.1f} bias {100 * np.median(e):+5.1f}"
+        )
+
+
+PLAN: dict[str, tuple[list[str], list[str]]] = {
+    # engine: constants of time, constants of memory that its runs can tell
+    "megatron-2021": (["matmul_slowdown", "streaming_traffic", "score_traffic", "pp_hidden", "network_slowdown"], []),
+    "megatron-deepspeed": (
+        ["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
+         "matmul_slowdown", "streaming_traffic", "score_traffic", "pp_hidden", "network_slowdown", "optimizer_traffic"],
+        [],
+    ),
+    "megatron-core": (["matmul_slowdown", "attention_slowdown", "streaming_traffic", "tp_hidden", "dp_hidden",
+                       "pp_hidden", "cp_hidden", "host_step_seconds"],
+                      ["logit_bytes", "gathered_inputs", "context_bytes"]),
+    "nanotron": (["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
+                  "matmul_slowdown", "streaming_traffic", "tp_hidden", "dp_hidden", "pp_hidden", "network_slowdown",
+                  "optimizer_traffic"],
+                 ["zero_moment_share", "activation_extra", "gathered_inputs", "activation_saves", "logit_bytes",
+                  "context_bytes"]),
+    "composer-fsdp": (["host_layer_seconds", "host_microbatch_seconds", "host_step_seconds", "matmul_slowdown",
+                       "attention_slowdown", "streaming_traffic", "fsdp_hidden"], []),
+    "torchtitan": (["matmul_slowdown", "attention_slowdown", "streaming_traffic", "fsdp_hidden"],
+                   ["activation_extra", "logit_bytes", "context_bytes"]),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--engine", choices=sorted(PLAN))
+    parser.add_argument("--kind", choices=("time", "memory"))
+    parser.add_argument("--leave-out", action="store_true", help="also refit without each group and print its error")
+    parser.add_argument("--write", action="store_true", help="write the constants into the engines' files")
+    arguments = parser.parse_args()
+    runs, _ = read_runs(arguments.csv)
+    for name, plan in PLAN.items():
+        if arguments.engine not in (None, name):
+            continue
+        chosen = [r for r in runs if r.engine.name == name]
+        for kind, names in zip(("time", "memory"), plan, strict=True):
+            if not names or arguments.kind not in (None, kind):
+                continue
+            data = blocks(chosen, kind)
+            fitted = fit(engines()[name], data, names, kind)
+            print(name, kind, {n: float(f"{getattr(fitted, n):.4g}") for n in names})
+            summary(data, fitted, kind)
+            if arguments.leave_out:
+                for group in sorted({g for b in data for g in b.groups}):
+                    rest = blocks(chosen, kind, leave_out=group)
+                    if rest:
+                        without = fit(engines()[name], rest, names, kind)
+                        print(f"  left out: {group}")
+                        summary([b for b in blocks([r for r in chosen if r.group == group], kind)], without, kind)
+            if arguments.write:
+                write(name, {n: getattr(fitted, n) for n in names})
+
+
+def write(name: str, values: dict[str, float]) -> None:
+    """Replace the values of the constants in the engine's file; a constant that is not there yet is added."""
+    path = Path(__file__).parents[1] / "src/ironlaw/plan/engines" / f"{name}.toml"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for key, value in values.items():
+        entry = f"{key} = {value:.4g}"
+        at = [i for i, line in enumerate(lines) if line.split("=")[0].strip() == key]
+        if at:
+            comment = lines[at[0]].partition("#")[2]
+            lines[at[0]] = entry + (f"  #{comment}" if comment else "")
+        else:
+            lines.append(entry)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
