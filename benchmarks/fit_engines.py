@@ -67,6 +67,7 @@ class Block:
     measured: np.ndarray
     weight: np.ndarray
     groups: np.ndarray
+    generation: str
 
 
 def blocks(runs: list[Run], kind: str, leave_out: str | None = None) -> list[Block]:
@@ -87,6 +88,7 @@ def blocks(runs: list[Run], kind: str, leave_out: str | None = None) -> list[Blo
                 np.array([value(r, kind) for r in part]),
                 np.array([sizes[r.group] ** -0.25 for r in part]),
                 np.array([r.group for r in part]),
+                part[0].cluster.accelerator.generation,
             )
         )
     return result
@@ -96,7 +98,24 @@ def value(run: Run, kind: str) -> float | None:
     return run.step_seconds if kind == "time" else run.peak_bytes
 
 
+def get(engine: Engine, name: str) -> float:
+    """A constant, or with a dot its value on one generation: `hopper.matmul_slowdown`."""
+    generation, _, key = name.rpartition(".")
+    return float(getattr(engine.on(generation), key))
+
+
+def put(engine: Engine, values: dict[str, float]) -> Engine:
+    plain = {name: value for name, value in values.items() if "." not in name}
+    nested = {generation: dict(entries) for generation, entries in engine.by_generation.items()}
+    for name, value in values.items():
+        if "." in name:
+            generation, _, key = name.rpartition(".")
+            nested.setdefault(generation, {})[key] = value
+    return replace(engine, **plain, by_generation=nested)
+
+
 def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
+    engine = engine.on(block.generation)
     if kind == "time":
         return assemble(block.parts, block.jobs, engine, block.layers).step_seconds
     return peak_memory(block.jobs, engine, block.layers).total
@@ -105,10 +124,10 @@ def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
 def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
     """The engine with the named constants fitted."""
     bounds = TIME_BOUNDS if kind == "time" else MEMORY_BOUNDS
-    low = np.array([bounds[n][0] for n in names])
-    high = np.array([bounds[n][1] for n in names])
+    low = np.array([bounds[n.split(".")[-1]][0] for n in names])
+    high = np.array([bounds[n.split(".")[-1]][1] for n in names])
     logarithmic = np.array([low_ > 0 and high_ / low_ > 5 for low_, high_ in zip(low, high, strict=True)])
-    scale = np.array([1.0 if log else SCALES.get(n, 0.4) for n, log in zip(names, logarithmic, strict=True)])
+    scale = np.array([1.0 if log else SCALES.get(n.split(".")[-1], 0.4) for n, log in zip(names, logarithmic, strict=True)])
 
     def encode(x: np.ndarray) -> np.ndarray:
         return np.where(logarithmic, np.log(np.maximum(x, 1e-12)), x)
@@ -116,10 +135,10 @@ def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engin
     def decode(x: np.ndarray) -> np.ndarray:
         return np.where(logarithmic, np.exp(np.clip(x, -30, 30)), x)
 
-    start = encode(np.clip([getattr(engine, n) for n in names], low, high))
+    start = encode(np.clip([get(engine, n) for n in names], low, high))
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        trial = replace(engine, **dict(zip(names, map(float, decode(x)), strict=True)))
+        trial = put(engine, dict(zip(names, map(float, decode(x)), strict=True)))
         errors = [np.log(predicted(b, trial, kind) / b.measured) * b.weight for b in data]
         return np.concatenate([*errors, PRIOR_WEIGHT * (x - start) / scale])
 
@@ -127,7 +146,7 @@ def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engin
     found = least_squares(
         residuals, inside, bounds=(encode(low), encode(high)), loss="soft_l1", f_scale=0.05, x_scale=scale, max_nfev=60
     )
-    return replace(engine, **dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
+    return put(engine, dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
 
 
 def summary(data: list[Block], engine: Engine, kind: str) -> None:
@@ -161,8 +180,10 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
                  ["zero_moment_share", "activation_extra", "gathered_inputs", "activation_saves", "logit_bytes",
                   "context_bytes"]),
     "composer-fsdp": (["host_layer_seconds", "host_microbatch_seconds", "host_step_seconds", "matmul_slowdown",
-                       "attention_slowdown", "streaming_traffic", "fsdp_hidden"], []),
-    "torchtitan": (["matmul_slowdown", "attention_slowdown", "streaming_traffic", "fsdp_hidden"],
+                       "attention_slowdown", "streaming_traffic", "fsdp_hidden", "hopper.matmul_slowdown",
+                       "hopper.attention_slowdown"], []),
+    "torchtitan": (["matmul_slowdown", "attention_slowdown", "streaming_traffic", "fsdp_hidden", "host_step_seconds",
+                    "cdna3.matmul_slowdown", "blackwell.matmul_slowdown"],
                    ["activation_extra", "logit_bytes", "context_bytes"]),
 }  # fmt: skip
 
@@ -185,7 +206,7 @@ def main() -> None:
                 continue
             data = blocks(chosen, kind)
             fitted = fit(engines()[name], data, names, kind)
-            print(name, kind, {n: float(f"{getattr(fitted, n):.4g}") for n in names})
+            print(name, kind, {n: float(f"{get(fitted, n):.4g}") for n in names})
             summary(data, fitted, kind)
             if arguments.leave_out:
                 for group in sorted({g for b in data for g in b.groups}):
@@ -195,7 +216,7 @@ def main() -> None:
                         print(f"  left out: {group}")
                         summary([b for b in blocks([r for r in chosen if r.group == group], kind)], without, kind)
             if arguments.write:
-                write(name, {n: getattr(fitted, n) for n in names})
+                write(name, {n: get(fitted, n) for n in names})
 
 
 def write(name: str, values: dict[str, float]) -> None:

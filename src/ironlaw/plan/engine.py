@@ -7,7 +7,8 @@ runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ class Engine:
     name: str
     source: str = ""
     frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
+    attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
+    by_generation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where a generation differs
 
     # host: seconds of the launching processor
     host_layer_seconds: float = 0.5e-3  # one layer forward; backward takes `host_backward_ratio` of it
@@ -39,6 +42,8 @@ class Engine:
     # device
     matmul_slowdown: float = 1.05  # matmul time in the run over that of the kernel alone
     attention_slowdown: float = 1.0
+    attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
+    selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
     streaming_traffic: float = 1.3  # bytes moved by element-wise kernels over the least a fused kernel would move
     score_traffic: float = 1.3  # the same for materialised attention scores
     optimizer_traffic: float = 1.2
@@ -70,6 +75,10 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
 
+    def on(self, generation: str) -> Engine:
+        """The constants on one accelerator generation."""
+        return replace(self, **self.by_generation.get(generation, {}))
+
 
 @lru_cache(maxsize=1)
 def engines() -> dict[str, Engine]:
@@ -84,11 +93,19 @@ def engine(name: str) -> Engine:
     return known[name]
 
 
-def engine_of_framework(framework: str) -> Engine:
-    """The engine behind a framework's name as people write it: the longest prefix that some engine lists."""
+def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
+    """The engine behind a framework's name as people write it: the longest prefix that some engine lists.
+
+    Megatron-LM is two engines: before and after fused attention.
+    """
     typed = framework.strip().lower()
     best = max(
-        ((prefix, e) for e in engines().values() for prefix in e.frameworks if typed.startswith(prefix)),
+        (
+            (prefix, e)
+            for e in engines().values()
+            for prefix in e.frameworks
+            if typed.startswith(prefix) and e.attention in ("", attention)
+        ),
         key=lambda pair: len(pair[0]),
         default=None,
     )
@@ -103,6 +120,6 @@ def _load(path: Path) -> Engine:
     values: dict[str, Any] = {"name": path.stem}
     for key, entry in data.items():
         assert key in known, f"{path.name}: unknown key {key}"
-        values[key] = entry["value"] if isinstance(entry, dict) else entry
+        values[key] = entry
     values["frameworks"] = tuple(values.get("frameworks", ()))
     return Engine(**values)

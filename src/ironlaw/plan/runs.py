@@ -17,6 +17,9 @@ from ironlaw.plan.jobs import RECOMPUTE, Jobs
 NETWORK_WORDS = {"p5-48xlarge": ("aws p5", "efa 3200"), "p4d-24xlarge": ("aws p4d", "efa 400")}
 """Words of an `interconnect` column that name a catalogued node other than the accelerator's usual one."""
 
+UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
+"""Node of a row that does not describe its network, where published runs differ from what is usually rented."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -67,7 +70,8 @@ def _flag(row: dict[str, str], name: str) -> bool | None:
 
 def _run(identity: str, row: dict[str, str]) -> Run:
     assumed: list[str] = []
-    engine = engine_of_framework(row.get("framework") or "")
+    attention = "flash" if (row.get("attention") or "flash").strip().lower().startswith("flash") else "standard"
+    engine = engine_of_framework(row.get("framework") or "", attention)
 
     def needed(name: str) -> float:
         value = _number(row, name)
@@ -94,14 +98,13 @@ def _run(identity: str, row: dict[str, str]) -> Run:
     recompute = (row.get("recompute") or "").strip() or engine.default_recompute
     if recompute not in RECOMPUTE:
         raise UserError(f"recompute '{recompute}' is not none, selective or full")
-    attention = (row.get("attention") or "flash").strip().lower()
     micro_batch = needed("micro_batch")
     columns |= {
         "sequence": needed("seq"), "micro_batch": micro_batch, "dp": dp,
         "global_batch": given("global_batch", dp * micro_batch, "one micro-batch"), "tp": tp, "pp": pp, "cp": cp,
         "zero": given("zero", engine.default_zero, "the engine's default"),
         "sp": float(sequence_parallel and tp > 1), "virtual": given("virtual_stages", 1),
-        "recompute": float(RECOMPUTE[recompute]), "flash": float(attention.startswith("flash")),
+        "recompute": float(RECOMPUTE[recompute]), "flash": float(attention == "flash"),
     }  # fmt: skip
     precision = (row.get("precision") or "").strip().lower() or engine.default_precision
     return Run(
@@ -132,7 +135,7 @@ def _model(row, needed, given) -> dict[str, float]:  # type: ignore[no-untyped-d
 def _cluster(row: dict[str, str], count: int) -> Cluster:
     acc = accelerator(row.get("accelerator") or "")
     words = (row.get("interconnect") or "").lower()
-    name = acc.default_node
+    name = UNSAID_NODE.get(acc.name, acc.default_node)
     for candidate, clues in NETWORK_WORDS.items():
         if candidate in node_names() and any(clue in words for clue in clues):
             name = candidate

@@ -46,7 +46,9 @@ def setting(cluster: Cluster, engine: Engine, precision: str) -> Setting:
     acc = cluster.accelerator
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
-    return Setting(hardware_of(acc), fabric_of(acc, cluster.node), engine, precision, acc.memory_bytes.value)
+    return Setting(
+        hardware_of(acc), fabric_of(acc, cluster.node), engine.on(acc.generation), precision, acc.memory_bytes.value
+    )
 
 
 @lru_cache(maxsize=64)

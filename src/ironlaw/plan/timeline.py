@@ -30,6 +30,10 @@ from ironlaw.plan.stages import StageLayers, stage_layers
 HALF = 2.0  # bytes of a 16-bit element
 FP32 = 4.0
 
+FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
+"""Time of FlashAttention-2 over that of a kernel written for the generation. Hopper: causal forward, head size 128,
+16k tokens, 335 against FlashAttention-3's 616 TFLOP/s (arXiv 2407.08608, figure 5). Blackwell: assumed."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -132,8 +136,9 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
     # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
     traffic = streaming_seconds(pairs * (2 * HALF + 2 * HALF + 1), hardware)
     use_flash = jobs.flash > 0
-    forward = np.where(use_flash, flash("forward"), standard)
-    backward = np.where(use_flash, flash("backward"), 2 * standard)
+    old = FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if setting.engine.attention_kernel == "flash2" else 1.0
+    forward = np.where(use_flash, flash("forward") * old, standard)
+    backward = np.where(use_flash, flash("backward") * old, 2 * standard)
     return forward, backward, np.where(use_flash, 0.0, traffic)
 
 
@@ -248,7 +253,10 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         + parts.layer_streaming_backward * engine.streaming_traffic
         + parts.layer_accumulate * np.where(jobs.zero >= 3, 0.0, 1.0)
     )
-    again = np.where(full, forward, np.where(selective, core, 0.0))
+    share = engine.selective_matmul_share
+    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, not attention.
+    partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
+    again = np.where(full, forward, np.where(selective, partly, 0.0))
     passes = np.where(full, 3.0, 2.0)
     tp_layer = 2 * passes * parts.tp_collective * engine.network_slowdown
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
