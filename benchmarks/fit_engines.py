@@ -19,9 +19,9 @@ from scipy.optimize import least_squares
 
 from ironlaw.plan.engine import Engine, engines
 from ironlaw.plan.evaluate import settings_of
-from ironlaw.plan.jobs import Jobs
-from ironlaw.plan.runs import Run, jobs_of_runs, read_runs
-from ironlaw.plan.sharded_memory import peak_memory
+from ironlaw.plan.jobs import Jobs, jobs_of_columns
+from ironlaw.plan.runs import Run, read_runs
+from ironlaw.plan.sharded_memory import reported_bytes
 from ironlaw.plan.stages import StageLayers, stage_layers
 from ironlaw.plan.timeline import Parts, assemble, step_parts
 
@@ -45,7 +45,8 @@ TIME_BOUNDS: dict[str, tuple[float, float]] = {
     "network_slowdown": (0.8, 4.0),
 }
 MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
-    "zero_moment_share": (0.0, 1.0),
+    "head_gathered_bytes": (0.0, 60.0),
+    "entrance_bytes": (0.0, 20.0),
     "activation_extra": (0.0, 40.0),
     "gathered_inputs": (0.0, 1.0),
     "activation_saves": (1.0, 3.0),
@@ -53,7 +54,7 @@ MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
     "context_bytes": (0.0, 3e9),
     "gradient_bytes": (2.0, 6.0),
 }
-SCALES = {"activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0}
+SCALES = {"activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
 PRIOR_WEIGHT = 0.03
 
 
@@ -76,9 +77,9 @@ def blocks(runs: list[Run], kind: str, leave_out: str | None = None) -> list[Blo
     for run in chosen:
         sizes[run.group] = sizes.get(run.group, 0) + 1
     result = []
-    for where, index in settings_of(chosen).values():
+    for where, index in settings_of(chosen):
         part = [chosen[i] for i in index]
-        jobs = jobs_of_runs(part)
+        jobs = jobs_of_columns([r.columns for r in part])
         layers = stage_layers(jobs, where.engine.partition)
         result.append(
             Block(
@@ -118,7 +119,7 @@ def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
     engine = engine.on(block.generation)
     if kind == "time":
         return assemble(block.parts, block.jobs, engine, block.layers).step_seconds
-    return peak_memory(block.jobs, engine, block.layers).total
+    return reported_bytes(block.jobs, engine, block.layers)
 
 
 def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
@@ -130,21 +131,21 @@ def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engin
     scale = np.array([1.0 if log else SCALES.get(n.split(".")[-1], 0.4) for n, log in zip(names, logarithmic, strict=True)])
 
     def encode(x: np.ndarray) -> np.ndarray:
-        return np.where(logarithmic, np.log(np.maximum(x, 1e-12)), x)
+        return np.where(logarithmic, np.log(np.maximum(x, 1e-12)), x / scale)
 
     def decode(x: np.ndarray) -> np.ndarray:
-        return np.where(logarithmic, np.exp(np.clip(x, -30, 30)), x)
+        return np.where(logarithmic, np.exp(np.clip(x, -30, 30)), x * scale)
 
     start = encode(np.clip([get(engine, n) for n in names], low, high))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         trial = put(engine, dict(zip(names, map(float, decode(x)), strict=True)))
         errors = [np.log(predicted(b, trial, kind) / b.measured) * b.weight for b in data]
-        return np.concatenate([*errors, PRIOR_WEIGHT * (x - start) / scale])
+        return np.concatenate([*errors, PRIOR_WEIGHT * (x - start)])
 
-    inside = np.clip(start, encode(low) + 1e-9, encode(high) - 1e-9)
+    inside = np.clip(start, encode(low) + 1e-6, encode(high) - 1e-6)
     found = least_squares(
-        residuals, inside, bounds=(encode(low), encode(high)), loss="soft_l1", f_scale=0.05, x_scale=scale, max_nfev=60
+        residuals, inside, bounds=(encode(low), encode(high)), loss="soft_l1", f_scale=0.01 if kind == "memory" else 0.05, max_nfev=60
     )
     return put(engine, dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
 
@@ -177,7 +178,7 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
     "nanotron": (["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
                   "matmul_slowdown", "streaming_traffic", "tp_hidden", "dp_hidden", "pp_hidden", "network_slowdown",
                   "optimizer_traffic"],
-                 ["zero_moment_share", "activation_extra", "gathered_inputs", "activation_saves", "logit_bytes",
+                 ["head_gathered_bytes", "entrance_bytes", "activation_extra", "gathered_inputs", "logit_bytes",
                   "context_bytes"]),
     "composer-fsdp": (["host_layer_seconds", "host_microbatch_seconds", "host_step_seconds", "matmul_slowdown",
                        "attention_slowdown", "streaming_traffic", "fsdp_hidden", "hopper.matmul_slowdown",
@@ -223,7 +224,8 @@ def write(name: str, values: dict[str, float]) -> None:
     """Replace the values of the constants in the engine's file; a constant that is not there yet is added."""
     path = Path(__file__).parents[1] / "src/ironlaw/plan/engines" / f"{name}.toml"
     lines = path.read_text(encoding="utf-8").splitlines()
-    for key, value in values.items():
+    for name_, value in values.items():
+        key = f"by_generation.{name_}" if "." in name_ else name_
         entry = f"{key} = {value:.4g}"
         at = [i for i, line in enumerate(lines) if line.split("=")[0].strip() == key]
         if at:

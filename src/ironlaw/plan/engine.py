@@ -62,7 +62,10 @@ class Engine:
     weight_bytes: float = 2.0
     moment_bytes: float = 8.0
     gradient_communication_bytes: float = 4.0  # per parameter in the reduction over data parallel ranks
-    zero_moment_share: float = 1.0
+    half_gradient_bytes: float = 0.0  # per parameter: 16-bit gradients that stay beside the accumulation buffer
+    entrance_bytes: float = 0.0  # per token and hidden element on the first stage, not divided by tp
+    head_gathered_bytes: float = 0.0  # per token and hidden element on the output layer's stage, not divided by tp
+    reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
     partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
     stream_bytes: float = 2.0  # the residual stream, per element
     activation_extra: float = 0.0  # bytes per hidden element and layer beyond the tensors autograd must keep

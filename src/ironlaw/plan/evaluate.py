@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ironlaw.plan.jobs import Array
-from ironlaw.plan.runs import Run, jobs_of_runs
+from ironlaw.plan.jobs import Array, jobs_of_columns
+from ironlaw.plan.runs import Run
 from ironlaw.plan.setting import Setting, setting
-from ironlaw.plan.sharded_memory import peak_memory
+from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import stage_layers
 from ironlaw.plan.timeline import assemble, step_parts
 
+UNUSABLE_BYTES = 1.0 * 2**30
+"""Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
 
-def settings_of(runs: Sequence[Run]) -> dict[int, tuple[Setting, list[int]]]:
-    """Indices of the runs that share accelerator, node, engine and precision, with that setting."""
+
+@dataclass(frozen=True)
+class Prediction:
+    """One entry per run."""
+
+    step_seconds: Array
+    reported_bytes: Array  # peak of the rank that the engine's log speaks of
+    highest_bytes: Array  # peak of the rank that needs most
+    limit_bytes: Array  # what an allocator can hand out
+    peak_flops_per_second: Array  # dense, in the run's precision
+
+    @property
+    def fits(self) -> np.ndarray:
+        return self.highest_bytes <= self.limit_bytes
+
+
+def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
+    """Runs that share accelerator, node, engine and precision, as indices, with that setting."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for index, run in enumerate(runs):
         key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node.name, run.precision)
         found.setdefault(key, []).append(index)
-    result = {}
-    for number, indices in enumerate(found.values()):
+    result = []
+    for indices in found.values():
         first = runs[indices[0]]
-        result[number] = (setting(first.cluster, first.engine, first.precision), indices)
+        result.append((setting(first.cluster, first.engine, first.precision), indices))
     return result
 
 
-def evaluate(runs: Sequence[Run]) -> tuple[Array, Array]:
-    """Predicted step seconds and peak bytes of every run."""
-    seconds, peaks = np.zeros(len(runs)), np.zeros(len(runs))
-    for where, indices in settings_of(runs).values():
-        jobs = jobs_of_runs([runs[i] for i in indices])
+def evaluate(runs: Sequence[Run]) -> Prediction:
+    """Plan every run."""
+    count = len(runs)
+    seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
+    for where, indices in settings_of(runs):
+        jobs = jobs_of_columns([runs[i].columns for i in indices])
         layers = stage_layers(jobs, where.engine.partition)
         parts = step_parts(jobs, where, layers)
         seconds[indices] = assemble(parts, jobs, where.engine, layers).step_seconds
-        peaks[indices] = peak_memory(jobs, where.engine, layers).total
-    return seconds, peaks
+        reported[indices] = reported_bytes(jobs, where.engine, layers)
+        highest[indices] = peak_memory(jobs, where.engine, layers).total
+        limit[indices] = where.memory_bytes - UNUSABLE_BYTES
+        peak[indices] = where.hardware.peak(where.precision)
+    return Prediction(seconds, reported, highest, limit, peak)

@@ -6,6 +6,7 @@ of a call share (accelerator, fabric, engine, precision) is in a `Setting`, not 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -124,6 +125,11 @@ class Jobs:
         attention_passes = np.where(self.recompute > 0, 4.0, 3.0)
         blocks = self.layers * (linear * linear_passes + attention * attention_passes)
         return (blocks + 3 * 2 * self.hidden * self.vocab) * self.global_batch * self.sequence
+
+
+def jobs_of_columns(rows: Sequence[Mapping[str, float]]) -> Jobs:
+    """Jobs from one mapping of column to number each."""
+    return Jobs(**{f.name: np.array([row[f.name] for row in rows], dtype=float) for f in fields(Jobs)})
 
 
 def jobs_of(model: ModelConfig, layouts: list[Layout], *, sequence: int, global_batch: int, flash: bool = True) -> Jobs:

@@ -6,13 +6,11 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.nodes import Cluster, node, node_names
 from ironlaw.errors import UserError
 from ironlaw.plan.engine import Engine, engine_of_framework
-from ironlaw.plan.jobs import RECOMPUTE, Jobs
+from ironlaw.plan.jobs import RECOMPUTE
 
 NETWORK_WORDS = {"p5-48xlarge": ("aws p5", "efa 3200"), "p4d-24xlarge": ("aws p4d", "efa 400")}
 """Words of an `interconnect` column that name a catalogued node other than the accelerator's usual one."""
@@ -140,9 +138,3 @@ def _cluster(row: dict[str, str], count: int) -> Cluster:
         if candidate in node_names() and any(clue in words for clue in clues):
             name = candidate
     return Cluster(acc, count, node(name))
-
-
-def jobs_of_runs(runs: list[Run]) -> Jobs:
-    """All runs as columns."""
-    names = Jobs.__dataclass_fields__
-    return Jobs(**{name: np.array([run.columns[name] for run in runs]) for name in names})

@@ -78,6 +78,14 @@ def peak_memory(jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -
     return best
 
 
+def reported_bytes(jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -> Array:
+    """Peak bytes of the rank that the engine's own log speaks of: not always the one that needs most."""
+    layers = layers or stage_layers(jobs, engine.partition)
+    if engine.reporting_stage == "first":
+        return _stage(jobs, engine, layers, 0).total
+    return peak_memory(jobs, engine, layers).total
+
+
 def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
     wins = a.total > b.total
     return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
@@ -93,10 +101,12 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakM
     parameters = (count * jobs.block_parameters + embedding + head) / jobs.tp
     shards = jobs.dp * jobs.cp
     weights = parameters * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
-    gradients = parameters * engine.gradient_bytes / np.where(jobs.zero >= 2, shards, 1.0)
+    # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
+    lasting = np.where((jobs.accumulation > 1) | (jobs.pp > 1), engine.half_gradient_bytes, 0.0)
+    gradients = parameters * (engine.gradient_bytes + lasting) / np.where(jobs.zero >= 2, shards, 1.0)
     sharded = np.where(jobs.zero >= 1, shards, 1.0)
     master = parameters * engine.master_bytes / sharded
-    moments = parameters * engine.moment_bytes * np.where(jobs.zero >= 1, engine.zero_moment_share, 1.0) / sharded
+    moments = parameters * engine.moment_bytes / sharded
 
     everything, core, entrance = layer_activation_bytes(jobs, engine)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
@@ -107,7 +117,10 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakM
     block = jobs.block_parameters / jobs.tp
     gathered = np.where(jobs.zero >= 3, block * (2 * HALF + engine.gradient_bytes), 0.0)
     logits = np.where(has_head, jobs.tokens * jobs.vocab / jobs.tp * engine.logit_bytes, 0.0)
+    logits = logits + np.where(has_head & (jobs.sp > 0), engine.head_gathered_bytes * jobs.tokens * jobs.hidden, 0.0)
     context = np.full(len(jobs), engine.context_bytes)
+    if stage == 0:  # the embedding's output before it is scattered over the tensor parallel ranks
+        gathered = gathered + np.where(jobs.sp > 0, engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
     # Logits and a recomputed block are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
