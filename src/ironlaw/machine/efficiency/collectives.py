@@ -91,7 +91,9 @@ def collective_seconds(
     if not np.any(crosses):
         return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
     if fabric.network is None or fabric.network_bytes_per_second <= 0:
-        raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
+        raise UserError(
+            f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network"
+        )
     many = _network_seconds(kind, s, n, g, fabric, fabric.network, algorithm)
     return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
 
@@ -147,7 +149,6 @@ def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: st
 def _network_seconds(
     kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, algorithm: str
 ) -> Array:
-    islands = n / g
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
     fixed = fabric.island.launch_seconds + network.launch_seconds
     fixed = fixed + network.fill_seconds * s / (s + network.fill_bytes)
@@ -165,12 +166,16 @@ def _network_seconds(
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
             crossings, hops, outside = _crossing(kind, name, s, n, g)
             slowest = np.maximum(np.where(g > 1, inside, 0.0), outside / (g * share))
-            candidates.append(crossings * network.step_seconds + hops * fabric.island.step_seconds + slowest)
+            gap = network.gap_seconds * _hops(kind, n, "ring") if name == "ring" else 0.0
+            latency = crossings * network.step_seconds + hops * fabric.island.step_seconds
+            candidates.append(latency + gap + slowest)
     return fixed + np.minimum.reduce(candidates)
 
 
 def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:
-    return kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+    return (
+        kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+    )
 
 
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
@@ -178,6 +183,10 @@ def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array
     islands, both_ways = n / g, 2.0 if kind == "all_reduce" else 1.0
     if name == "ring" or kind not in ("all_reduce", "broadcast"):
         crossings = both_ways * islands
-        return crossings, np.maximum(_hops(kind, n, "ring") - crossings, 0.0), np.asarray(traffic_bytes(kind, s, n))
+        return (
+            crossings,
+            np.maximum(_hops(kind, n, "ring") - crossings, 0.0),
+            np.asarray(traffic_bytes(kind, s, n)),
+        )
     crossings = both_ways * np.ceil(np.log2(islands))
     return crossings, _hops(kind, g, "ring"), s * np.where(islands > 2.0, 2.0, 1.0)

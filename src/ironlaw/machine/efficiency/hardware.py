@@ -118,6 +118,7 @@ class NetworkConstants:
     fill_seconds: float
     fill_bytes: float
     attained_fraction: float  # of the nominal one-direction NIC bandwidth
+    gap_seconds: float = 0.0  # LogGP gap: what each step of a ring costs the slowest link, beyond bytes
     evidence: Evidence | None = None
 
 
@@ -135,7 +136,11 @@ class Efficiency:
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
         """The constants for one format; formats without measurements borrow (`BORROWED_DTYPES`)."""
-        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
+        name = (
+            dtype
+            if any(key.split("/")[0] == dtype for key in self.matmul)
+            else BORROWED_DTYPES.get(dtype, dtype)
+        )
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
@@ -148,7 +153,9 @@ class Efficiency:
         """The constants of an attention kernel, by default the one most training stacks would use."""
         name = kernel or self.default_attention
         if name not in self.attention:
-            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
+            raise UserError(
+                f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}"
+            )
         return self.attention[name]
 
     def assumptions(self) -> tuple[str, ...]:
@@ -175,10 +182,15 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a format in FLOP/s; a block-scaled format runs at the peak of its plain one."""
-        for name in (dtype, {"fp8_block": "fp8", "mxfp8": "fp8", "fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype)):
+        for name in (
+            dtype,
+            {"fp8_block": "fp8", "mxfp8": "fp8", "fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype),
+        ):
             if name in self.peak_flops_per_second:
                 return self.peak_flops_per_second[name]
-        raise UserError(f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}")
+        raise UserError(
+            f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,9 @@ def _seconds(
     sustained: bool,
 ) -> npt.NDArray[np.float64]:
     bandwidth = hardware.memory_bytes_per_second
-    compute = compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
+    compute = compute_seconds(
+        m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
+    )
     powered = 2.0 * batch * m * n * k * constants.joules_per_flop / hardware.power_watts
     share = 1.0 if sustained else compute / (compute + THROTTLE_SECONDS)
     compute = compute + np.maximum(0.0, powered - compute) * share
