@@ -48,12 +48,19 @@ MAX_ROWS = 800
 UPPER = {
     "attainable_fraction": 1.0, "wave_rigidity": 1.0, "memory_fraction": 0.97, "tail_rigidity": 1.0,
     "ring_fraction": 0.98, "direct_fraction": 0.98, "attained_fraction": 1.0, "split_traffic": 300.0,
+    "cached_share": 0.95,
 }  # fmt: skip
+LARGE_CACHE = ("ada", "blackwell_graphics", "xe2")  # little bandwidth beside a large cache: reuse is seen
 NO_STREAM = StreamingConstants({}, 0.0, 0.0)
 
 
 def fit(
-    constants: Any, names: list[str], predict: Callable[[Any], Array], seconds: Array, starts: int = 2
+    constants: Any,
+    names: list[str],
+    predict: Callable[[Any], Array],
+    seconds: Array,
+    starts: int = 2,
+    weights: Array | float = 1.0,
 ) -> Any:
     """Constants that minimise the soft absolute log error; positive, bounded, weakly tied to the start."""
     start = np.array([max(getattr(constants, n), 1e-12) for n in names])
@@ -63,7 +70,7 @@ def fit(
         return replace(constants, **{n: float(v) for n, v in values.items()})
 
     def residual(z: Array) -> Array:
-        return np.concatenate([np.log(predict(at(z)) / seconds), 0.01 * z])
+        return np.concatenate([weights * np.log(predict(at(z)) / seconds), 0.01 * z])
 
     rng, best = np.random.default_rng(0), None
     for trial in range(starts):
@@ -127,6 +134,9 @@ def fit_matmul(table: Table, key: str) -> MatmulConstants:
     start = MatmulConstants(0.95, 12.0, 100.0, 0.3, 0.85, 2.0, 2.5e-6, energy)
     names = ["attainable_fraction", "operand_elements", "fill_elements", "wave_rigidity", "memory_fraction"]
     names += ["split_traffic", "launch_seconds", "joules_per_flop"]
+    if REFERENCES[table.accelerator[0]].generation in LARGE_CACHE:
+        start = replace(start, cached_share=0.2)
+        names.append("cached_share")
     if dtype != "bf16":
         start = replace(start, cast_traffic=1.0, cast_seconds=3e-6)
         names += ["cast_traffic", "cast_seconds"]
@@ -162,23 +172,27 @@ def matmul_records(folder: Path, only: str | None) -> list[Record]:
             lambda t, c=constants, d=dtype: predict_matmul(t, c, d),
         )
         record.baseline = baseline(ideal, table.seconds)
-        record.transfer = matmul_transfer(current, key)
+        record.transfer = transfer(
+            current, lambda t, k=key: fit_matmul(t, k), lambda t, c, d=dtype: predict_matmul(t, c, d)
+        )
         records.append(record)
     return records
 
 
-def matmul_transfer(table: Table, key: str) -> dict[str, float]:
+def transfer(
+    table: Table, learn: Callable[[Table], Any], predict: Callable[[Table, Any], Array]
+) -> dict[str, float]:
     """Median absolute error on each source, and accelerator, when it took no part in the fit."""
-    dtype, out = key.split("/")[0], {}
+    out = {}
     for column, names in (("source", table.source), ("accelerator", table.accelerator)):
-        labels = sorted({s.split("/")[2] if column == "source" and "/" in s else s for s in names})
-        if len(labels) < 2:
+        short = [s.split("/")[2] if column == "source" and s.count("/") == 3 else s for s in names]
+        labels = sorted(set(short))
+        if len(labels) < 2 or any(len(label) > 30 for label in labels):
             continue
         for label in labels:
-            there = np.array([label in s for s in names])
-            constants = fit_matmul(subsample(table.pick(~there)), key)
-            rest = table.pick(there)
-            out[label] = float(np.median(np.abs(predict_matmul(rest, constants, dtype) / rest.seconds - 1)))
+            there = np.array([label == s for s in short])
+            constants, rest = learn(subsample(table.pick(~there))), table.pick(there)
+            out[label] = float(np.median(np.abs(predict(rest, constants) / rest.seconds - 1)))
     return out
 
 
@@ -202,6 +216,26 @@ def predict_attention(table: Table, constants: AttentionConstants) -> Array:
     return by_accelerator(table, one)
 
 
+def attention_work(table: Table) -> Array:
+    """FLOPs of each row, half of the scores masked."""
+    c = table.columns
+    return 2 * c["batch"] * c["heads"] * c["sequence"] ** 2 * c["head_size"]
+
+
+def fit_attention(table: Table) -> AttentionConstants:
+    """Constants of one attention kernel on one generation."""
+    flops = attention_work(table)
+    watts = np.array([REFERENCES[a].power_watts for a in table.accelerator])
+    long = flops > np.percentile(flops, 75)
+    energy = float(np.median((watts * table.seconds / flops)[long]))
+    start = AttentionConstants(0.8, 20.0, 100.0, 0.5, 1.0, 5e-6, energy, 0.85)
+    names = ["attainable_fraction", "softmax_head_elements", "fill_keys", "tail_rigidity", "extra_traffic"]
+    names += ["launch_seconds", "joules_per_flop"]
+    if len(set(table.columns["head_size"])) == 1:
+        names.remove("softmax_head_elements")
+    return fit(start, names, lambda k: predict_attention(table, k), table.seconds, starts=3)
+
+
 def attention_records(folder: Path, only: str | None) -> list[Record]:
     """Fits and errors of all attention groups."""
     records = []
@@ -210,23 +244,7 @@ def attention_records(folder: Path, only: str | None) -> list[Record]:
             continue
         held = table.held_out()
         train, test = subsample(table.pick(~held)), table.pick(held)
-        c = table.columns
-        flops = 2 * c["batch"] * c["heads"] * c["sequence"] ** 2 * c["head_size"]
-        watts = np.array([REFERENCES[a].power_watts for a in table.accelerator])
-        long = flops > np.percentile(flops, 75)
-        energy = float(np.median((watts * table.seconds / flops)[long]))
-        start = AttentionConstants(0.8, 20.0, 100.0, 0.5, 1.0, 5e-6, energy, 0.85)
-        names = [
-            "attainable_fraction",
-            "softmax_head_elements",
-            "fill_keys",
-            "tail_rigidity",
-            "extra_traffic",
-        ]
-        names += ["launch_seconds", "joules_per_flop"]
-        if len(set(c["head_size"])) == 1:
-            names.remove("softmax_head_elements")
-        constants = fit(start, names, lambda k, t=train: predict_attention(t, k), train.seconds, starts=3)
+        constants = fit_attention(train)
         record = summarise(
             "attention",
             generation,
@@ -238,7 +256,8 @@ def attention_records(folder: Path, only: str | None) -> list[Record]:
             lambda t, k=constants: predict_attention(t, k),
         )
         peaks = np.array([REFERENCES[a].tflops["bf16"] * 1e12 for a in table.accelerator])
-        record.baseline = baseline(flops / peaks, table.seconds)
+        record.baseline = baseline(attention_work(table) / peaks, table.seconds)
+        record.transfer = transfer(table, fit_attention, predict_attention)
         records.append(record)
     return records
 
@@ -286,7 +305,7 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
         has_switch = generation in ("hopper", "blackwell", "blackwell_ultra")
         bus = REFERENCES[table.accelerator[0]].topology == "bus"
         start = CollectiveConstants(
-            4e-6, 8e-7, 5e-5, 2e7, 0.8, 2.0, 0.6 if has_switch else 0.0, 0.8, 1.0 if bus else 0.0
+            4e-6, 8e-7, 2e-5, 2.5e6, 0.8, 2.0, 0.6 if has_switch else 0.0, 0.8, 1.0 if bus else 0.0
         )
         names = ["launch_seconds", "step_seconds", "fill_seconds", "fill_bytes", "ring_fraction"]
         names += ["local_copy_ratio", "direct_fraction"]
@@ -294,7 +313,14 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
         if not any(k in (3, 4) for k in table.columns["kind"]):
             names.remove("direct_fraction")
             start = replace(start, direct_fraction=0.0)
-        constants = fit(start, names, lambda c, t=train: predict_collectives(t, c), train.seconds, starts=3)
+        constants = fit(
+            start,
+            names,
+            lambda c, t=train: predict_collectives(t, c),
+            train.seconds,
+            3,
+            collective_weights(train),
+        )
         islands[generation] = constants
         record = summarise(
             "collectives", generation, "island", constants, train, test, table.pick(~noisy),
@@ -311,6 +337,12 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
         records.append(record)
     networks = network_records(between, islands)
     return ([r for r in records if not only or r.generation == only], networks)
+
+
+def collective_weights(table: Table) -> Array:
+    """Training sends long messages: they count double, and the few of a GiB and more eight times."""
+    size = table.columns["size"]
+    return np.select([size >= 2**30, size >= 2**24], [8.0, 2.0], 1.0)
 
 
 def collective_baseline(table: Table) -> tuple[float, float, float]:
@@ -332,7 +364,7 @@ def network_records(between: Table, islands: Mapping[str, CollectiveConstants]) 
         table.name = name
         held = table.held_out()
         train, test = (table.pick(~held), table.pick(held)) if len(held) > 20 else (table, table.pick(held))
-        start = NetworkConstants(2e-5, 1e-5, 2e-4, 5e7, 0.9, 5e-6)
+        start = NetworkConstants(2e-5, 1e-5, 1e-4, 5e6, 0.9, 5e-6)
         names = [
             "launch_seconds",
             "step_seconds",
@@ -344,7 +376,12 @@ def network_records(between: Table, islands: Mapping[str, CollectiveConstants]) 
         if len(set(table.columns["ranks"])) == 1:
             names = [n for n in names if n not in ("step_seconds", "gap_seconds")]
         constants = fit(
-            start, names, lambda c, t=train: predict_collectives(t, islands, c), train.seconds, starts=3
+            start,
+            names,
+            lambda c, t=train: predict_collectives(t, islands, c),
+            train.seconds,
+            3,
+            collective_weights(train),
         )
         record = summarise(
             "network", name, "network", constants, train, test, table,

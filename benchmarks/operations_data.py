@@ -69,7 +69,8 @@ DTYPES = {"bfloat16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp8_block": "fp8_bl
 COLLECTIVES = {"alltoall": "all_to_all"}
 NETWORKS = {
     # network: (words in the interconnect column, nominal GB/s per accelerator and direction)
-    "efa": (("EFA v2", "EFA v4"), 50.0),
+    "efa_v2": (("EFA v2",), 50.0),
+    "efa_v4": (("EFA v4",), 50.0),
     "efa_playbook": (("EFA (HF",), 50.0),
     "efa_v1": (("EFA v1",), 6.25),
     "roce": (("AINIC", "RDMA port", "Broadcom", "RoCE (OCI"), 50.0),
@@ -214,7 +215,7 @@ def collective_rows(folder: Path) -> tuple[Table, Table, dict[str, int]]:
         if not names:
             left["network not stated, or slower than a cluster's"] += 1
             continue
-        values["island"] = min(float(row["gpus_per_node"]), n)
+        values["island"] = 72.0 if "NVL72" in row["interconnect"] else min(float(row["gpus_per_node"]), n)
         between.append((values, seconds, accelerator, f"{names[0]} | {source}"))
     return _table("island", inside), _table("network", between), dict(left)
 

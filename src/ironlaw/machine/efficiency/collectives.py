@@ -2,7 +2,7 @@
 
 Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: the full buffer):
 
-    time = launch + hops step + fill S / (S + fill_bytes) + traffic / (ring_fraction link) + own share copied
+    time = launch + hops step + fill sqrt(hops) ln(1 + S / fill_bytes) + (traffic + own share) / link
 
     kind            traffic per rank      hops (ring)       hops (tree)
     all_reduce      2 (n-1)/n S           2 (n-1)           2 log2 n
@@ -11,6 +11,10 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
     all_to_all      (n-1)/n S             1 + log2 n        -
     send_recv       S                     2                 -
     broadcast       S                     n-1               log2 n
+
+The link counts at ring_fraction (direct_fraction for all_to_all and send_recv) of nominal, and one's own
+share S / n is copied local_copy_ratio times faster. The logarithm is what measurements show from 1 MiB to
+16 GiB: with the size, libraries go through protocols, channels and chunks, each with a longer start.
 
 A switch that reduces (NVLS) lets each rank send (1 + 1/n) S instead of 2 (n-1)/n S. Over N islands with g
 ranks each, a ring crosses every island once, so its traffic leaves through the g network shares together;
@@ -136,7 +140,8 @@ def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_
 
 def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: str) -> Array:
     constants = fabric.island
-    fixed = constants.launch_seconds + constants.fill_seconds * s / (s + constants.fill_bytes)
+    growth = np.sqrt(_hops(kind, n, algorithm)) * np.log1p(s / constants.fill_bytes)
+    fixed = constants.launch_seconds + constants.fill_seconds * growth
     seconds = _hops(kind, n, algorithm) * constants.step_seconds
     seconds = seconds + _island_bandwidth_seconds(kind, s, n, fabric, False)
     if kind == "all_reduce" and algorithm == "auto" and constants.switch_fraction > 0:
@@ -151,7 +156,7 @@ def _network_seconds(
 ) -> Array:
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
     fixed = fabric.island.launch_seconds + network.launch_seconds
-    fixed = fixed + network.fill_seconds * s / (s + network.fill_bytes)
+    fixed = fixed + network.fill_seconds * np.log1p(s / network.fill_bytes)
     if kind in ("all_to_all", "send_recv"):
         outside = s if kind == "send_recv" else s * (n - g) / n
         hops = 1.0 if kind == "send_recv" else np.log2(n)

@@ -64,6 +64,7 @@ class MatmulConstants:
     joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
     cast_traffic: float = 0.0  # passes over the left operand when the library quantises it first
     cast_seconds: float = 0.0  # launch of that cast
+    cached_share: float = 0.0  # of operands much smaller than L2, the part a repeated call finds there
     evidence: Evidence | None = None
 
 
@@ -99,7 +100,7 @@ class CollectiveConstants:
 
     launch_seconds: float
     step_seconds: float  # latency of one hop
-    fill_seconds: float  # start of the bulk pipeline, reached at messages well over fill_bytes
+    fill_seconds: float  # growth of the start-up with size, per factor e beyond fill_bytes
     fill_bytes: float
     ring_fraction: float  # of the nominal one-direction link bandwidth of a rank
     local_copy_ratio: float  # bandwidth of copying one's own share, over the attained ring bandwidth

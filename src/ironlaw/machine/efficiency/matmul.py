@@ -6,7 +6,7 @@ The model, smallest over the tiles and K-splits that libraries offer:
     waves       W = T / units, rounded up where it is below one or as far as the scheduler is rigid
     compute     W (k / s + fill) 2 (tm tn + operand (tm + tn)) / (attainable peak / units)
     power       compute stretches towards FLOPs joules_per_flop / power_watts over some milliseconds
-    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once
+    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once, less what L2 still holds
     time        launch + (compute^q + memory^q)^(1/q)              q: OVERLAP_EXPONENT
 
 Tile and wave quantisation follow NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001);
@@ -96,7 +96,10 @@ def _seconds(
 
     operand = OPERAND_BYTES[dtype]
     result = 4.0 if dtype in ("fp32", "tf32") else 2.0
-    memory = batch * ((m * k + k * n) * operand + m * n * result) / (bandwidth * constants.memory_fraction)
+    traffic = batch * ((m * k + k * n) * operand + m * n * result)
+    if constants.cached_share > 0 and hardware.l2_bytes > 0 and not sustained:
+        traffic = traffic * (1.0 - constants.cached_share / (1.0 + (traffic / hardware.l2_bytes) ** 2))
+    memory = traffic / (bandwidth * constants.memory_fraction)
     seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
     seconds = seconds + constants.launch_seconds
     if include_cast:
