@@ -276,7 +276,11 @@ def predict_collectives(
     names = np.array(table.accelerator)
     for name in dict.fromkeys(table.accelerator):
         reference = REFERENCES[name]
-        constants = island if isinstance(island, CollectiveConstants) else island[reference.generation]
+        if isinstance(island, CollectiveConstants):
+            constants = island
+        else:
+            rack = f"{reference.generation} nvl72"
+            constants = island[rack if name == "GB200" and rack in island else reference.generation]
         ranks = 72 if name in ("GB200", "GB300") else 8
         nominal = NETWORKS[table.name][1] if table.name in NETWORKS else 0.0
         nominal = NETWORK_RATE.get((table.name, name), nominal) * 1e9
@@ -298,7 +302,8 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
     records, islands = [], {}
     generations = np.array([REFERENCES[a].generation for a in inside.accelerator])
     for generation in sorted(set(generations)):
-        table = inside.pick(generations == generation)
+        table = inside.pick((generations == generation) & (inside.columns["ranks"] <= 8))
+        rack = inside.pick((generations == generation) & (inside.columns["ranks"] > 8))
         noisy = np.array(["CUDA graph" in s for s in table.source])  # timer of 1 us, bimodal: held out
         held = table.held_out() | noisy
         train, test = subsample(table.pick(~held)), table.pick(held & ~noisy)
@@ -335,8 +340,29 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
                 )
             }
         records.append(record)
+        if len(rack.seconds):
+            records.append(rack_record(rack, constants, generation))
+            islands[f"{generation} nvl72"] = records[-1].constants
     networks = network_records(between, islands)
     return ([r for r in records if not only or r.generation == only], networks)
+
+
+def rack_record(rack: Table, island: CollectiveConstants, generation: str) -> Record:
+    """An island of a whole rack: only the share that in-switch reduction attains differs."""
+    constants = fit(island, ["switch_fraction"], lambda c: predict_collectives(rack, c), rack.seconds)
+    none = rack.pick(np.zeros(len(rack.seconds), dtype=bool))
+    record = summarise(
+        "collectives_nvl72",
+        generation,
+        "rack",
+        constants,
+        rack,
+        none,
+        rack,
+        lambda t: predict_collectives(t, constants),
+    )
+    record.baseline = collective_baseline(rack)
+    return record
 
 
 def collective_weights(table: Table) -> Array:
@@ -365,16 +391,12 @@ def network_records(between: Table, islands: Mapping[str, CollectiveConstants]) 
         held = table.held_out()
         train, test = (table.pick(~held), table.pick(held)) if len(held) > 20 else (table, table.pick(held))
         start = NetworkConstants(2e-5, 1e-5, 1e-4, 5e6, 0.9, 5e-6)
-        names = [
-            "launch_seconds",
-            "step_seconds",
-            "fill_seconds",
-            "fill_bytes",
-            "attained_fraction",
-            "gap_seconds",
-        ]
-        if len(set(table.columns["ranks"])) == 1:
-            names = [n for n in names if n not in ("step_seconds", "gap_seconds")]
+        names = ["fill_seconds", "fill_bytes", "attained_fraction"]
+        if np.min(table.columns["size"]) < 2**20:  # else latency cannot be seen: it stays at the start
+            names.append("launch_seconds")
+        if len(set(table.columns["ranks"])) > 4:  # the cost of a step shows only over many sizes of group
+            start = replace(start, gap_seconds=4e-5)
+            names += ["step_seconds", "gap_seconds"]
         constants = fit(
             start,
             names,

@@ -84,7 +84,7 @@ NETWORK_RATE = {("roce", "B300-SXM"): 100.0}
 
 def read(path: Path) -> Rows:
     """Rows of a CSV file, gzipped or not."""
-    raw = gzip.open(path, "rb").read() if path.suffix == ".gz" else path.read_bytes()
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return list(csv.DictReader(io.StringIO(raw.decode("utf-8"))))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -73,9 +74,19 @@ def summarise(
         errors(predict(train), train.seconds),
         errors(predicted, judged.seconds) if len(test.seconds) else None,
         (float(np.percentile(logs, 10)), float(np.percentile(logs, 90))),
-        {n: errors(predicted[names == n], judged.seconds[names == n]) for n in dict.fromkeys(judged.accelerator)},
-        "; ".join(sorted(set(everything.source))[:4]),
+        {
+            n: errors(predicted[names == n], judged.seconds[names == n])
+            for n in dict.fromkeys(judged.accelerator)
+        },
+        _sources(everything.source),
     )  # fmt: skip
+
+
+def _sources(names: list[str], limit: int = 6) -> str:
+    """Distinct sources, without the numbers of private copies, the longest list cut."""
+    clean = {re.sub(r"\(?stored file id \d+\)?", "", n).replace("  ", " ").strip(" ,") for n in names}
+    shown = sorted(clean)[:limit]
+    return "; ".join(shown) + (f"; and {len(clean) - limit} more" if len(clean) > limit else "")
 
 
 def _percent(values: tuple[float, float, float] | None) -> str:
@@ -93,13 +104,12 @@ def error_lines(records: list[Record]) -> list[str]:
         lines.append("|---|---|---|---:|---:|---:|---:|---|")
         for r in (r for r in records if r.operation == operation):
             moved = ", ".join(f"{k} {100 * v:.1f}" for k, v in r.transfer.items())
+            first = f"{r.rows} | {_percent(r.inside)}"
             for i, (name, error) in enumerate(r.per_accelerator.items()):
                 outside = _percent(error if r.outside else None)
                 start = f"| {r.generation} | {r.key} | {name} |"
                 if i == 0:
-                    lines.append(
-                        f"{start} {r.rows} | {_percent(r.inside)} | {outside} | {_percent(r.baseline)} | {moved} |"
-                    )
+                    lines.append(f"{start} {first} | {outside} | {_percent(r.baseline)} | {moved} |")
                 else:
                     lines.append(f"{start} | | {outside} | | |")
     return lines
@@ -180,10 +190,19 @@ def assumed_records(records: list[Record]) -> list[Record]:
             "bandwidth seen in this generation's skinny matmuls; kinds of kernel relative to it as on Hopper"
         )
         out.append(_assumed(hopper_stream, generation, constants, note, 0.25))
+    racks = [r for r in records if r.operation == "collectives_nvl72"]
+    for r in records:
+        if r.operation == "collectives" and r.generation == "blackwell_ultra" and racks:
+            constants = replace(r.constants, switch_fraction=racks[0].constants.switch_fraction)
+            note = "in-switch share of GB200 in a rack of 72"
+            out.append(
+                replace(_assumed(r, r.generation, constants, note, 0.25), operation="collectives_nvl72")
+            )
     constants = replace(hopper_matmul.constants, attainable_fraction=0.7, joules_per_flop=750 / 782e12)
     note = (
-        "shape constants of Hopper; level from 781.9 TFLOP/s at 4096x10240x4864, ROCm 6.2, in the table of maximum "
-        "achievable matmul FLOPS of github.com/stas00/ml-engineering, compute/accelerator/README.md"
+        "shape constants of Hopper; level from 781.9 TFLOP/s at 4096x10240x4864, ROCm 6.2, "
+        "in the table of maximum achievable matmul FLOPS of github.com/stas00/ml-engineering, "
+        "compute/accelerator/README.md"
     )
     return [*out, _assumed(hopper_matmul, "cdna3", constants, note, 0.35)]
 

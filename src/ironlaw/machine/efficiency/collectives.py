@@ -58,9 +58,9 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     """Bytes each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
     known(kind)
     share = {"all_reduce": 2.0, "send_recv": 0.0, "broadcast": 0.0}.get(kind, 1.0)
-    if share == 0.0:
-        return size * np.where(np.asarray(ranks) > 1, 1.0, 0.0) if np.ndim(ranks) else size * (ranks > 1)
-    return share * size * (ranks - 1.0) / ranks
+    (s, n), scalar = broadcast(size, ranks)
+    moved = np.where(n > 1, s, 0.0) if share == 0.0 else share * s * (n - 1.0) / n
+    return unwrap(moved, scalar)
 
 
 def bus_bytes_per_second(kind: str, size: Number, ranks: Number, seconds: Number) -> Number:
@@ -158,20 +158,21 @@ def _network_seconds(
     fixed = fabric.island.launch_seconds + network.launch_seconds
     fixed = fixed + network.fill_seconds * np.log1p(s / network.fill_bytes)
     if kind in ("all_to_all", "send_recv"):
-        outside = s if kind == "send_recv" else s * (n - g) / n
-        hops = 1.0 if kind == "send_recv" else np.log2(n)
-        inside = np.zeros(s.shape)
+        outside: Array = s if kind == "send_recv" else s * (n - g) / n
+        hops = np.ones(n.shape) if kind == "send_recv" else np.log2(n)
+        inside: Array = np.zeros(s.shape)
         if kind == "all_to_all":
             inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
         return fixed + hops * network.step_seconds + np.maximum(outside / share, inside)
 
     candidates = []
-    for name in ("ring", "tree") if algorithm == "auto" else (algorithm,):
+    names = ("ring", "tree") if algorithm == "auto" else (algorithm,)
+    for name in names if kind in ("all_reduce", "broadcast") else ("ring",):
         for in_switch in (False, True) if _may_use_switch(kind, name, algorithm, fabric) else (False,):
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
-            crossings, hops, outside = _crossing(kind, name, s, n, g)
-            slowest = np.maximum(np.where(g > 1, inside, 0.0), outside / (g * share))
-            gap = network.gap_seconds * _hops(kind, n, "ring") if name == "ring" else 0.0
+            crossings, hops, leaving = _crossing(kind, name, s, n, g)
+            slowest = np.maximum(np.where(g > 1, inside, 0.0), leaving / (g * share))
+            gap = network.gap_seconds * _hops(kind, n, "ring") * (name == "ring")
             latency = crossings * network.step_seconds + hops * fabric.island.step_seconds
             candidates.append(latency + gap + slowest)
     return fixed + np.minimum.reduce(candidates)
@@ -186,7 +187,7 @@ def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> boo
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
     """Network hops, island hops, and bytes leaving each island, of a ring or tree over n / g islands."""
     islands, both_ways = n / g, 2.0 if kind == "all_reduce" else 1.0
-    if name == "ring" or kind not in ("all_reduce", "broadcast"):
+    if name == "ring":
         crossings = both_ways * islands
         return (
             crossings,

@@ -133,6 +133,7 @@ class Efficiency:
     default_attention: str
     streaming: StreamingConstants
     collectives: CollectiveConstants | None
+    collectives_nvl72: CollectiveConstants | None = None  # the same in an island of a whole rack
     default_library: Mapping[str, str] = field(default_factory=dict)
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
@@ -147,7 +148,7 @@ class Efficiency:
             if key in self.matmul:
                 return self.matmul[key]
         raise UserError(
-            f"no matmul constants for {dtype} on generation {self.generation}; {did_you_mean(dtype, self.matmul)}"
+            f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}"
         )
 
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:

@@ -71,7 +71,8 @@ def matmul_seconds(
     out = np.empty(flat[0].size)
     for start in range(0, out.size, BLOCK):
         part = slice(start, start + BLOCK)
-        out[part] = _seconds(*(a[part] for a in flat), dtype, hardware, constants, include_cast, sustained)
+        mm, nn, kk, bb = (a[part] for a in flat)
+        out[part] = _seconds(mm, nn, kk, bb, dtype, hardware, constants, include_cast, sustained)
     return unwrap(out.reshape(m_.shape), scalar)
 
 
@@ -136,13 +137,15 @@ def matmul_bound(
     constants = hardware.efficiency.matmul_for(dtype)
     (m_, n_, k_, b_), _ = broadcast(m, n, k, batch)
     bandwidth = hardware.memory_bytes_per_second
-    flat = [a.ravel() for a in (m_, n_, k_, b_)]
-    compute = compute_seconds(*flat, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
-    traffic = (flat[0] * flat[2] + flat[2] * flat[1]) * OPERAND_BYTES[dtype] + flat[0] * flat[1] * 2.0
+    mm, nn, kk, bb = (a.ravel() for a in (m_, n_, k_, b_))
+    compute = compute_seconds(
+        mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
+    )
+    traffic = bb * ((mm * kk + kk * nn) * OPERAND_BYTES[dtype] + mm * nn * 2.0)
     terms = np.stack([
         np.full(compute.shape, constants.launch_seconds),
-        flat[3] * traffic / (bandwidth * constants.memory_fraction),
-        2.0 * flat[3] * flat[0] * flat[1] * flat[2] * constants.joules_per_flop / hardware.power_watts,
+        traffic / (bandwidth * constants.memory_fraction),
+        2.0 * bb * mm * nn * kk * constants.joules_per_flop / hardware.power_watts,
         compute,
     ])  # fmt: skip
     return np.array(["launch", "memory", "power", "compute"])[terms.argmax(axis=0)].reshape(m_.shape)

@@ -58,6 +58,7 @@ def load_efficiency(generation: str) -> Efficiency:
         collectives = _group(CollectiveConstants, document["collectives"])
     elif parent and parent.collectives:
         collectives = _inherited({"": parent.collectives}, note)[""]
+    rack = document.get("collectives_nvl72")
     return Efficiency(
         generation=generation,
         matmul=matmul,
@@ -65,6 +66,7 @@ def load_efficiency(generation: str) -> Efficiency:
         default_attention=document.get("default_attention", parent.default_attention if parent else ""),
         streaming=streaming,
         collectives=collectives,
+        collectives_nvl72=_group(CollectiveConstants, rack) if rack else None,
         default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
     )
 
