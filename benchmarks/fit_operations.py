@@ -390,13 +390,12 @@ def network_records(between: Table, islands: Mapping[str, CollectiveConstants]) 
         table.name = name
         held = table.held_out()
         train, test = (table.pick(~held), table.pick(held)) if len(held) > 20 else (table, table.pick(held))
-        start = NetworkConstants(2e-5, 1e-5, 1e-4, 5e6, 0.9, 5e-6)
+        start = NetworkConstants(2e-5, 1e-5, 1e-4, 5e6, 0.9)
         names = ["fill_seconds", "fill_bytes", "attained_fraction"]
         if np.min(table.columns["size"]) < 2**20:  # else latency cannot be seen: it stays at the start
             names.append("launch_seconds")
         if len(set(table.columns["ranks"])) > 4:  # the cost of a step shows only over many sizes of group
-            start = replace(start, gap_seconds=4e-5)
-            names += ["step_seconds", "gap_seconds"]
+            names.append("step_seconds")
         constants = fit(
             start,
             names,

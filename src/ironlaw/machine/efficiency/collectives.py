@@ -45,7 +45,6 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"
 ALGORITHMS = ("auto", "ring", "tree")
 
 IDEAL_ISLAND = CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)
-IDEAL_NETWORK = NetworkConstants(0.0, 0.0, 0.0, 1.0, 1.0)
 """No latency, nominal bandwidth: for worked examples and lower bounds."""
 
 
@@ -155,16 +154,10 @@ def _network_seconds(
     kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, algorithm: str
 ) -> Array:
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
-    fixed = fabric.island.launch_seconds + network.launch_seconds
-    fixed = fixed + network.fill_seconds * np.log1p(s / network.fill_bytes)
+    launch = fabric.island.launch_seconds + network.launch_seconds
+    fixed = launch + network.fill_seconds * np.log1p(s / network.fill_bytes)
     if kind in ("all_to_all", "send_recv"):
-        outside: Array = s if kind == "send_recv" else s * (n - g) / n
-        hops = np.ones(n.shape) if kind == "send_recv" else np.log2(n)
-        inside: Array = np.zeros(s.shape)
-        if kind == "all_to_all":
-            inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
-        return fixed + hops * network.step_seconds + np.maximum(outside / share, inside)
-
+        return fixed + _direct_seconds(kind, s, n, g, fabric, network, share)
     candidates = []
     names = ("ring", "tree") if algorithm == "auto" else (algorithm,)
     for name in names if kind in ("all_reduce", "broadcast") else ("ring",):
@@ -172,10 +165,19 @@ def _network_seconds(
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
             crossings, hops, leaving = _crossing(kind, name, s, n, g)
             slowest = np.maximum(np.where(g > 1, inside, 0.0), leaving / (g * share))
-            gap = network.gap_seconds * _hops(kind, n, "ring") * (name == "ring")
             latency = crossings * network.step_seconds + hops * fabric.island.step_seconds
-            candidates.append(latency + gap + slowest)
+            candidates.append(latency + slowest)
     return fixed + np.minimum.reduce(candidates)
+
+
+def _direct_seconds(
+    kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, share: float
+) -> Array:
+    """Point to point across islands: every rank has its own network share."""
+    if kind == "send_recv":
+        return network.step_seconds + s / share
+    inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
+    return np.log2(n) * network.step_seconds + np.maximum(s * (n - g) / n / share, inside)
 
 
 def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:

@@ -119,7 +119,6 @@ class NetworkConstants:
     fill_seconds: float
     fill_bytes: float
     attained_fraction: float  # of the nominal one-direction NIC bandwidth
-    gap_seconds: float = 0.0  # LogGP gap: what each step of a ring costs the slowest link, beyond bytes
     evidence: Evidence | None = None
 
 
