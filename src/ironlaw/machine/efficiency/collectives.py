@@ -2,7 +2,7 @@
 
 Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: the full buffer):
 
-    time = launch + hops step + fill S / (S + fill_bytes) + traffic / (ring_fraction link) + own share copied
+    time = launch + hops step + fill sqrt(hops) ln(1 + S / fill_bytes) + (traffic + own share) / link
 
     kind            traffic per rank      hops (ring)       hops (tree)
     all_reduce      2 (n-1)/n S           2 (n-1)           2 log2 n
@@ -11,6 +11,10 @@ Inside one island of n ranks, for a buffer of S bytes (nccl-tests' convention: t
     all_to_all      (n-1)/n S             1 + log2 n        -
     send_recv       S                     2                 -
     broadcast       S                     n-1               log2 n
+
+The link counts at ring_fraction (direct_fraction for all_to_all and send_recv) of nominal, and one's own
+share S / n is copied local_copy_ratio times faster. The logarithm is what measurements show from 1 MiB to
+16 GiB: with the size, libraries go through protocols, channels and chunks, each with a longer start.
 
 A switch that reduces (NVLS) lets each rank send (1 + 1/n) S instead of 2 (n-1)/n S. Over N islands with g
 ranks each, a ring crosses every island once, so its traffic leaves through the g network shares together;
@@ -41,7 +45,6 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"
 ALGORITHMS = ("auto", "ring", "tree")
 
 IDEAL_ISLAND = CollectiveConstants(0.0, 0.0, 0.0, 1.0, 1.0, 1e12)
-IDEAL_NETWORK = NetworkConstants(0.0, 0.0, 0.0, 1.0, 1.0)
 """No latency, nominal bandwidth: for worked examples and lower bounds."""
 
 
@@ -54,9 +57,9 @@ def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     """Bytes each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
     known(kind)
     share = {"all_reduce": 2.0, "send_recv": 0.0, "broadcast": 0.0}.get(kind, 1.0)
-    if share == 0.0:
-        return size * np.where(np.asarray(ranks) > 1, 1.0, 0.0) if np.ndim(ranks) else size * (ranks > 1)
-    return share * size * (ranks - 1.0) / ranks
+    (s, n), scalar = broadcast(size, ranks)
+    moved = np.where(n > 1, s, 0.0) if share == 0.0 else share * s * (n - 1.0) / n
+    return unwrap(moved, scalar)
 
 
 def bus_bytes_per_second(kind: str, size: Number, ranks: Number, seconds: Number) -> Number:
@@ -91,7 +94,9 @@ def collective_seconds(
     if not np.any(crosses):
         return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
     if fabric.network is None or fabric.network_bytes_per_second <= 0:
-        raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
+        raise UserError(
+            f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network"
+        )
     many = _network_seconds(kind, s, n, g, fabric, fabric.network, algorithm)
     return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
 
@@ -134,7 +139,8 @@ def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_
 
 def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: str) -> Array:
     constants = fabric.island
-    fixed = constants.launch_seconds + constants.fill_seconds * s / (s + constants.fill_bytes)
+    growth = np.sqrt(_hops(kind, n, algorithm)) * np.log1p(s / constants.fill_bytes)
+    fixed = constants.launch_seconds + constants.fill_seconds * growth
     seconds = _hops(kind, n, algorithm) * constants.step_seconds
     seconds = seconds + _island_bandwidth_seconds(kind, s, n, fabric, False)
     if kind == "all_reduce" and algorithm == "auto" and constants.switch_fraction > 0:
@@ -147,37 +153,48 @@ def _island_seconds(kind: str, s: Array, n: Array, fabric: Fabric, algorithm: st
 def _network_seconds(
     kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, algorithm: str
 ) -> Array:
-    islands = n / g
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
-    fixed = fabric.island.launch_seconds + network.launch_seconds
-    fixed = fixed + network.fill_seconds * s / (s + network.fill_bytes)
+    launch = fabric.island.launch_seconds + network.launch_seconds
+    fixed = launch + network.fill_seconds * np.log1p(s / network.fill_bytes)
     if kind in ("all_to_all", "send_recv"):
-        outside = s if kind == "send_recv" else s * (n - g) / n
-        hops = 1.0 if kind == "send_recv" else np.log2(n)
-        inside = np.zeros(s.shape)
-        if kind == "all_to_all":
-            inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
-        return fixed + hops * network.step_seconds + np.maximum(outside / share, inside)
-
+        return fixed + _direct_seconds(kind, s, n, g, fabric, network, share)
     candidates = []
-    for name in ("ring", "tree") if algorithm == "auto" else (algorithm,):
+    names = ("ring", "tree") if algorithm == "auto" else (algorithm,)
+    for name in names if kind in ("all_reduce", "broadcast") else ("ring",):
         for in_switch in (False, True) if _may_use_switch(kind, name, algorithm, fabric) else (False,):
             inside = _island_bandwidth_seconds(kind, s, np.maximum(g, 2.0), fabric, in_switch)
-            crossings, hops, outside = _crossing(kind, name, s, n, g)
-            slowest = np.maximum(np.where(g > 1, inside, 0.0), outside / (g * share))
-            candidates.append(crossings * network.step_seconds + hops * fabric.island.step_seconds + slowest)
+            crossings, hops, leaving = _crossing(kind, name, s, n, g)
+            slowest = np.maximum(np.where(g > 1, inside, 0.0), leaving / (g * share))
+            latency = crossings * network.step_seconds + hops * fabric.island.step_seconds
+            candidates.append(latency + slowest)
     return fixed + np.minimum.reduce(candidates)
 
 
+def _direct_seconds(
+    kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, share: float
+) -> Array:
+    """Point to point across islands: every rank has its own network share."""
+    if kind == "send_recv":
+        return network.step_seconds + s / share
+    inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
+    return np.log2(n) * network.step_seconds + np.maximum(s * (n - g) / n / share, inside)
+
+
 def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:
-    return kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+    return (
+        kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
+    )
 
 
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:
     """Network hops, island hops, and bytes leaving each island, of a ring or tree over n / g islands."""
     islands, both_ways = n / g, 2.0 if kind == "all_reduce" else 1.0
-    if name == "ring" or kind not in ("all_reduce", "broadcast"):
+    if name == "ring":
         crossings = both_ways * islands
-        return crossings, np.maximum(_hops(kind, n, "ring") - crossings, 0.0), np.asarray(traffic_bytes(kind, s, n))
+        return (
+            crossings,
+            np.maximum(_hops(kind, n, "ring") - crossings, 0.0),
+            np.asarray(traffic_bytes(kind, s, n)),
+        )
     crossings = both_ways * np.ceil(np.log2(islands))
     return crossings, _hops(kind, g, "ring"), s * np.where(islands > 2.0, 2.0, 1.0)

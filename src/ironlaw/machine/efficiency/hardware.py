@@ -64,6 +64,7 @@ class MatmulConstants:
     joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
     cast_traffic: float = 0.0  # passes over the left operand when the library quantises it first
     cast_seconds: float = 0.0  # launch of that cast
+    cached_share: float = 0.0  # of operands much smaller than L2, the part a repeated call finds there
     evidence: Evidence | None = None
 
 
@@ -99,7 +100,7 @@ class CollectiveConstants:
 
     launch_seconds: float
     step_seconds: float  # latency of one hop
-    fill_seconds: float  # start of the bulk pipeline, reached at messages well over fill_bytes
+    fill_seconds: float  # growth of the start-up with size, per factor e beyond fill_bytes
     fill_bytes: float
     ring_fraction: float  # of the nominal one-direction link bandwidth of a rank
     local_copy_ratio: float  # bandwidth of copying one's own share, over the attained ring bandwidth
@@ -131,24 +132,31 @@ class Efficiency:
     default_attention: str
     streaming: StreamingConstants
     collectives: CollectiveConstants | None
+    collectives_nvl72: CollectiveConstants | None = None  # the same in an island of a whole rack
     default_library: Mapping[str, str] = field(default_factory=dict)
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
         """The constants for one format; formats without measurements borrow (`BORROWED_DTYPES`)."""
-        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
+        name = (
+            dtype
+            if any(key.split("/")[0] == dtype for key in self.matmul)
+            else BORROWED_DTYPES.get(dtype, dtype)
+        )
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
                 return self.matmul[key]
         raise UserError(
-            f"no matmul constants for {dtype} on generation {self.generation}; {did_you_mean(dtype, self.matmul)}"
+            f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}"
         )
 
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:
         """The constants of an attention kernel, by default the one most training stacks would use."""
         name = kernel or self.default_attention
         if name not in self.attention:
-            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
+            raise UserError(
+                f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}"
+            )
         return self.attention[name]
 
     def assumptions(self) -> tuple[str, ...]:
@@ -175,10 +183,15 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a format in FLOP/s; a block-scaled format runs at the peak of its plain one."""
-        for name in (dtype, {"fp8_block": "fp8", "mxfp8": "fp8", "fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype)):
+        for name in (
+            dtype,
+            {"fp8_block": "fp8", "mxfp8": "fp8", "fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype),
+        ):
             if name in self.peak_flops_per_second:
                 return self.peak_flops_per_second[name]
-        raise UserError(f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}")
+        raise UserError(
+            f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}"
+        )
 
 
 @dataclass(frozen=True)

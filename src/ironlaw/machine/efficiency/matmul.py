@@ -6,7 +6,7 @@ The model, smallest over the tiles and K-splits that libraries offer:
     waves       W = T / units, rounded up where it is below one or as far as the scheduler is rigid
     compute     W (k / s + fill) 2 (tm tn + operand (tm + tn)) / (attainable peak / units)
     power       compute stretches towards FLOPs joules_per_flop / power_watts over some milliseconds
-    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once
+    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once, less what L2 still holds
     time        launch + (compute^q + memory^q)^(1/q)              q: OVERLAP_EXPONENT
 
 Tile and wave quantisation follow NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001);
@@ -71,7 +71,8 @@ def matmul_seconds(
     out = np.empty(flat[0].size)
     for start in range(0, out.size, BLOCK):
         part = slice(start, start + BLOCK)
-        out[part] = _seconds(*(a[part] for a in flat), dtype, hardware, constants, include_cast, sustained)
+        mm, nn, kk, bb = (a[part] for a in flat)
+        out[part] = _seconds(mm, nn, kk, bb, dtype, hardware, constants, include_cast, sustained)
     return unwrap(out.reshape(m_.shape), scalar)
 
 
@@ -87,14 +88,19 @@ def _seconds(
     sustained: bool,
 ) -> npt.NDArray[np.float64]:
     bandwidth = hardware.memory_bytes_per_second
-    compute = compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
+    compute = compute_seconds(
+        m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
+    )
     powered = 2.0 * batch * m * n * k * constants.joules_per_flop / hardware.power_watts
     share = 1.0 if sustained else compute / (compute + THROTTLE_SECONDS)
     compute = compute + np.maximum(0.0, powered - compute) * share
 
     operand = OPERAND_BYTES[dtype]
     result = 4.0 if dtype in ("fp32", "tf32") else 2.0
-    memory = batch * ((m * k + k * n) * operand + m * n * result) / (bandwidth * constants.memory_fraction)
+    traffic = batch * ((m * k + k * n) * operand + m * n * result)
+    if constants.cached_share > 0 and hardware.l2_bytes > 0 and not sustained:
+        traffic = traffic * (1.0 - constants.cached_share / (1.0 + (traffic / hardware.l2_bytes) ** 2))
+    memory = traffic / (bandwidth * constants.memory_fraction)
     seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
     seconds = seconds + constants.launch_seconds
     if include_cast:
@@ -131,13 +137,15 @@ def matmul_bound(
     constants = hardware.efficiency.matmul_for(dtype)
     (m_, n_, k_, b_), _ = broadcast(m, n, k, batch)
     bandwidth = hardware.memory_bytes_per_second
-    flat = [a.ravel() for a in (m_, n_, k_, b_)]
-    compute = compute_seconds(*flat, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
-    traffic = (flat[0] * flat[2] + flat[2] * flat[1]) * OPERAND_BYTES[dtype] + flat[0] * flat[1] * 2.0
+    mm, nn, kk, bb = (a.ravel() for a in (m_, n_, k_, b_))
+    compute = compute_seconds(
+        mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
+    )
+    traffic = bb * ((mm * kk + kk * nn) * OPERAND_BYTES[dtype] + mm * nn * 2.0)
     terms = np.stack([
         np.full(compute.shape, constants.launch_seconds),
-        flat[3] * traffic / (bandwidth * constants.memory_fraction),
-        2.0 * flat[3] * flat[0] * flat[1] * flat[2] * constants.joules_per_flop / hardware.power_watts,
+        traffic / (bandwidth * constants.memory_fraction),
+        2.0 * bb * mm * nn * kk * constants.joules_per_flop / hardware.power_watts,
         compute,
     ])  # fmt: skip
     return np.array(["launch", "memory", "power", "compute"])[terms.argmax(axis=0)].reshape(m_.shape)

@@ -44,7 +44,9 @@ def load_efficiency(generation: str) -> Efficiency:
     matmul = _inherited(parent.matmul, note) if parent else {}
     attention = _inherited(parent.attention, note) if parent else {}
     matmul.update({key: _group(MatmulConstants, value) for key, value in document.get("matmul", {}).items()})
-    attention.update({key: _group(AttentionConstants, value) for key, value in document.get("attention", {}).items()})
+    attention.update(
+        {key: _group(AttentionConstants, value) for key, value in document.get("attention", {}).items()}
+    )
     if "streaming" in document:
         streaming = _group(StreamingConstants, document["streaming"])
     elif parent:
@@ -56,6 +58,7 @@ def load_efficiency(generation: str) -> Efficiency:
         collectives = _group(CollectiveConstants, document["collectives"])
     elif parent and parent.collectives:
         collectives = _inherited({"": parent.collectives}, note)[""]
+    rack = document.get("collectives_nvl72")
     return Efficiency(
         generation=generation,
         matmul=matmul,
@@ -63,6 +66,7 @@ def load_efficiency(generation: str) -> Efficiency:
         default_attention=document.get("default_attention", parent.default_attention if parent else ""),
         streaming=streaming,
         collectives=collectives,
+        collectives_nvl72=_group(CollectiveConstants, rack) if rack else None,
         default_library=document.get("default_library", dict(parent.default_library) if parent else {}),
     )
 
@@ -98,7 +102,9 @@ def reference_accelerators() -> dict[str, str]:
 def _document(generation: str) -> dict[str, Any]:
     path = FOLDER / f"{generation}.toml"
     if generation == NETWORKS or not path.is_file():
-        raise UserError(f"no constants for generation {generation}; {did_you_mean(generation, generations())}")
+        raise UserError(
+            f"no constants for generation {generation}; {did_you_mean(generation, generations())}"
+        )
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 

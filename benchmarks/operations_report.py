@@ -1,0 +1,222 @@
+"""Errors of the fits of `fit_operations.py`, and the TOML files they are kept in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from operations_data import REFERENCES, Array, Table
+
+FOLDER = Path(__file__).parent.parent / "src" / "ironlaw" / "machine" / "efficiency" / "constants"
+PREFERRED = {"fp8": "trtllm", "nvfp4": "trtllm"}
+INHERITS = {
+    "ampere_graphics": ("ampere", "GA10x: only streaming kernels measured; matmul and attention as on A100"),
+    "turing": ("volta", "not measured: constants of Volta"),
+    "cdna2": ("cdna3", "not measured: constants of CDNA3"),
+    "cdna3": ("hopper", "CDNA3: only collectives measured; the rest as on Hopper"),
+    "cdna4": ("cdna3", "not measured: constants of CDNA3"),
+    "tpu": ("hopper", "TPU: not measured, and not built of tiles over SMs; constants of Hopper"),
+    "gaudi": ("hopper", "Gaudi: not measured; constants of Hopper"),
+    "trainium": ("hopper", "Trainium: not measured; constants of Hopper"),
+    "volta": ("ampere", "V100: no attention or streaming kernel measured; as on A100"),
+    "xe2": ("hopper", "Arc B-series: what is not measured is as on Hopper"),
+}
+ORDER = ("flash_attention", "trtllm_mha", "flashinfer", "trtllm", "triton")
+
+
+@dataclass
+class Record:
+    """One group of constants with its errors."""
+
+    operation: str
+    generation: str
+    key: str
+    constants: Any
+    rows: int
+    fitted: int
+    inside: tuple[float, float, float]  # median, mean, p90 of absolute relative error
+    outside: tuple[float, float, float] | None
+    percentiles: tuple[float, float]  # of ln(measured / predicted), on held-out rows if any
+    per_accelerator: dict[str, tuple[float, float, float]]
+    sources: str
+    baseline: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    transfer: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+def errors(predicted: Array, measured: Array) -> tuple[float, float, float]:
+    """Median, mean and 90th percentile of |predicted / measured - 1|."""
+    e = np.abs(predicted / measured - 1)
+    return float(np.median(e)), float(e.mean()), float(np.percentile(e, 90))
+
+
+def summarise(
+    operation: str,
+    generation: str,
+    key: str,
+    constants: Any,
+    train: Table,
+    test: Table,
+    everything: Table,
+    predict: Callable[[Table], Array],
+) -> Record:
+    """Errors of `constants` on the fitted rows, on the held-out ones, and by accelerator (held out)."""
+    judged = test if len(test.seconds) else train
+    predicted = predict(judged)
+    logs = np.log(judged.seconds / predicted)
+    names = np.array(judged.accelerator)
+    return Record(
+        operation, generation, key, constants, len(everything.seconds), len(train.seconds),
+        errors(predict(train), train.seconds),
+        errors(predicted, judged.seconds) if len(test.seconds) else None,
+        (float(np.percentile(logs, 10)), float(np.percentile(logs, 90))),
+        {
+            n: errors(predicted[names == n], judged.seconds[names == n])
+            for n in dict.fromkeys(judged.accelerator)
+        },
+        _sources(everything.source),
+    )  # fmt: skip
+
+
+def _sources(names: list[str], limit: int = 6) -> str:
+    """Distinct sources, without the numbers of private copies, the longest list cut."""
+    clean = {re.sub(r"\(?stored file id \d+\)?", "", n).replace("  ", " ").strip(" ,") for n in names}
+    shown = sorted(clean)[:limit]
+    return "; ".join(shown) + (f"; and {len(clean) - limit} more" if len(clean) > limit else "")
+
+
+def _percent(values: tuple[float, float, float] | None) -> str:
+    return " / ".join(f"{100 * v:.1f}" for v in values) if values else "-"
+
+
+def error_lines(records: list[Record]) -> list[str]:
+    """Markdown tables of the errors, one per operation."""
+    lines = []
+    for operation in dict.fromkeys(r.operation for r in records):
+        lines += ["", f"### {operation}", ""]
+        lines.append(
+            "| generation | group | accelerator | rows | in sample | held out | baseline | not in the fit |"
+        )
+        lines.append("|---|---|---|---:|---:|---:|---:|---|")
+        for r in (r for r in records if r.operation == operation):
+            moved = ", ".join(f"{k} {100 * v:.1f}" for k, v in r.transfer.items())
+            first = f"{r.rows} | {_percent(r.inside)}"
+            for i, (name, error) in enumerate(r.per_accelerator.items()):
+                outside = _percent(error if r.outside else None)
+                start = f"| {r.generation} | {r.key} | {name} |"
+                if i == 0:
+                    lines.append(f"{start} {first} | {outside} | {_percent(r.baseline)} | {moved} |")
+                else:
+                    lines.append(f"{start} | | {outside} | | |")
+    return lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace('"', "'") + '"'
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f'"{k}" = {_value(v)}' for k, v in value.items()) + " }"
+    if isinstance(value, int):
+        return str(value)
+    text = f"{value:.4g}"
+    return text if any(c in text for c in ".e") else text + ".0"
+
+
+def _section(title: str, record: Record) -> list[str]:
+    lines = ["", f"[{title}]"]
+    for f in fields(record.constants):
+        value = getattr(record.constants, f.name)
+        if f.name != "evidence" and value is not None:
+            lines.append(f"{f.name} = {_value(value)}")
+    lines += [f"[{title}.evidence]", f"source = {_value(record.sources)}", f"rows = {record.rows}"]
+    lines += [f"log_error_p10 = {record.percentiles[0]:.3f}", f"log_error_p90 = {record.percentiles[1]:.3f}"]
+    if record.note:
+        return [*lines, "assumed = true", f"note = {_value(record.note)}"]
+    lines.append(f"median_absolute_error = {record.inside[0]:.3f}")
+    if record.outside:
+        lines.append(f"held_out_median_absolute_error = {record.outside[0]:.3f}")
+    return lines
+
+
+def write_tomls(records: list[Record]) -> None:
+    """One file per generation, measured or inherited."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    assumed = assumed_records(records)
+    for generation in sorted({r.generation for r in records} | set(INHERITS)):
+        mine = [r for r in [*records, *assumed] if r.generation == generation]
+        lines = [f"# Constants of {generation}: written by benchmarks/fit_operations.py, do not edit."]
+        lines.append(
+            "# Fractions are of the nominal figures under [accelerators]; see docs/notes/operations.md."
+        )
+        if generation in INHERITS:
+            parent, note = INHERITS[generation]
+            lines += [f'inherits = "{parent}"', f"inherits_note = {_value(note)}"]
+        kernels = [r.key for r in mine if r.operation == "attention"]
+        lines += [f'default_attention = "{k}"' for k in ORDER if k in kernels][:1]
+        libraries = {r.key.split("/")[0]: r.key.split("/")[1] for r in mine if "/" in r.key}
+        libraries.update({k: v for k, v in PREFERRED.items() if any(r.key == f"{k}/{v}" for r in mine)})
+        lines += [f"default_library = {_value(libraries)}"] * bool(libraries)
+        for r in mine:
+            title = {"matmul": f'matmul."{r.key}"', "attention": f"attention.{r.key}"}.get(
+                r.operation, r.operation
+            )
+            lines += _section(title, r)
+        for name, reference in REFERENCES.items():
+            if reference.generation == generation:
+                lines += ["", f'[accelerators."{name}"]']
+                lines += [f"{k} = {_value(v)}" for k, v in reference.toml().items()]
+        (FOLDER / f"{generation}.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def assumed_records(records: list[Record]) -> list[Record]:
+    """Constants nobody measured, from what is nearest: they are marked `assumed`."""
+    found = {(r.operation, r.generation): r for r in records if r.key in ("bf16", "streaming")}
+    hopper_matmul, hopper_stream = found["matmul", "hopper"], found["streaming", "hopper"]
+    out = []
+    for (operation, generation), r in found.items():
+        if operation != "matmul" or ("streaming", generation) in found:
+            continue
+        rate = r.constants.memory_fraction
+        ratio = rate / hopper_stream.constants.fraction["elementwise"]
+        fraction = {k: v * ratio for k, v in hopper_stream.constants.fraction.items()} | {"copy": rate}
+        constants = replace(hopper_stream.constants, fraction=fraction)
+        note = (
+            "bandwidth seen in this generation's skinny matmuls; kinds of kernel relative to it as on Hopper"
+        )
+        out.append(_assumed(hopper_stream, generation, constants, note, 0.25))
+    racks = [r for r in records if r.operation == "collectives_nvl72"]
+    for r in records:
+        if r.operation == "collectives" and r.generation == "blackwell_ultra" and racks:
+            constants = replace(r.constants, switch_fraction=racks[0].constants.switch_fraction)
+            note = "in-switch share of GB200 in a rack of 72"
+            out.append(
+                replace(_assumed(r, r.generation, constants, note, 0.25), operation="collectives_nvl72")
+            )
+    constants = replace(hopper_matmul.constants, attainable_fraction=0.7, joules_per_flop=750 / 782e12)
+    note = (
+        "shape constants of Hopper; level from 781.9 TFLOP/s at 4096x10240x4864, ROCm 6.2, "
+        "in the table of maximum achievable matmul FLOPS of github.com/stas00/ml-engineering, "
+        "compute/accelerator/README.md"
+    )
+    return [*out, _assumed(hopper_matmul, "cdna3", constants, note, 0.35)]
+
+
+def _assumed(like: Record, generation: str, constants: Any, note: str, width: float) -> Record:
+    return replace(
+        like, generation=generation, constants=constants, rows=0, outside=None, percentiles=(-width, width),
+        sources="none", note=note,
+    )  # fmt: skip
+
+
+def write_networks(records: list[Record]) -> None:
+    """All networks between islands in one file."""
+    lines = ["# Networks between islands: written by benchmarks/fit_operations.py, do not edit."]
+    for r in records:
+        lines += _section(r.generation, r)
+    (FOLDER / "networks.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")

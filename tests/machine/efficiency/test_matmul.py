@@ -1,0 +1,144 @@
+"""Physics and published points of the matmul model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ironlaw.errors import UserError
+from ironlaw.machine.efficiency import (
+    generations,
+    load_efficiency,
+    matmul_bound,
+    matmul_flops,
+    matmul_seconds,
+    reference_accelerators,
+    reference_hardware,
+)
+
+MEASURED = {
+    name: generation
+    for name, generation in reference_accelerators().items()
+    if not any(line.startswith("matmul bf16") for line in load_efficiency(generation).assumptions())
+}
+
+
+def hardware(name: str):
+    return reference_hardware(reference_accelerators()[name], name)
+
+
+def attained(m: float, n: float, k: float, name: str, **options) -> float:
+    return matmul_flops(m, n, k) / matmul_seconds(m, n, k, hardware=hardware(name), **options) / 1e12
+
+
+def test_eleven_accelerators_are_measured() -> None:
+    assert len(MEASURED) == 11
+    assert {"A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM", "GB300"} <= set(MEASURED)
+
+
+@pytest.mark.parametrize("name", sorted(MEASURED))
+def test_never_above_peak_nor_above_bandwidth(name: str) -> None:
+    rng = np.random.default_rng(0)
+    m, n, k = np.exp(rng.uniform(0, np.log(65536), (3, 2000))).round()
+    device = hardware(name)
+    seconds = matmul_seconds(m, n, k, hardware=device)
+    assert np.all(matmul_flops(m, n, k) / seconds < device.peak("bf16"))
+    traffic = 2 * (m * k + k * n + m * n)
+    large = traffic > 3 * device.l2_bytes  # a repeated call finds smaller operands in the cache
+    assert np.all((traffic / seconds)[large] < device.memory_bytes_per_second)
+
+
+@pytest.mark.parametrize("name", ["A100-SXM-80GB", "H100-SXM-80GB", "B200-SXM", "L40S"])
+@pytest.mark.parametrize("axis", range(4))
+def test_monotone_in_every_size(name: str, axis: int) -> None:
+    sizes = [np.full(4000, v) for v in (4096.0, 3072.0, 2048.0, 1.0)]
+    sizes[axis] = np.arange(1.0, 4001.0)
+    assert np.all(np.diff(matmul_seconds(*sizes, hardware=hardware(name))) >= -1e-15)
+
+
+@pytest.mark.parametrize("name", ["A100-SXM-80GB", "H100-SXM-80GB"])
+def test_one_row_beyond_a_tile_costs_a_tile(name: str) -> None:
+    m = np.array([1024.0, 1025.0, 1088.0])
+    at, above, filled = matmul_seconds(m, 8192, 8192, hardware=hardware(name))
+    assert above > 1.02 * at
+    assert above == pytest.approx(filled, rel=0.01)  # the rest of that tile is nearly free
+
+
+def test_waves_quantise_on_ampere() -> None:
+    # 128 x 128 tiles: 108 units take 108 of them together, 109 leave a tail
+    n = 128.0 * np.array([104, 108, 112])
+    per_column = matmul_seconds(128, n, 8192, hardware=hardware("A100-SXM-80GB")) / n
+    assert per_column[1] < per_column[0]
+    assert per_column[1] < per_column[2]
+
+
+def test_shallow_k_and_skinny_m_attain_less() -> None:
+    assert attained(8192, 8192, 128, "H100-SXM-80GB") < 0.5 * attained(8192, 8192, 4096, "H100-SXM-80GB")
+    assert attained(16, 8192, 8192, "H100-SXM-80GB") < 0.15 * attained(8192, 8192, 8192, "H100-SXM-80GB")
+
+
+def test_batch_is_as_many_tiles() -> None:
+    device = hardware("H100-SXM-80GB")
+    one, many = matmul_seconds(512, 512, 512, np.array([1.0, 264.0]), hardware=device)
+    assert many < 264 * one / 5  # 264 small products fill the machine that one leaves idle
+    assert matmul_seconds(512, 512, 512, 264, hardware=device) == pytest.approx(float(many))
+
+
+def test_power_limits_large_products_only() -> None:
+    free = attained(4096, 4096, 4096, "H100-SXM-80GB")
+    throttled = attained(4096, 4096, 4096, "H100-SXM-80GB", sustained=True)
+    assert throttled < 0.95 * free
+    assert attained(32768, 32768, 32768, "H100-SXM-80GB") == pytest.approx(throttled, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "tflops"),
+    [
+        # best shapes found by mamf-finder: github.com/stas00/ml-engineering, compute/accelerator/README.md
+        ("A100-SXM-80GB", 6912, 16384, 2048, 267.9),
+        ("H100-SXM-80GB", 6144, 17920, 2816, 792.1),
+        ("MI300X", 4096, 10240, 4864, 781.9),
+    ],
+)
+def test_published_best_shapes(name: str, m: int, n: int, k: int, tflops: float) -> None:
+    # a maximum over shapes lies above a model of the typical one
+    assert 0.90 * tflops < attained(m, n, k, name) < 1.03 * tflops
+
+
+def test_bounds_are_named() -> None:
+    device = hardware("H100-SXM-80GB")
+    bounds = matmul_bound(
+        np.array([8.0, 8.0, 8192.0]), np.array([64.0, 16384, 8192]), 4096.0, hardware=device
+    )
+    assert list(bounds[:2]) == ["launch", "memory"] or bounds[1] == "memory"
+    assert bounds[2] in ("power", "compute")
+
+
+def test_formats_borrow_and_cast() -> None:
+    device = hardware("H100-SXM-80GB")
+    assert matmul_seconds(4096, 4096, 4096, dtype="fp16", hardware=device) == matmul_seconds(
+        4096, 4096, 4096, hardware=device
+    )
+    fast = matmul_seconds(8192, 8192, 8192, dtype="fp8", hardware=device)
+    cast = matmul_seconds(8192, 8192, 8192, dtype="fp8", hardware=device, include_cast=True)
+    assert fast < cast < matmul_seconds(8192, 8192, 8192, hardware=device)
+    with pytest.raises(UserError, match=r"no peak for nvfp4|no matmul constants"):
+        matmul_seconds(128, 128, 128, dtype="nvfp4", hardware=device)
+
+
+def test_unmeasured_generations_say_so_and_are_wide() -> None:
+    for generation in ("cdna3", "cdna4", "tpu", "gaudi", "trainium", "turing"):
+        efficiency = load_efficiency(generation)
+        assert any(line.startswith("matmul") for line in efficiency.assumptions())
+        evidence = efficiency.matmul_for("bf16").evidence
+        assert evidence is not None and evidence.assumed
+        low, high = evidence.interval(1.0)
+        assert high / low > 1.8
+    measured = load_efficiency("hopper").matmul_for("bf16").evidence
+    assert measured is not None and not measured.assumed and measured.rows > 3000
+
+
+def test_unknown_generation_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="hopper"):
+        load_efficiency("hoper")
+    assert "networks" not in generations()
