@@ -44,7 +44,8 @@ class Engine:
     attention_slowdown: float = 1.0
     attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
     selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
-    streaming_traffic: float = 1.3  # bytes moved by element-wise kernels over the least a fused kernel would move
+    streaming_traffic: float = 1.3  # bytes moved by norms and residual additions over the least fused kernels would
+    shard_traffic: float = 1.3  # the same for activations, rotations and layout copies, which tensor parallel divides
     score_traffic: float = 1.3  # the same for materialised attention scores
     optimizer_traffic: float = 1.2
 
@@ -54,7 +55,9 @@ class Engine:
     fsdp_hidden: float = 0.9
     pp_hidden: float = 0.0
     cp_hidden: float = 0.5
-    network_slowdown: float = 1.0  # collectives in a run over those of a benchmark
+    island_slowdown: float = 1.0  # collectives in a run over those of a benchmark, inside an island
+    network_slowdown: float = 1.0  # the same across the network
+    pressure_slowdown: float = 1.0  # of a step whose peak nearly fills the device: the allocator frees and retries
 
     # memory conventions
     gradient_bytes: float = 4.0  # per parameter: the buffer gradients accumulate in
@@ -71,6 +74,8 @@ class Engine:
     activation_extra: float = 0.0  # bytes per hidden element and layer beyond the tensors autograd must keep
     gathered_inputs: float = 0.0  # share of norm outputs kept after gathering over tp
     activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
+    dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts
+    selective_kept_share: float = 0.0  # of a block's activations under selective recomputation; 0: all but attention
     logit_bytes: float = 14.0  # per logit at the peak: 16-bit logits, fp32 copy, its softmax and gradient
     context_bytes: float = 0.0
     default_precision: str = "bf16"

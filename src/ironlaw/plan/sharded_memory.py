@@ -53,7 +53,7 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     core = np.where(jobs.flash > 0, FP32, jobs.sequence * (2 * HALF + 1)) * tokens * jobs.heads / tp
     eager = engine.activation_saves - 1
     ffn = tokens * jobs.ffn / tp * HALF * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
-    masks = np.where(jobs.biased > 0, 2 * tokens * jobs.hidden / shards, 0.0)
+    masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
     extra = tokens * jobs.hidden / tp * engine.activation_extra
     return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
 
@@ -110,10 +110,12 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakM
 
     everything, core, entrance = layer_activation_bytes(jobs, engine)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
-    kept = np.where(full, entrance, np.where(selective, everything - core, everything))
+    share = engine.selective_kept_share
+    partly = entrance + share * (everything - entrance) if share > 0 else everything - core
+    kept = np.where(full, entrance, np.where(selective, partly, everything))
     flight = in_flight(jobs, stage)
     activations = count * kept * flight
-    recomputed = np.where(full, everything, np.where(selective, core, 0.0)) * (count > 0)
+    recomputed = np.where(full, everything, np.where(selective, everything - partly, 0.0)) * (count > 0)
     block = jobs.block_parameters / jobs.tp
     gathered = np.where(jobs.zero >= 3, block * (2 * HALF + engine.gradient_bytes), 0.0)
     logits = np.where(has_head, jobs.tokens * jobs.vocab / jobs.tp * engine.logit_bytes, 0.0)

@@ -30,6 +30,9 @@ from ironlaw.plan.stages import StageLayers, stage_layers
 HALF = 2.0  # bytes of a 16-bit element
 FP32 = 4.0
 
+RIVALRY = 6.0
+"""Exponent of the norm that stands for max(device, host): where both are close, each waits for the other at times."""
+
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
 """Time of FlashAttention-2 over that of a kernel written for the generation. Hopper: causal forward, head size 128,
 16k tokens, 335 against FlashAttention-3's 616 TFLOP/s (arXiv 2407.08608, figure 5). Blackwell: assumed."""
@@ -46,6 +49,8 @@ class Parts:
     layer_scores_forward: Array  # streaming over materialised scores
     layer_streaming_forward: Array
     layer_streaming_backward: Array
+    layer_shard_forward: Array  # streaming that tensor parallel divides
+    layer_shard_backward: Array
     layer_accumulate: Array  # adding a weight gradient into the fp32 buffer
     tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
     cp_layer: Array  # key/value exchange of one layer, forward
@@ -58,6 +63,8 @@ class Parts:
     fsdp_gather_layer: Array
     fsdp_scatter_layer: Array
     optimizer: Array
+    crosses: Array  # whether data parallel and pipeline traffic leaves the island
+    tp_crosses: Array
 
 
 @dataclass(frozen=True)
@@ -142,17 +149,26 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
     return forward, backward, np.where(use_flash, 0.0, traffic)
 
 
-def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
-    """Element-wise kernels of one block at their least traffic: forward, backward."""
+def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array]:
+    """Element-wise kernels of one block at their least traffic: on the residual stream, then on what tp divides.
+
+    Each forward, then backward.
+    """
     stream = jobs.tokens * jobs.hidden / jobs.stream_shards
     sharded = jobs.tokens / jobs.tp
-    rotary = np.where(jobs.biased > 0, 0.0, 2 * sharded * (jobs.query_size + jobs.key_value_size))
-    activation = sharded * jobs.ffn * np.where(jobs.gated > 0, 3.0, 2.0)
-    # Two norms (read, write) and two residual additions (read two, write one).
-    forward = HALF * (stream * (2 * 2 + 2 * 3) + rotary + activation)
-    backward = HALF * (stream * (2 * 3 + 2 * 2) + rotary + activation * 5 / 3)
-    seconds = [_unique(lambda b: streaming_seconds(b, setting.hardware), moved) for moved in (forward, backward)]
-    return seconds[0], seconds[1]
+    # Rotary kernels, or copies of queries, keys and values into the layout that batched matmuls want.
+    heads = 2 * (jobs.query_size + np.where(jobs.biased > 0, 2.0, 1.0) * jobs.key_value_size)
+    activation = jobs.ffn * np.where(jobs.gated > 0, 3.0, 2.0)
+    moved = (
+        # Two norms (read, write) and two residual additions (read two, write one).
+        stream * (2 * 2 + 2 * 3),
+        stream * (2 * 3 + 2 * 2),
+        sharded * (heads + activation),
+        sharded * (heads + activation * 5 / 3),
+    )
+    hardware = setting.hardware
+    first, second, third, fourth = (_unique(lambda b: streaming_seconds(b, hardware), HALF * m) for m in moved)
+    return first, second, third, fourth
 
 
 def _collective(kind: str, size: Array, ranks: Array, inside: Array, setting: Setting) -> Array:
@@ -171,7 +187,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     island = float(setting.fabric.island_ranks)
     matmul_forward, matmul_backward = _matmuls(jobs, setting)
     attention_forward, attention_backward, scores = _attention(jobs, setting)
-    streaming_forward, streaming_backward = _streaming(jobs, setting)
+    streaming_forward, streaming_backward, shard_forward, shard_backward = _streaming(jobs, setting)
     hardware = setting.hardware
 
     vocab = jobs.vocab / jobs.tp
@@ -211,6 +227,8 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         layer_scores_forward=scores,
         layer_streaming_forward=streaming_forward,
         layer_streaming_backward=streaming_backward,
+        layer_shard_forward=shard_forward,
+        layer_shard_backward=shard_backward,
         layer_accumulate=np.asarray(streaming_seconds(block * (HALF + 2 * FP32), hardware)),
         tp_collective=np.where(
             jobs.sp > 0,
@@ -233,6 +251,8 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         fsdp_scatter_layer=np.where(
             fsdp, _collective("reduce_scatter", (block + ends / jobs.layers) * gradient, replicas, dp_inside, setting), 0.0
         ),
+        crosses=jobs.accelerators > island,
+        tp_crosses=jobs.tp > island,
         optimizer=np.asarray(streaming_seconds(owned * (FP32 * 7 + HALF + FP32), hardware)),
     )  # fmt: skip
 
@@ -241,9 +261,11 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     """Step time from its ingredients and the engine's constants."""
     layers = layers or stage_layers(jobs, engine.partition)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
+    slow = np.where(parts.crosses, engine.network_slowdown, engine.island_slowdown)
     micro_batches = jobs.accumulation
 
     streaming_forward = parts.layer_streaming_forward * engine.streaming_traffic
+    streaming_forward = streaming_forward + parts.layer_shard_forward * engine.shard_traffic
     core = parts.layer_attention_forward * engine.attention_slowdown + parts.layer_scores_forward * engine.score_traffic
     forward = parts.layer_matmul_forward * engine.matmul_slowdown + core + streaming_forward
     backward = (
@@ -251,6 +273,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         + parts.layer_attention_backward * engine.attention_slowdown
         + 2 * parts.layer_scores_forward * engine.score_traffic
         + parts.layer_streaming_backward * engine.streaming_traffic
+        + parts.layer_shard_backward * engine.shard_traffic
         + parts.layer_accumulate * np.where(jobs.zero >= 3, 0.0, 1.0)
     )
     share = engine.selective_matmul_share
@@ -258,9 +281,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
     again = np.where(full, forward, np.where(selective, partly, 0.0))
     passes = np.where(full, 3.0, 2.0)
-    tp_layer = 2 * passes * parts.tp_collective * engine.network_slowdown
+    tp_layer = 2 * passes * parts.tp_collective * np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
-    cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * engine.network_slowdown
+    cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow
     host_passes = 1 + engine.host_backward_ratio + np.where(full, 1.0, 0.0)
     host_layer = engine.host_layer_seconds * host_passes
     host_layer = host_layer + engine.host_collective_seconds * np.where(jobs.tp > 1, 2 * passes, 0.0)
@@ -268,17 +291,18 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.streaming_traffic
     embedding = parts.embedding * engine.streaming_traffic
     device_layer = forward + backward + again + tp_exposed + cp_exposed
-    message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * engine.network_slowdown
+    message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow
 
     # Weights of ZeRO-3 are gathered for forward and again for backward.
-    fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * engine.network_slowdown
+    fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * slow
     fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
 
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
         device = count * (device_layer + fsdp_exposed) + extra
         host = count * host_layer + engine.host_microbatch_seconds
-        return np.maximum(device, host) + message, np.maximum(host - device, 0.0)
+        longer = (device**RIVALRY + host**RIVALRY) ** (1 / RIVALRY)
+        return longer + message, longer - device
 
     first, _ = stage(layers.first, embedding + np.where(jobs.pp == 1, head, 0.0))
     middle, _ = stage(layers.middle, np.zeros(len(jobs)))
@@ -292,8 +316,8 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     _, host_excess = stage(count, extra)
     steady = micro_batches * slowest
     window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel
-    reduce = parts.dp_reduce * engine.network_slowdown
-    gather = parts.dp_gather * engine.network_slowdown
+    reduce = parts.dp_reduce * slow
+    gather = parts.dp_gather * slow
     dp_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
     dp_exposed = dp_exposed + gather - np.minimum(engine.dp_hidden * gather, count * forward)
     optimizer = parts.optimizer * engine.optimizer_traffic
