@@ -18,6 +18,16 @@ UNUSABLE_BYTES = 1.0 * 2**30
 """Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
 
 
+PRESSURE_SHARE = 0.9
+"""Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
+
+
+def under_pressure(seconds: Array, highest_bytes: Array, where: Setting) -> Array:
+    """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
+    nearly_full = highest_bytes > PRESSURE_SHARE * (where.memory_bytes - UNUSABLE_BYTES)
+    return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One entry per run."""
@@ -54,9 +64,10 @@ def evaluate(runs: Sequence[Run]) -> Prediction:
         jobs = jobs_of_columns([runs[i].columns for i in indices])
         layers = stage_layers(jobs, where.engine.partition)
         parts = step_parts(jobs, where, layers)
-        seconds[indices] = assemble(parts, jobs, where.engine, layers).step_seconds
-        reported[indices] = reported_bytes(jobs, where.engine, layers)
         highest[indices] = peak_memory(jobs, where.engine, layers).total
+        times = assemble(parts, jobs, where.engine, layers)
+        seconds[indices] = under_pressure(times.step_seconds, highest[indices], where)
+        reported[indices] = reported_bytes(jobs, where.engine, layers)
         limit[indices] = where.memory_bytes - UNUSABLE_BYTES
         peak[indices] = where.hardware.peak(where.precision)
     return Prediction(seconds, reported, highest, limit, peak)
