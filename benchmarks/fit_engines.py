@@ -3,9 +3,10 @@
     python benchmarks/fit_engines.py runs.csv [--engine NAME] [--write]
 
 Step times and peak memory are fitted apart. Residuals are ln(predicted / measured) with a soft-L1 loss; every group
-weighs by the square root of its size, so that 720 runs of one machine do not decide for 10 of another. Each constant
+weighs by the fourth root of its size, so that 720 runs of one machine do not decide for 10 of another. Each constant
 is bounded by what is physically possible and held near its starting value by a weak prior. Nothing is fitted per row
-or per group. `--leave-out GROUP` refits without a group and prints its error: the out-of-sample record.
+or per group.
+`--intervals` refits without each group in turn, prints its error, the out-of-sample record, and keeps its spread.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ironlaw.plan.engine import Engine, engines
-from ironlaw.plan.evaluate import settings_of
+from ironlaw.plan.evaluate import settings_of, under_pressure
+from ironlaw.plan.intervals import kind_of_layout
 from ironlaw.plan.jobs import Jobs, jobs_of_columns
 from ironlaw.plan.runs import Run, read_runs
-from ironlaw.plan.sharded_memory import reported_bytes
+from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import StageLayers, stage_layers
 from ironlaw.plan.timeline import Parts, assemble, step_parts
 
@@ -32,17 +34,18 @@ TIME_BOUNDS: dict[str, tuple[float, float]] = {
     "host_collective_seconds": (1e-6, 3e-4),
     "host_microbatch_seconds": (1e-4, 3e-2),
     "host_step_seconds": (1e-3, 0.15),
-    "matmul_slowdown": (0.9, 1.6),
+    "matmul_slowdown": (0.95, 1.6),
+    "cdna3.matmul_slowdown": (0.95, 2.4),
     "attention_slowdown": (0.7, 2.5),
     "streaming_traffic": (0.8, 5.0),
     "score_traffic": (0.8, 5.0),
     "optimizer_traffic": (0.6, 5.0),
     "tp_hidden": (0.0, 0.95),
     "dp_hidden": (0.0, 1.0),
-    "fsdp_hidden": (0.5, 1.0),
+    "fsdp_hidden": (0.7, 1.0),
     "pp_hidden": (0.0, 0.98),
     "cp_hidden": (0.0, 0.98),
-    "shard_traffic": (0.8, 8.0),
+    "shard_traffic": (0.8, 5.0),
     "island_slowdown": (1.0, 3.0),
     "network_slowdown": (1.0, 4.0),
 }
@@ -57,7 +60,7 @@ MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
     "gradient_bytes": (2.0, 6.0),
 }
 SCALES = {"activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
-PRIOR_WEIGHT = 0.03
+PRIOR_WEIGHT = 0.05
 
 
 @dataclass
@@ -73,8 +76,8 @@ class Block:
     generation: str
 
 
-def blocks(runs: list[Run], kind: str, leave_out: str | None = None) -> list[Block]:
-    chosen = [r for r in runs if r.ran and kind in r.checks and value(r, kind) and r.group != leave_out]
+def blocks(runs: list[Run], kind: str) -> list[Block]:
+    chosen = [r for r in runs if r.ran and kind in r.checks and value(r, kind)]
     sizes: dict[str, int] = {}
     for run in chosen:
         sizes[run.group] = sizes.get(run.group, 0) + 1
@@ -127,8 +130,8 @@ def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
 def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
     """The engine with the named constants fitted."""
     bounds = TIME_BOUNDS if kind == "time" else MEMORY_BOUNDS
-    low = np.array([bounds[n.split(".")[-1]][0] for n in names])
-    high = np.array([bounds[n.split(".")[-1]][1] for n in names])
+    low = np.array([bounds.get(n, bounds[n.split(".")[-1]])[0] for n in names])
+    high = np.array([bounds.get(n, bounds[n.split(".")[-1]])[1] for n in names])
     logarithmic = np.array([low_ > 0 and high_ / low_ > 5 for low_, high_ in zip(low, high, strict=True)])
     scale = np.array([1.0 if log else SCALES.get(n.split(".")[-1], 0.4) for n, log in zip(names, logarithmic, strict=True)])
 
@@ -189,9 +192,10 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
     "composer-fsdp": (["host_layer_seconds", "host_microbatch_seconds", "host_step_seconds", "matmul_slowdown",
                        "attention_slowdown", "streaming_traffic", "shard_traffic", "fsdp_hidden",
                        "hopper.matmul_slowdown", "hopper.attention_slowdown"], []),
-    "torchtitan": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "fsdp_hidden", "host_step_seconds",
-                    "cdna3.matmul_slowdown", "blackwell.matmul_slowdown"],
-                   ["activation_extra", "logit_bytes", "context_bytes"]),
+    "torchtitan-2024": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "fsdp_hidden"], []),
+    "torchtitan": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "streaming_traffic", "fsdp_hidden", "host_step_seconds",
+                    "tp_hidden", "cdna3.matmul_slowdown", "blackwell.matmul_slowdown"],
+                   ["activation_extra", "logit_bytes"]),
 }  # fmt: skip
 
 
@@ -200,10 +204,11 @@ def main() -> None:
     parser.add_argument("csv", type=Path)
     parser.add_argument("--engine", choices=sorted(PLAN))
     parser.add_argument("--kind", choices=("time", "memory"))
-    parser.add_argument("--leave-out", action="store_true", help="also refit without each group and print its error")
     parser.add_argument("--write", action="store_true", help="write the constants into the engines' files")
+    parser.add_argument("--intervals", action="store_true", help="leave folds out, write interval_factors.toml")
     arguments = parser.parse_args()
     runs, _ = read_runs(arguments.csv)
+    unseen: list[Unseen] = []
     for name, plan in PLAN.items():
         if arguments.engine not in (None, name):
             continue
@@ -212,18 +217,123 @@ def main() -> None:
             if not names or arguments.kind not in (None, kind):
                 continue
             data = blocks(chosen, kind)
-            fitted = fit(engines()[name], data, names, kind)
+            fitted = fit(start_of(name), data, names, kind)
             print(name, kind, {n: float(f"{get(fitted, n):.4g}") for n in names})
             summary(data, fitted, kind)
-            if arguments.leave_out:
-                for group in sorted({g for b in data for g in b.groups}):
-                    rest = blocks(chosen, kind, leave_out=group)
-                    if rest:
-                        without = fit(engines()[name], rest, names, kind)
-                        print(f"  left out: {group}")
-                        summary([b for b in blocks([r for r in chosen if r.group == group], kind)], without, kind)
             if arguments.write:
                 write(name, {n: get(fitted, n) for n in names})
+            if arguments.intervals:
+                unseen += left_out(name, chosen, names, kind)
+    if arguments.intervals:
+        write_intervals(unseen)
+
+
+@dataclass
+class Unseen:
+    """A run planned with constants that were fitted without its group (or without its fold)."""
+
+    run: Run
+    kind: str
+    fold: str
+    log_error: float  # ln(measured / planned)
+
+
+def fold_of(run: Run, groups: set[str]) -> str:
+    """What is left out together: a group, or in an engine with one group the runs of one size and tensor degree."""
+    if len(groups) > 1:
+        return run.group
+    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.columns['tp']:.0f}"
+
+
+def start_of(name: str) -> Engine:
+    """The engine's conventions with neutral values for everything that is fitted: where every fit starts.
+
+    So a fit does not depend on the one before it, and a fold that is left out does not come back by the prior.
+    """
+    neutral = Engine("neutral")
+    values = {n: get(neutral, n) for n in (*PLAN[name][0], *PLAN[name][1])}
+    return put(engines()[name], values)
+
+
+def left_out(name: str, runs: list[Run], names: list[str], kind: str) -> list[Unseen]:
+    """Each fold planned by an engine fitted to the other folds, and its errors printed."""
+    usable = [r for r in runs if r.ran and kind in r.checks and value(r, kind)]
+    groups = {r.group for r in usable}
+    folds = sorted({fold_of(r, groups) for r in usable})
+    result: list[Unseen] = []
+    for fold in folds:
+        rest = blocks([r for r in usable if fold_of(r, groups) != fold], kind)
+        out = [r for r in usable if fold_of(r, groups) == fold]
+        engine = fit(start_of(name), rest, names, kind) if rest else start_of(name)
+        for where, index in settings_of(out):
+            part = [out[i] for i in index]
+            jobs = jobs_of_columns([r.columns for r in part])
+            layers = stage_layers(jobs, engine.partition)
+            chosen = engine.on(part[0].cluster.accelerator.generation)
+            if kind == "time":
+                seconds = assemble(step_parts(jobs, where, layers), jobs, chosen, layers).step_seconds
+                planned = under_pressure(seconds, peak_memory(jobs, chosen, layers).total, where)
+            else:
+                planned = reported_bytes(jobs, chosen, layers)
+            measured = np.array([value(r, kind) for r in part])
+            logs = np.log(measured / planned)
+            result += [Unseen(r, kind, fold, float(e)) for r, e in zip(part, logs, strict=True)]
+        errors = np.array([np.exp(-u.log_error) - 1 for u in result if u.fold == fold])
+        size = np.abs(errors)
+        print(
+            f"  left out: {fold:44s} {kind:6s} n {len(size):4d} median {100 * np.median(size):5.1f} "
+            f"mean {100 * size.mean():5.1f} p90 {100 * np.quantile(size, 0.9):5.1f} bias {100 * np.median(errors):+5.1f}"
+        )
+    return result
+
+
+def weighted_quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
+    order = np.argsort(values)
+    cumulative = np.cumsum(weights[order]) - 0.5 * weights[order]
+    return float(np.interp(q * weights.sum(), cumulative, values[order]))
+
+
+def quantiles(unseen: list[Unseen]) -> list[float]:
+    """10th and 90th percentile of ln(measured / planned); a fold weighs by the fourth root of its size."""
+    sizes: dict[str, int] = {}
+    for u in unseen:
+        sizes[u.fold] = sizes.get(u.fold, 0) + 1
+    values = np.array([u.log_error for u in unseen])
+    weights = np.array([sizes[u.fold] ** -0.75 for u in unseen])
+    return [round(weighted_quantile(values, weights, q), 3) for q in (0.1, 0.9)]
+
+
+def write_intervals(unseen: list[Unseen]) -> None:
+    """Interval factors by kind of layout, and the coverage of each group by factors learned without it."""
+    lines = [
+        "# 10th and 90th percentile of ln(measured / planned) over runs whose group was left out of the fit,",
+        "# by kind of layout. Written by benchmarks/fit_engines.py --intervals.",
+    ]
+    for kind in ("time", "memory"):
+        lines += ["", f"[{kind}]"]
+        mine = [u for u in unseen if u.kind == kind]
+        kinds = {kind_of_layout(u.run.columns, u.run.cluster.nodes) for u in mine}
+        table = {"any": quantiles(mine)}
+        for layout in sorted(kinds):
+            table[layout] = quantiles(of_kind(mine, layout))
+        lines += [f"{layout} = {pair}" for layout, pair in table.items()]
+        covered = []
+        for group in sorted({u.run.group for u in mine}):
+            others = [u for u in mine if u.run.group != group]
+            inside = []
+            for u in (u for u in mine if u.run.group == group):
+                alike = of_kind(others, kind_of_layout(u.run.columns, u.run.cluster.nodes)) or others
+                low, high = quantiles(alike) if alike else (-0.2, 0.2)
+                inside.append(low <= u.log_error <= high)
+            covered.append(float(np.mean(inside)))
+            print(f"  coverage {kind} {group:28s} {100 * covered[-1]:5.1f}% of {len(inside)}")
+        print(f"  coverage {kind}: mean over unseen groups {100 * float(np.mean(covered)):.1f}%")
+    path = Path(__file__).parents[1] / "src/ironlaw/plan/interval_factors.toml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def of_kind(unseen: list[Unseen], layout: str) -> list[Unseen]:
+    return [u for u in unseen if kind_of_layout(u.run.columns, u.run.cluster.nodes) == layout]
 
 
 def write(name: str, values: dict[str, float]) -> None:

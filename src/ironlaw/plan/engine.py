@@ -33,27 +33,27 @@ class Engine:
     by_generation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where a generation differs
 
     # host: seconds of the launching processor
-    host_layer_seconds: float = 0.5e-3  # one layer forward; backward takes `host_backward_ratio` of it
+    host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
     host_backward_ratio: float = 1.5
     host_collective_seconds: float = 30e-6  # one tensor parallel collective
     host_microbatch_seconds: float = 2e-3  # loss, schedule, pipeline messages
     host_step_seconds: float = 10e-3  # optimizer launch, logging, data, synchronisation
 
     # device
-    matmul_slowdown: float = 1.05  # matmul time in the run over that of the kernel alone
-    attention_slowdown: float = 1.0
+    matmul_slowdown: float = 1.1  # matmul time in the run over that of the kernel alone
+    attention_slowdown: float = 1.5
     attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
     selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
-    streaming_traffic: float = 1.3  # bytes moved by norms and residual additions over the least fused kernels would
-    shard_traffic: float = 1.3  # the same for activations, rotations and layout copies, which tensor parallel divides
+    streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
+    shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
     score_traffic: float = 1.3  # the same for materialised attention scores
     optimizer_traffic: float = 1.2
 
     # communication: fraction hidden behind compute
-    tp_hidden: float = 0.0
-    dp_hidden: float = 0.0
+    tp_hidden: float = 0.2
+    dp_hidden: float = 0.4
     fsdp_hidden: float = 0.9
-    pp_hidden: float = 0.0
+    pp_hidden: float = 0.5
     cp_hidden: float = 0.5
     island_slowdown: float = 1.0  # collectives in a run over those of a benchmark, inside an island
     network_slowdown: float = 1.0  # the same across the network
@@ -76,7 +76,7 @@ class Engine:
     activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
     dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts
     selective_kept_share: float = 0.0  # of a block's activations under selective recomputation; 0: all but attention
-    logit_bytes: float = 14.0  # per logit at the peak: 16-bit logits, fp32 copy, its softmax and gradient
+    logit_bytes: float = 10.0  # per logit at the peak: 16-bit logits, fp32 copy, its softmax and gradient
     context_bytes: float = 0.0
     default_precision: str = "bf16"
     default_zero: int = 0
