@@ -31,7 +31,7 @@ from ironlaw.plan.timeline import Parts, assemble, step_parts
 TIME_BOUNDS: dict[str, tuple[float, float]] = {
     "host_layer_seconds": (2e-5, 3e-3),
     "host_backward_ratio": (0.5, 3.0),
-    "host_collective_seconds": (1e-6, 3e-4),
+    "host_collective_seconds": (1e-6, 6e-4),
     "host_microbatch_seconds": (1e-4, 3e-2),
     "host_step_seconds": (1e-3, 0.15),
     "matmul_slowdown": (0.95, 1.6),
@@ -59,8 +59,10 @@ MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
     "context_bytes": (0.0, 3e9),
     "gradient_bytes": (2.0, 6.0),
 }
-SCALES = {"activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
+SCALES = {"host_layer_seconds": 0.2, "host_microbatch_seconds": 0.5, "host_collective_seconds": 0.5, "activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
 PRIOR_WEIGHT = 0.05
+MIN_FOLDS = 3  # with fewer, a kind of layout borrows the interval of all kinds
+LEAST_HALF_WIDTH = 0.05
 
 
 @dataclass
@@ -133,13 +135,14 @@ def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engin
     low = np.array([bounds.get(n, bounds[n.split(".")[-1]])[0] for n in names])
     high = np.array([bounds.get(n, bounds[n.split(".")[-1]])[1] for n in names])
     logarithmic = np.array([low_ > 0 and high_ / low_ > 5 for low_, high_ in zip(low, high, strict=True)])
-    scale = np.array([1.0 if log else SCALES.get(n.split(".")[-1], 0.4) for n, log in zip(names, logarithmic, strict=True)])
+    default = np.where(logarithmic, 1.0, 0.4)
+    scale = np.array([SCALES.get(n.split(".")[-1], d) for n, d in zip(names, default, strict=True)])
 
     def encode(x: np.ndarray) -> np.ndarray:
-        return np.where(logarithmic, np.log(np.maximum(x, 1e-12)), x / scale)
+        return np.where(logarithmic, np.log(np.maximum(x, 1e-12)) / scale, x / scale)
 
     def decode(x: np.ndarray) -> np.ndarray:
-        return np.where(logarithmic, np.exp(np.clip(x, -30, 30)), x * scale)
+        return np.where(logarithmic, np.exp(np.clip(x * scale, -30, 30)), x * scale)
 
     start = encode(np.clip([get(engine, n) for n in names], low, high))
 
@@ -300,7 +303,8 @@ def quantiles(unseen: list[Unseen]) -> list[float]:
         sizes[u.fold] = sizes.get(u.fold, 0) + 1
     values = np.array([u.log_error for u in unseen])
     weights = np.array([sizes[u.fold] ** -0.75 for u in unseen])
-    return [round(weighted_quantile(values, weights, q), 3) for q in (0.1, 0.9)]
+    low, high = (weighted_quantile(values, weights, q) for q in (0.1, 0.9))
+    return [round(min(low, -LEAST_HALF_WIDTH), 3), round(max(high, LEAST_HALF_WIDTH), 3)]
 
 
 def write_intervals(unseen: list[Unseen]) -> None:
@@ -315,14 +319,17 @@ def write_intervals(unseen: list[Unseen]) -> None:
         kinds = {kind_of_layout(u.run.columns, u.run.cluster.nodes) for u in mine}
         table = {"any": quantiles(mine)}
         for layout in sorted(kinds):
-            table[layout] = quantiles(of_kind(mine, layout))
+            alike = of_kind(mine, layout)
+            if len({u.fold for u in alike}) >= MIN_FOLDS:
+                table[layout] = quantiles(alike)
         lines += [f"{layout} = {pair}" for layout, pair in table.items()]
         covered = []
         for group in sorted({u.run.group for u in mine}):
             others = [u for u in mine if u.run.group != group]
             inside = []
             for u in (u for u in mine if u.run.group == group):
-                alike = of_kind(others, kind_of_layout(u.run.columns, u.run.cluster.nodes)) or others
+                alike = of_kind(others, kind_of_layout(u.run.columns, u.run.cluster.nodes))
+                alike = alike if len({v.fold for v in alike}) >= MIN_FOLDS else others
                 low, high = quantiles(alike) if alike else (-0.2, 0.2)
                 inside.append(low <= u.log_error <= high)
             covered.append(float(np.mean(inside)))
