@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ironlaw.catalog.figures import Figure, figure, read_toml, stems, unknown
+from ironlaw.catalog.figures import Figure, figures, read_toml, stems, unknown
 from ironlaw.errors import UserError
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
@@ -141,13 +141,11 @@ def from_table(name: str, data: dict[str, Any]) -> Accelerator:
     assert not extra, f"{name}: unknown keys {sorted(extra)}"
     peaks = data.get("peak_flops_per_second", {})
     assert set(peaks) <= set(DTYPES), f"{name}: unknown dtypes {sorted(set(peaks) - set(DTYPES))}"
+    fields: dict[str, Any] = {key: data[key] for key in _TEXT_KEYS if key in data}
+    fields.update(figures(data, FIGURE_KEYS))
     return Accelerator(
         name=name,
         unified_memory=bool(data.get("unified_memory", False)),
-        peak_flops_per_second={
-            dtype: Figure(float(entry["value"]), entry["source"], entry.get("note", ""))
-            for dtype, entry in peaks.items()
-        },
-        **{key: data[key] for key in _TEXT_KEYS if key in data},
-        **{key: figure(data.get(key)) for key in FIGURE_KEYS},
+        peak_flops_per_second=figures(peaks, DTYPES),
+        **fields,
     )

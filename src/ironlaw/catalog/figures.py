@@ -60,16 +60,24 @@ def stems(folder: str) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (DATA / folder).glob("*.toml")))
 
 
-def figure(entry: Mapping[str, Any] | None) -> Figure | None:
-    """A figure from its TOML table; `None` stays `None`."""
-    if entry is None:
-        return None
-    return Figure(float(entry["value"]), entry["source"], entry.get("note", ""))
+def figure(entry: Mapping[str, Any], key: str = "value") -> Figure:
+    """A figure from its TOML table; `key` names the entry that holds the number."""
+    return Figure(float(entry[key]), entry["source"], entry.get("note", ""))
 
 
-def unknown(kind: str, name: str, known: Iterable[str], also: str = "") -> UserError:
+def figures(data: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Figure]:
+    """The figures of a data file under these keys; what the file does not give stays absent."""
+    return {key: figure(data[key]) for key in keys if key in data}
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     """The one-line error for a name that is not in the catalog, with the nearest names."""
-    return UserError(f"unknown {kind} '{name}': {did_you_mean(name.lower(), known)}{also}")
+    choices = sorted(set(known))
+    typed = name.strip().lower()
+    holding = [choice for choice in choices if len(typed) >= 3 and typed in choice]
+    if 1 <= len(holding) <= 4:  # a word of the name: the spelling distance misses these
+        return UserError(f"unknown {kind} '{name}': did you mean {' or '.join(holding)}?")
+    return UserError(f"unknown {kind} '{name}': {did_you_mean(typed, choices)}")
 
 
 @cache

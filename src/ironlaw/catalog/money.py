@@ -78,14 +78,11 @@ def grid(name: str) -> Grid:
 def price(accelerator: Accelerator | str) -> Price | None:
     """What is known of an accelerator's price; `None` when nothing is."""
     name = accelerator.name if isinstance(accelerator, Accelerator) else resolve(accelerator)
-    entry = read_prices().get(name)
+    entry = _prices().get(name)
     if entry is None:
         return None
-    return Price(
-        name,
-        tuple(_quote(item) for item in entry.get("rent", ())),
-        _quote(entry["purchase"]) if "purchase" in entry else None,
-    )
+    bought = entry.get("purchase")
+    return Price(name, tuple(map(_quote, entry.get("rent", ()))), _quote(bought) if bought else None)
 
 
 def pue_names() -> tuple[str, ...]:
@@ -100,14 +97,18 @@ def pue(name: str = "average") -> Figure:
     return _pue()[name]
 
 
+def priced_names() -> tuple[str, ...]:
+    """Accelerators with at least one known price, sorted."""
+    return tuple(sorted(_prices()))
+
+
 @cache
-def read_prices() -> dict[str, Any]:
-    """The raw table of prices by accelerator name."""
+def _prices() -> dict[str, Any]:
     return read_toml("prices.toml")
 
 
 def _quote(entry: dict[str, Any]) -> Quote:
-    return Quote(Figure(float(entry["usd"]), entry["source"], entry.get("note", "")), entry["date"], entry["provider"])
+    return Quote(figure(entry, "usd"), entry["date"], entry["provider"])
 
 
 @cache
@@ -118,7 +119,7 @@ def _energy() -> dict[str, Any]:
 @cache
 def _grids() -> dict[str, Grid]:
     return {
-        name: Grid(name, entry["title"], Figure(float(entry["kg_co2_per_kwh"]), entry["source"], entry.get("note", "")), entry["year"])
+        name: Grid(name, entry["title"], figure(entry, "kg_co2_per_kwh"), entry["year"])
         for name, entry in _energy()["grid"].items()
     }
 
@@ -130,4 +131,4 @@ def _codes() -> dict[str, str]:
 
 @cache
 def _pue() -> dict[str, Figure]:
-    return {name: value for name, entry in _energy()["pue"].items() if (value := figure(entry)) is not None}
+    return {name: figure(entry) for name, entry in _energy()["pue"].items()}

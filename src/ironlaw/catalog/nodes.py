@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator
-from ironlaw.catalog.figures import Figure, figure, read_toml, stems, unknown
+from ironlaw.catalog.figures import Figure, figures, read_toml, stems, unknown
 from ironlaw.errors import UserError
 
 MAX_ACCELERATORS = 10_000_000
@@ -139,8 +140,6 @@ def _load(name: str) -> Node:
     data = read_toml("nodes", f"{name}.toml")
     extra = set(data) - set(FIGURE_KEYS) - set(_PLAIN_KEYS)
     assert not extra, f"{name}: unknown keys {sorted(extra)}"
-    return Node(
-        name=name,
-        **{key: data[key] for key in _PLAIN_KEYS if key in data},
-        **{key: figure(data.get(key)) for key in FIGURE_KEYS},
-    )
+    fields: dict[str, Any] = {key: data[key] for key in _PLAIN_KEYS if key in data}
+    fields.update(figures(data, FIGURE_KEYS))
+    return Node(name=name, **fields)

@@ -132,6 +132,8 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
         if config.positions == "rope":
             cos, sin = rotary_tables(config)
+            self.rotary_cos: Tensor
+            self.rotary_sin: Tensor
             self.register_buffer("rotary_cos", cos, persistent=False)
             self.register_buffer("rotary_sin", sin, persistent=False)
         self.initialize()

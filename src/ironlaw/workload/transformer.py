@@ -532,7 +532,8 @@ def optimizer_operations(model: ModelConfig, *, accumulation: int = 1) -> list[O
             name, Kind.OPTIMIZER, Phase.OPTIMIZER, "optimizer", kernel, elements=parameters, bytes_moved=bytes_moved
         )
 
-    operations = [step("clip", "gradient_norm", gradient), step("clip", "scale_in_place", 2 * gradient)]
+    # The norm reads every gradient, the scaling reads and writes it.
+    operations = [step("clip", "clip", 3 * gradient)]
     # AdamW reads and writes weight and two moments, and reads the gradient.
     operations.append(step("adamw", "adamw", 7 * gradient))
     if accumulation > 1:

@@ -1,0 +1,176 @@
+"""The one configuration of a run: a TOML file, then `--set section.key=value`, then Python. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ironlaw.catalog.models import model_names
+from ironlaw.data.config import DataConfig
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.model.config import ModelConfig
+
+Precision = Literal["auto", "fp32", "bf16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainConfig(_Section):
+    """One optimizer step: how much data, at which learning rate, in which arithmetic."""
+
+    steps: int = Field(1000, gt=0)
+    global_batch: int = Field(8, gt=0)  # sequences per optimizer step
+    micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
+    sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
+    lr: float = Field(1e-3, gt=0)  # AdamW; small models take 1e-3, 100M 6e-4, 7B 3e-4
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # the cosine ends at this fraction of lr
+    warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)  # on matrices only; norms, biases and embeddings are not decayed
+    clip: float | None = Field(1.0, gt=0)  # global gradient norm
+    precision: Precision = "auto"  # auto: what this machine multiplies fastest, measured
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
+    threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
+    seed: int = Field(0, ge=0)
+    log_every: int = Field(1, gt=0)  # steps between lines on a terminal that is not interactive
+    profile_steps: int = Field(3, ge=0)  # steps recorded for the time by operation; 0 records none
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(200, ge=0)  # steps; 0: only at the end and when interrupted
+    keep: int = Field(2, gt=0)  # the newest k
+
+
+class EvaluationConfig(_Section):
+    every: int = Field(100, ge=0)  # steps; 0: only at the end
+    batches: int = Field(8, gt=0)  # validation batches of `train.global_batch` sequences each
+
+
+class RunConfig(_Section):
+    """A whole run. `model` is a table of ModelConfig fields, or `name = "gpt2"` with fields to override."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.train.global_batch % self.micro_batch:
+            raise ValueError(
+                f"train.global_batch = {self.train.global_batch} is not a multiple of train.micro_batch = "
+                f"{self.micro_batch}: use train.global_batch = {self.micro_batch * self.accumulation}"
+            )
+        if self.sequence > self.model.context:
+            raise ValueError(
+                f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
+                f"use train.sequence = {self.model.context} or a larger model.context"
+            )
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        return self.train.micro_batch or self.train.global_batch
+
+    @property
+    def sequence(self) -> int:
+        return self.train.sequence or self.model.context
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step."""
+        return max(1, -(-self.train.global_batch // self.micro_batch))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.sequence
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file (or a run directory's `config.toml`) and apply `section.key=value` overrides."""
+    if path.is_dir() and (path / "config.toml").is_file():
+        path = path / "config.toml"
+    if not path.is_file():
+        raise UserError(f"no config file at {path}: write one like examples/gpt-tiny.toml, or check the path")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(document, override)
+    return build_config(document, where=str(path))
+
+
+def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
+    """A RunConfig from plain tables; the first problem becomes a one-line UserError."""
+    if "model" not in document:
+        raise UserError(f'{where} has no [model] table: add one, for example [model] with name = "gpt2"')
+    model = document["model"]
+    if not isinstance(model, dict):
+        raise UserError(f'{where}: model must be a table; for a catalogued model write [model] and name = "gpt2"')
+    try:
+        if "name" in model and (model["name"] in model_names() or "layers" not in model):
+            overrides = {key: value for key, value in model.items() if key != "name"}
+            _check_keys(overrides, ModelConfig, "model")
+            document = document | {"model": ModelConfig.named(model["name"], **overrides)}
+        return RunConfig(**document)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_explain(error)}") from None
+
+
+def _apply(document: dict[str, Any], override: str) -> None:
+    """`train.lr=3e-4`: the value is read as TOML, and as a plain string when it is not TOML."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) != 2 or not all(parts):
+        raise UserError(f"--set {override!r} is not section.key=value: write for example --set train.lr=3e-4")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    section = document.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise UserError(f"--set {override!r}: {parts[0]} is not a section")
+    section[parts[1]] = value
+
+
+def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
+    for key in table:
+        if key not in kind.model_fields:
+            raise UserError(f"unknown key {section}.{key}: {_nearest(section, key, kind)}")
+
+
+def _nearest(section: str, key: str, kind: type[BaseModel]) -> str:
+    return did_you_mean(f"{section}.{key}", (f"{section}.{name}" for name in kind.model_fields))
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem, with its key and, for an unknown key, the nearest valid one."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        if len(location) == 1:
+            return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
+        section = RunConfig.model_fields[location[0]].annotation
+        assert isinstance(section, type) and issubclass(section, BaseModel)
+        return f"unknown key {key}: {_nearest(location[0], location[-1], section)}"
+    if problem["type"] == "missing":
+        return f"{key} is missing: add it, or give model.name of a catalogued model"
+    message = problem["msg"].removeprefix("Value error, ")
+    if not key or problem["type"] == "value_error":
+        return f"{key + ': ' if key and not message.startswith(key) else ''}{message}"
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,131 @@
+"""Tokenizers: a byte-level BPE trained on the corpus, or any Hugging Face tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ironlaw.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCAB = 257  # 256 bytes and the end of text
+# Merges learned from 10 MB hardly differ from those of more text, and take seconds.
+SAMPLE_BYTES = 10_000_000
+# What the common families call the token that ends a document.
+_USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    `vocab` is one more than the largest id; `end_of_text` is the id that closes a document.
+    """
+
+    def __init__(self, inner: HuggingFaceTokenizer, path: Path, end_of_text: str | None = None):
+        self.path = path
+        self._inner = inner
+        # A tokenizer.json may carry the padding and truncation of whoever saved it; both spoil a corpus.
+        inner.no_padding()
+        inner.no_truncation()
+        # A document that spells a special token is text about it, not a command.
+        inner.encode_special_tokens = True
+        self.vocab: int = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.end_of_text_token, self.end_of_text = self._find_end(end_of_text)
+
+    def _find_end(self, wanted: str | None) -> tuple[str, int]:
+        for name in (wanted,) if wanted is not None else _USUAL_ENDS:
+            identifier = self._inner.token_to_id(name)
+            if identifier is not None:
+                return name, int(identifier)
+        if wanted is not None:
+            raise UserError(f'the tokenizer {self.path} has no token "{wanted}": set data.end_of_text to one it has')
+        raise UserError(
+            f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in data.end_of_text"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """One int64 array of ids per text, encoded on all cores."""
+        _allow_parallelism()
+        # The fast variant leaves out the character offsets, which nothing here needs.
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
+
+
+def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
+    """Read a Hugging Face tokenizer.json."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f'data.tokenizer = "{path}" is not a file: write the path of a tokenizer.json')
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    try:
+        inner = HuggingFaceTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception for every malformed file
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
+    return Tokenizer(inner, file, end_of_text)
+
+
+def train(texts: Iterable[str], vocab: int, path: Path) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab` entries on `texts` and save it.
+
+    The result depends on the texts only, not on threads: ties between merges go to the smaller pair of ids.
+    """
+    check_vocab(vocab)
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    _allow_parallelism()
+    inner = HuggingFaceTokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes, so that any text round-trips
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    inner.save(str(path))
+    return Tokenizer(inner, path)
+
+
+def check_vocab(vocab: int) -> None:
+    if vocab < SMALLEST_VOCAB:
+        raise UserError(
+            f"model.vocab = {vocab} is too small for a byte-level tokenizer: set model.vocab to "
+            f"{SMALLEST_VOCAB} (256 bytes and the end of text) or more"
+        )
+
+
+def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
+    """A token id past the embedding table would be an index error in the middle of a step."""
+    if tokenizer.vocab > vocab:
+        raise UserError(
+            f"the tokenizer {tokenizer.path} has {tokenizer.vocab:,} entries but model.vocab = {vocab:,}: "
+            f"set model.vocab = {tokenizer.vocab} or more"
+        )
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _allow_parallelism() -> None:
+    # Left unset, the library prints a warning whenever the process forks later, as torch.compile does.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -1,0 +1,28 @@
+"""The trivial baseline: a model that knows how often each token occurs and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_CHUNK = 2**24  # tokens counted at a time: bincount needs a 64-bit copy of them
+
+
+def token_counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    """(vocab,) int64: how often each id occurs in `tokens` (any shape (n,), may be memory-mapped)."""
+    counts = np.zeros(vocab, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab)
+    return counts
+
+
+def unigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float | None:
+    """Cross-entropy of the validation tokens in nats per token; None when there are none.
+
+    Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
+    """
+    if len(validation) == 0:
+        return None
+    seen = token_counts(train, vocab) + 1.0
+    log_probability = np.log(seen) - np.log(seen.sum())
+    occurrences = token_counts(validation, vocab)
+    return float(-(occurrences @ log_probability) / len(validation))

@@ -1,0 +1,65 @@
+"""The computer this process runs on: who it is, what it has, and one setting that CPU training needs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from pathlib import Path
+
+import psutil
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+
+
+def cache_folder() -> Path:
+    """Ironlaw's folder in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "ironlaw"
+
+
+def cpu_name() -> str:
+    """The processor's marketing name where the system tells it, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (a container often has fewer than the machine)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory this process may use: the machine's, or its control group's limit when that is lower."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        return min(total, int(limit)) if limit.isdigit() else total
+    except OSError:
+        return total
+
+
+def resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def keep_freed_memory() -> bool:
+    """Tell the C allocator to keep freed memory for reuse instead of returning it to the system.
+
+    A training step frees and allocates the same large tensors again and again; by default glibc gives each back
+    to the kernel and pays a page fault per 4 KiB to get it again. On two CPU cores a step of a 4 x 256 GPT became
+    1.15 to 1.5 times faster. Only glibc has the switch; returns whether it was set.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(_M_MMAP_THRESHOLD, 2**30)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+    except (OSError, AttributeError):
+        return False

@@ -1,0 +1,210 @@
+"""The kernels a training step is made of, each as something that can be timed at any size.
+
+Names are those of `Operation.kernel` in the workload. A builder returns one call on inputs of `elements` elements;
+the timer keeps several of them and takes turns, so that caches hold as little as in a real step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import rotary_tables, rotate
+
+Call = Callable[[], object]
+WIDTH = 512  # row length of the kernels that work by row
+VOCABULARY = 4096
+
+
+class Pool:
+    """Random numbers made once and handed out as tensors that follow each other in memory, then start over."""
+
+    def __init__(self, device: torch.device, elements: int = 24 * 2**20) -> None:
+        self.device = device
+        self._values = {torch.float32: torch.randn(elements, device=device)}
+        self._offset = 0
+
+    def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = self._values.setdefault(dtype, self._values[torch.float32].to(dtype))
+        count = math.prod(shape)
+        if self._offset + count > values.numel():
+            self._offset = 0
+        start = self._offset
+        self._offset += count
+        # `.data`: a version counter of its own, so that the in-place kernels do not invalidate the others' graphs.
+        return values[start : start + count].view(shape).data
+
+    def parameter(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A leaf that wants a gradient."""
+        return self.take(*shape, dtype=dtype).requires_grad_()
+
+
+def _rows(elements: int, width: int = WIDTH) -> int:
+    return max(1, elements // width)
+
+
+def _backward(output: Tensor, inputs: tuple[Tensor, ...]) -> Call:
+    """The backward pass of something already computed, again and again."""
+    gradient = torch.ones_like(output)
+    return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+
+
+# What autocast runs in reduced precision between the matrix products; norms, loss and update stay in fp32.
+REDUCED = ("sum_rows", "concatenate", "rotary", "multiply", "add_in_place", "gelu", "silu")
+
+
+def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[int], Call]]:
+    """Kernel name to builder: all of them in fp32, those that run in reduced precision otherwise."""
+    device = pool.device
+
+    def flat(elements: int, grad: bool = False) -> Tensor:
+        shape = (_rows(elements), WIDTH)
+        return pool.parameter(*shape, dtype=dtype) if grad else pool.take(*shape, dtype=dtype)
+
+    def unary(function: Callable[[Tensor], Tensor], backward: bool = False) -> Callable[[int], Call]:
+        def build(elements: int) -> Call:
+            x = flat(elements, grad=backward)
+            return _backward(function(x), (x,)) if backward else lambda: function(x)
+
+        return build
+
+    def binary(function: Callable[[Tensor, Tensor], object]) -> Callable[[int], Call]:
+        def build(elements: int) -> Call:
+            x, y = flat(elements), flat(elements)
+            return lambda: function(x, y)
+
+        return build
+
+    def multiply_backward(elements: int) -> Call:
+        x, y = flat(elements, grad=True), flat(elements, grad=True)
+        return _backward(x * y, (x, y))
+
+    def norm(kind: str, backward: bool) -> Callable[[int], Call]:
+        def build(elements: int) -> Call:
+            x = flat(elements, grad=True)
+            weight = torch.ones(WIDTH, device=device, requires_grad=True)
+            bias = torch.zeros(WIDTH, device=device, requires_grad=True)
+
+            def forward() -> Tensor:
+                if kind == "layernorm":
+                    return F.layer_norm(x, (WIDTH,), weight, bias)
+                return F.rms_norm(x, (WIDTH,), weight)
+
+            if not backward:
+                return forward
+            return _backward(forward(), (x, weight, bias) if kind == "layernorm" else (x, weight))
+
+        return build
+
+    def concatenate(elements: int) -> Call:
+        parts = [flat(elements // 3) for _ in range(3)]
+        return lambda: torch.cat(parts, dim=-1)
+
+    def rotary(elements: int) -> Call:
+        config = ModelConfig(layers=1, hidden=WIDTH, heads=8, vocab=2, context=256, positions="rope")
+        tokens = min(256, _rows(elements))
+        x = pool.take(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, dtype=dtype)
+        cos, sin = (table[:tokens].to(device) for table in rotary_tables(config))
+        return lambda: rotate(x, cos, sin)
+
+    def embedding(backward: bool) -> Callable[[int], Call]:
+        def build(elements: int) -> Call:
+            table = pool.parameter(VOCABULARY, WIDTH)
+            tokens = torch.randint(0, VOCABULARY, (_rows(elements),), device=device)
+            if backward:
+                return _backward(F.embedding(tokens, table), (table,))
+            return lambda: F.embedding(tokens, table)
+
+        return build
+
+    def loss(backward: bool) -> Callable[[int], Call]:
+        def build(elements: int) -> Call:
+            rows = _rows(elements, VOCABULARY)
+            logits = pool.parameter(rows, VOCABULARY)
+            targets = torch.randint(0, VOCABULARY, (rows,), device=device)
+            if backward:
+                return _backward(F.cross_entropy(logits, targets), (logits,))
+            return lambda: F.cross_entropy(logits, targets)
+
+        return build
+
+    def update(elements: int) -> Call:
+        weight = flat(elements, grad=True)
+        weight.grad = flat(elements)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        return optimizer.step
+
+    def clip(elements: int) -> Call:
+        weight = flat(elements, grad=True)
+        weight.grad = flat(elements)
+        # A limit that is never reached: scaling by 1 costs what any scaling costs and leaves the numbers alone.
+        return lambda: torch.nn.utils.clip_grad_norm_([weight], 1e9)
+
+    builders: dict[str, Callable[[int], Call]] = {
+        "add": binary(torch.add),
+        "add_in_place": binary(lambda x, y: x.add_(y, alpha=1e-9)),
+        "multiply": binary(torch.mul),
+        "multiply_backward": multiply_backward,
+        "cast": unary(lambda x: x.to(torch.bfloat16)),
+        "sum_rows": unary(lambda x: x.sum(dim=0)),
+        "concatenate": concatenate,
+        "rotary": rotary,
+        "embedding_forward": embedding(False),
+        "embedding_backward": embedding(True),
+        "loss_forward": loss(False),
+        "loss_backward": loss(True),
+        "adamw": update,
+        "clip": clip,
+    }
+    activations: dict[str, Callable[[Tensor], Tensor]] = {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "silu": F.silu,
+    }
+    for name, function in activations.items():
+        builders[f"{name}_forward"] = unary(function)
+        builders[f"{name}_backward"] = unary(function, backward=True)
+    for kind in ("layernorm", "rmsnorm"):
+        builders[f"{kind}_forward"] = norm(kind, backward=False)
+        builders[f"{kind}_backward"] = norm(kind, backward=True)
+    if dtype == torch.float32:
+        return builders
+    return {name: builder for name, builder in builders.items() if name.startswith(REDUCED)}
+
+
+def matmul_builders(pool: Pool, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:
+    """The products of a linear layer as training runs them: with bias, forward or input gradient, weight gradient."""
+
+    def random(*shape: int) -> Tensor:
+        return pool.take(*shape, dtype=dtype)
+
+    def forward(m: int, n: int, k: int) -> Call:
+        x, weight, bias = random(m, k), random(n, k), random(n)
+        return lambda: F.linear(x, weight, bias)
+
+    def plain(m: int, n: int, k: int) -> Call:
+        x, weight = random(m, k), random(k, n)
+        return lambda: x @ weight
+
+    def weight_gradient(m: int, n: int, k: int) -> Call:
+        gradient, x = random(k, m), random(k, n)
+        return lambda: gradient.t() @ x
+
+    return {"matmul_bias": forward, "matmul": plain, "matmul_weight_gradient": weight_gradient}
+
+
+def attention_builder(
+    pool: Pool, dtype: torch.dtype, sequences: int, tokens: int, heads: int, head_size: int, backward: bool
+) -> Call:
+    """Causal attention on tensors laid out as the model has them: (B, S, A, D), transposed."""
+    query, key, value = (
+        pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2) for _ in range(3)
+    )
+    if not backward:
+        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return _backward(F.scaled_dot_product_attention(query, key, value, is_causal=True), (query, key, value))

@@ -1,0 +1,172 @@
+"""A measured machine: how long its kernels really take, as curves over size. Made by `measure`, read by `plan`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.errors import UserError
+from ironlaw.machine.host import cache_folder
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of one kernel over its size (elements), both increasing; straight between points in log-log."""
+
+    elements: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, elements: float) -> float:
+        """Below the smallest size the fixed cost rules; above the largest, time grows in proportion."""
+        if elements <= self.elements[0]:
+            return self.seconds[0]
+        if elements >= self.elements[-1]:
+            return self.seconds[-1] * elements / self.elements[-1]
+        logs = np.interp(math.log(elements), np.log(self.elements), np.log(self.seconds))
+        return math.exp(float(logs))
+
+
+@dataclass(frozen=True)
+class MatmulFit:
+    """seconds = fixed + F (1/R + a/m + b/n + c/k), F = 2mnk FLOPs: a peak rate R that short dimensions dilute."""
+
+    fixed_seconds: float
+    seconds_per_flop: float
+    per_m: float
+    per_n: float
+    per_k: float
+    error: float  # median relative error of the fit on its own points
+
+    def at(self, m: int, n: int, k: int) -> float:
+        flops = 2.0 * m * n * k
+        return self.fixed_seconds + flops * (self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k)
+
+    @property
+    def peak_flops_per_second(self) -> float:
+        """The rate the fit approaches for large matrices."""
+        return 1.0 / self.seconds_per_flop
+
+    @staticmethod
+    def fit(shapes: Sequence[tuple[int, int, int]], seconds: Sequence[float]) -> MatmulFit:
+        """Least squares on relative error with coefficients kept non-negative (a negative one is dropped)."""
+        sizes = np.array(shapes, dtype=float)
+        times = np.array(seconds)
+        flops = 2 * sizes.prod(axis=1)
+        columns = np.stack(
+            [np.ones_like(flops), flops, flops / sizes[:, 0], flops / sizes[:, 1], flops / sizes[:, 2]], axis=1
+        )
+        active = list(range(5))
+        while True:
+            weighted = columns[:, active] / times[:, None]
+            scale = np.abs(weighted).max(axis=0)
+            solution = np.linalg.lstsq(weighted / scale, np.ones_like(times), rcond=None)[0] / scale
+            if (solution >= 0).all():
+                break
+            active.remove(active[int(solution.argmin())])
+        coefficients = np.zeros(5)
+        coefficients[active] = solution
+        error = float(np.median(np.abs(columns @ coefficients / times - 1)))
+        fixed, rate, per_m, per_n, per_k = (float(c) for c in coefficients)
+        return MatmulFit(fixed, rate, per_m, per_n, per_k, error)
+
+
+@dataclass
+class Profile:
+    """This machine's ceilings. Rates are what was attained, not what a data sheet says."""
+
+    device: str  # "cpu" or the accelerator's name
+    name: str  # of the processor
+    created: str  # ISO date and time
+    versions: dict[str, str]
+    threads: int
+    memory_bytes: int
+    runtime_bytes: int  # resident memory of a process that has only imported PyTorch
+    matmul: dict[str, dict[str, MatmulFit]]  # precision -> kernel -> fit
+    curves: dict[str, dict[str, Curve]]  # precision -> kernel -> seconds by elements
+    # precision -> direction -> (tokens, head size, seconds per unmasked score)
+    attention: dict[str, dict[str, list[tuple[int, int, float]]]]
+    copy_bytes_per_second: float  # read plus written
+    small_operation_seconds: float  # one tiny operation, dispatched from Python
+    storage_bytes_per_second: float | None
+    tokenizer_tokens_per_second: float | None
+    spread: float = 0.0  # how much repeats of the same kernel differed, relative, middle 80%
+    reference: dict[str, float] = field(default_factory=dict)  # the probe a run repeats to see the machine drift
+
+    def matmul_peak(self, precision: str) -> float:
+        """FLOP/s that large products attain, the middle of the three training products."""
+        fits = self.matmul[precision]
+        return sorted(fit.peak_flops_per_second for fit in fits.values())[len(fits) // 2]
+
+    def curve(self, kernel: str, precision: str) -> Curve:
+        """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
+        return self.curves[precision].get(kernel) or self.curves["fp32"][kernel]
+
+    def attention_seconds_per_pair(self, precision: str, direction: str, sequence: int, head_size: int) -> float:
+        """Nearest measured (tokens, head size) in log distance, scaled by the head size."""
+        points = self.attention[precision][direction]
+        nearest = min(
+            points,
+            key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),
+        )
+        lengths = sorted((tokens, seconds) for tokens, size, seconds in points if size == nearest[1])
+        seconds = float(np.interp(math.log(sequence), [math.log(t) for t, _ in lengths], [s for _, s in lengths]))
+        return seconds * head_size / nearest[1]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION} | asdict(self)
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Profile:
+        values = {key: value for key, value in document.items() if key != "schema_version"}
+        values["matmul"] = {
+            precision: {kernel: MatmulFit(**fit) for kernel, fit in fits.items()}
+            for precision, fits in document["matmul"].items()
+        }
+        values["curves"] = {
+            precision: {kernel: Curve(tuple(c["elements"]), tuple(c["seconds"])) for kernel, c in curves.items()}
+            for precision, curves in document["curves"].items()
+        }
+        values["attention"] = {
+            precision: {
+                direction: [(int(t), int(d), float(s)) for t, d, s in points]
+                for direction, points in directions.items()
+            }
+            for precision, directions in document["attention"].items()
+        }
+        return Profile(**values)
+
+
+def profile_path(device: str = "this") -> Path:
+    return cache_folder() / "machine" / f"{device}.json"
+
+
+def save_profile(profile: Profile, path: Path | None = None) -> Path:
+    path = path or profile_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def load_profile(path: Path | None = None) -> Profile:
+    """This machine's profile; a UserError says how to make one when there is none or it is from another version."""
+    path = path or profile_path()
+    if not path.is_file():
+        raise UserError("this machine has not been measured yet: run `ironlaw measure` (under 30 s)")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema_version"] == SCHEMA_VERSION:
+            return Profile.from_json(document)
+    except (json.JSONDecodeError, KeyError, TypeError):
+        pass
+    raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")

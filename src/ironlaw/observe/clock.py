@@ -1,0 +1,65 @@
+"""Where each step's time goes, measured by two readings of the clock per phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ironlaw.ledger import Phase
+
+
+@dataclass
+class StepTimes:
+    """One step: wall seconds, and seconds by phase. What the phases leave over is unattributed."""
+
+    wall_seconds: float = 0.0
+    phase_seconds: dict[Phase, float] = field(default_factory=dict)
+
+    @property
+    def unattributed_seconds(self) -> float:
+        return self.wall_seconds - sum(self.phase_seconds.values())
+
+
+class StepClock:
+    """`with clock.step():` around a step, `with clock.phase(Phase.FORWARD):` inside it.
+
+    On CUDA kernels run behind the host's back: phases are timed by events on the stream and read at the end of
+    the step, where the loop waits for the loss anyway.
+    """
+
+    def __init__(self, cuda: bool = False) -> None:
+        self._cuda = cuda
+        self._events: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
+        self.times = StepTimes()
+
+    @contextmanager
+    def step(self) -> Iterator[StepTimes]:
+        self.times = StepTimes()
+        self._events.clear()
+        start = time.perf_counter()
+        yield self.times
+        if self._cuda:
+            torch.cuda.synchronize()
+        self.times.wall_seconds = time.perf_counter() - start
+        for phase, begin, end in self._events:
+            self._add(phase, begin.elapsed_time(end) / 1e3)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        if self._cuda and phase not in (Phase.DATA, Phase.HOST):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((phase, begin, end))
+            return
+        start = time.perf_counter()
+        yield
+        self._add(phase, time.perf_counter() - start)
+
+    def _add(self, phase: Phase, seconds: float) -> None:
+        self.times.phase_seconds[phase] = self.times.phase_seconds.get(phase, 0.0) + seconds

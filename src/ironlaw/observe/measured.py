@@ -1,0 +1,121 @@
+"""From the steps of a run to its measured ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin, Phase
+from ironlaw.observe.clock import StepTimes
+from ironlaw.observe.profile import StepProfile
+
+WARMUP_STEPS = 2  # the first steps allocate memory and fill caches
+
+
+@dataclass
+class Observations:
+    """Everything a run measured. Steps that were recorded or belong to the warm-up are not in `steps`."""
+
+    steps: list[StepTimes] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)  # measured-profile probe seconds / probe seconds then
+    profile: StepProfile | None = None
+    profiled_seconds: list[float] = field(default_factory=list)
+    resident_peak_bytes: int | None = None
+    cuda_peak_bytes: int | None = None
+    joules: float | None = None
+    wall_seconds: dict[str, float] = field(default_factory=dict)
+
+
+def typical(steps: Sequence[StepTimes]) -> list[StepTimes]:
+    """The middle 80% of the steps by duration: a shared machine stalls now and then, and says nothing by it."""
+    ordered = sorted(steps, key=lambda step: step.wall_seconds)
+    cut = len(ordered) // 10
+    return ordered[cut : len(ordered) - cut]
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of weights (with buffers) and optimizer state, each storage once."""
+    weights = [*model.parameters(), *model.buffers()]
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(states)}
+
+
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measured_ledger(
+    observed: Observations,
+    *,
+    planned: Ledger,
+    held: dict[str, int],
+    batch_bytes: int,
+    tokens_per_step: int,
+    facts: dict[str, Any],
+) -> Ledger:
+    """The run's side of the table. What was not measured stays absent."""
+    ledger = Ledger("run", facts=dict(facts))
+    steps = typical(observed.steps)
+    totals = ledger.totals
+    for name in ("parameters", "flops_per_step"):
+        totals[name] = planned.totals[name]
+    if steps:
+        walls = np.array([step.wall_seconds for step in steps])
+        step_seconds = float(walls.mean())
+        low, high = (float(q) for q in np.percentile([s.wall_seconds for s in observed.steps], [10, 90]))
+        basis = f"mean of the middle 80% of {len(observed.steps)} steps; the interval holds 80% of them"
+        totals["step_seconds"] = Estimate(step_seconds, Origin.MEASURED, basis, low, high)
+        totals["tokens_per_second"] = Estimate(
+            tokens_per_step / step_seconds, Origin.MEASURED, "tokens per step / step time",
+            tokens_per_step / high, tokens_per_step / low,
+        )  # fmt: skip
+        peak = float(planned.facts["matmul_peak_flops_per_second"])
+        flops = totals["flops_per_step"].value
+        totals["mfu"] = Estimate(
+            flops / step_seconds / peak, Origin.MEASURED, planned.totals["mfu"].basis,
+            flops / high / peak, flops / low / peak,
+        )  # fmt: skip
+        phases = {phase for step in steps for phase in step.phase_seconds}
+        ledger.phase_seconds = {
+            phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in steps]))
+            for phase in Phase
+            if phase in phases
+        }
+        excess = sum(step.wall_seconds for step in observed.steps) - step_seconds * len(observed.steps)
+        ledger.facts["slow_steps_fraction"] = max(0.0, excess) / sum(s.wall_seconds for s in observed.steps)
+    _add_memory(ledger, observed, held, batch_bytes)
+    if observed.profile is not None:
+        ledger.lines = observed.profile.lines
+        ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
+    ledger.facts["machine_speed"] = float(np.median(observed.probes)) if observed.probes else None
+    ledger.facts["wall_seconds"] = observed.wall_seconds
+    if observed.joules is not None:
+        totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, "RAPL counters of the whole package")
+    return ledger
+
+
+def _add_memory(ledger: Ledger, observed: Observations, held: dict[str, int], batch_bytes: int) -> None:
+    measured = Origin.MEASURED
+    parts = observed.profile.peak_parts if observed.profile is not None else {}
+    components = {"weights": held["weights"], "gradients": parts.get("gradients"), "optimizer": held["optimizer"]}
+    components |= {"activations": parts.get("activations"), "temporaries": parts.get("temporaries")}
+    components |= {"batch": batch_bytes}
+    ledger.memory = [MemoryLine(name, size, measured) for name, size in components.items()]
+    if observed.cuda_peak_bytes is not None:
+        ledger.totals["peak_bytes"] = Estimate(
+            observed.cuda_peak_bytes, measured, "highest allocated bytes on the device"
+        )
+    elif observed.profile is not None and observed.profile.peak_bytes is not None:
+        ledger.totals["peak_bytes"] = Estimate(
+            held["weights"] + held["optimizer"] + batch_bytes + observed.profile.peak_bytes, measured,
+            "weights and optimizer state held, plus the highest moment of the recorded steps' allocations",
+        )  # fmt: skip
+    if observed.resident_peak_bytes is not None:
+        ledger.totals["resident_bytes"] = Estimate(
+            observed.resident_peak_bytes, measured, "largest resident size of the process"
+        )

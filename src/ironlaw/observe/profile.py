@@ -1,0 +1,258 @@
+"""A few profiled steps become ledger lines: self time by phase, kind and the plan's own operation names.
+
+Read from raw events, because the profiler's aggregation takes minutes on long traces. While recording, every
+module pushes a named scope; a backward operation is given the scope of the forward operation with the same
+autograd sequence number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library would write its own lines to stderr
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from ironlaw.ledger import Kind, Line, Origin, Phase
+
+PHASE_SCOPE, MODULE_SCOPE = "ironlaw.phase/", "ironlaw.module/"
+_BACKWARD_NODE = "autograd::engine::evaluate_function: "
+
+_KINDS = {
+    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm"),
+    Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
+    Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
+    Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
+    Kind.OPTIMIZER: ("_fused_adamw_", "_foreach_norm"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+# Where a module computes something itself, outside its named children.
+_OWN_WORK: dict[str, dict[Kind | None, str]] = {
+    "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
+    "FeedForward": {None: "activation"},
+    "Block": {None: "residual"},
+    "Transformer": {Kind.EMBEDDING: "positions", Kind.LOSS: "loss", None: "loss"},
+}
+
+
+@dataclass
+class Span:
+    """One event of the trace: a stretch of time on one thread."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    sequence: int
+    self_ns: int = 0
+    scope: str = ""
+    phase: Phase | None = None
+
+
+@dataclass
+class StepProfile:
+    """What a few recorded steps showed; seconds are per step."""
+
+    lines: list[Line] = field(default_factory=list)
+    peak_bytes: int | None = None  # allocated above what was there when recording began
+    peak_parts: dict[str, int] = field(default_factory=dict)  # gradients, activations, temporaries at the peak
+
+
+def phase_scope(recording: bool, phase: Phase) -> Any:
+    """A marker for the trace; costs nothing when nobody records."""
+    return record_function(f"{PHASE_SCOPE}{phase}") if recording else nullcontext()
+
+
+def operation_scope(recording: bool, name: str) -> Any:
+    return record_function(f"{MODULE_SCOPE}{name}") if recording else nullcontext()
+
+
+def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
+    """Module to the plan's operation name. Containers are marked with their class, see `_OWN_WORK`."""
+    names = {}
+    for path, module in model.named_modules():
+        parts = path.split(".")
+        leaf = parts[-1]
+        if type(module).__name__ in _OWN_WORK:
+            names[module] = type(module).__name__
+        elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
+            parent = parts[-2] if len(parts) > 1 else ""
+            name = {"query_norm": "qk_norm", "key_norm": "qk_norm"}.get(leaf, leaf)
+            if parent == "attention" and leaf == "out":
+                name = "attention_out"
+            elif parent == "ffn":
+                name = f"ffn_{leaf}"
+            names[module] = name
+    return names
+
+
+@contextmanager
+def named_modules_recorded(model: nn.Module) -> Iterator[None]:
+    """Push a scope around every module's forward while recording; removed afterwards."""
+    open_scopes: list[Any] = []
+
+    def enter(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            scope = record_function(MODULE_SCOPE + name)
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        return hook
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    with ExitStack() as handles:
+        for module, name in module_scopes(model).items():
+            handles.callback(module.register_forward_pre_hook(enter(name)).remove)
+            handles.callback(module.register_forward_hook(leave).remove)
+        yield
+
+
+def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> StepProfile:
+    """`recorded`: a finished torch profiler. `gradient_pointers`: addresses of the gradients of the last step."""
+    events = recorded.profiler.kineto_results.events()
+    spans = [
+        Span(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.sequence_nr())
+        for e in events
+        if e.duration_ns() > 0
+    ]
+    _nest(spans)
+    result = StepProfile(lines=_lines(spans, steps))
+    _find_peak(recorded, spans, gradient_pointers, result)
+    return result
+
+
+def _nest(spans: list[Span]) -> None:
+    """Self time, scope and phase of each span, from how they contain each other."""
+    spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
+    forward_scope: dict[int, str] = {}
+    stack: list[Span] = []
+    for span in spans:
+        while stack and stack[-1].end_ns <= span.start_ns:
+            stack.pop()
+        parent = stack[-1] if stack else None
+        span.self_ns = span.end_ns - span.start_ns
+        if parent is not None:
+            parent.self_ns -= span.self_ns
+            span.scope, span.phase = parent.scope, parent.phase
+        if span.name.startswith(PHASE_SCOPE):
+            span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
+        elif span.name.startswith(MODULE_SCOPE):
+            span.scope = span.name.removeprefix(MODULE_SCOPE)
+        elif span.name.startswith(_BACKWARD_NODE):
+            span.scope = forward_scope.get(span.sequence, "")
+            if "AccumulateGrad" in span.name:
+                span.scope = "accumulate"
+        elif span.phase is Phase.FORWARD and span.sequence >= 0:
+            forward_scope[span.sequence] = span.scope
+        stack.append(span)
+
+
+def _lines(spans: list[Span], steps: int) -> list[Line]:
+    nanoseconds: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    counts: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    for span in spans:
+        if span.phase is None:
+            continue
+        key = (span.phase, *_classify(span))
+        nanoseconds[key] += span.self_ns
+        counts[key] += 1
+    return [
+        Line(*key, count=round(counts[key] / steps), seconds=total / steps / 1e9, origin=Origin.MEASURED)
+        for key, total in sorted(nanoseconds.items())
+    ]
+
+
+def _classify(span: Span) -> tuple[Kind, str]:
+    """Kind and operation name of one span, as the plan names them."""
+    operation = span.name.removeprefix("aten::")
+    if span.phase is Phase.OPTIMIZER:
+        if operation == span.name and operation not in _KIND_OF:
+            return Kind.HOST, "dispatch"
+        return Kind.OPTIMIZER, span.scope or "adamw"
+    if operation == span.name:  # not a PyTorch operation: Python, module calls, the autograd engine
+        return Kind.HOST, "dispatch"
+    kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    scope = span.scope
+    if scope in _OWN_WORK:
+        own = _OWN_WORK[scope]
+        if scope == "FeedForward" and operation.startswith("mul"):
+            return kind, "gate_product"
+        name = own.get(kind, own[None])
+        if scope == "Transformer":
+            return (Kind.LOSS, "loss") if kind is not Kind.EMBEDDING and operation != "add" else (
+                Kind.EMBEDDING, "positions"
+            )  # fmt: skip
+        return kind, name
+    if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm") and kind is Kind.ELEMENTWISE:
+        return (Kind.NORM, scope) if operation not in ("copy_", "add_", "_to_copy") else (kind, scope)
+    if scope in ("embedding", "positions") and kind is Kind.ELEMENTWISE:
+        kind = Kind.EMBEDDING
+    return kind, scope or "other"
+
+
+def _find_peak(recorded: Any, spans: list[Span], gradient_pointers: set[int], result: StepProfile) -> None:
+    """Replay allocations of the last recorded step; say what was alive at the highest moment."""
+    allocations = sorted(_allocations(recorded), key=lambda a: a[0])
+    last = {p: [s for s in spans if s.name == f"{PHASE_SCOPE}{p}"] for p in (Phase.FORWARD, Phase.BACKWARD)}
+    if not allocations or not last[Phase.BACKWARD]:
+        return
+    forward_ends = [s.end_ns for s in last[Phase.FORWARD]]
+    backward_end = last[Phase.BACKWARD][-1].end_ns
+    category: dict[int, str] = {}  # index of the allocation -> what it turned out to be
+    live: dict[int, int] = {}  # address -> index of the allocation
+    marks = sorted([(t, "activations") for t in forward_ends] + [(backward_end, "gradients")])
+    for index, (moment, pointer, size) in enumerate(allocations):
+        while marks and moment > marks[0][0]:
+            _label(live, category, marks.pop(0)[1], gradient_pointers)
+        if size > 0:
+            live[pointer] = index
+        else:
+            live.pop(pointer, None)
+    for _, label in marks:
+        _label(live, category, label, gradient_pointers)
+    _replay(allocations, category, result)
+
+
+def _label(live: dict[int, int], category: dict[int, str], label: str, gradients: set[int]) -> None:
+    for pointer, index in live.items():
+        if label == "gradients" and pointer in gradients:
+            category[index] = "gradients"
+        elif label == "activations":
+            category.setdefault(index, "activations")
+
+
+def _replay(allocations: list[tuple[int, int, int]], category: dict[int, str], result: StepProfile) -> None:
+    held: dict[str, int] = {"gradients": 0, "activations": 0, "temporaries": 0}
+    live: dict[int, tuple[str, int]] = {}
+    total = result.peak_bytes = 0
+    for index, (_, pointer, size) in enumerate(allocations):
+        if size > 0:
+            kind = category.get(index, "temporaries")
+            live[pointer] = (kind, size)
+            held[kind] += size
+            total += size
+        elif pointer in live:
+            kind, allocated = live.pop(pointer)
+            held[kind] -= allocated
+            total -= allocated
+        if total > result.peak_bytes:
+            result.peak_bytes, result.peak_parts = total, dict(held)
+
+
+def _allocations(recorded: Any) -> Iterator[tuple[int, int, int]]:
+    """(nanoseconds, address, bytes; negative when freed) of every allocation recorded."""
+    pending = list(recorded.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children)
+        if node.tag == torch._C._profiler._EventType.Allocation:
+            yield node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size

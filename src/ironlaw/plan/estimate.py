@@ -1,0 +1,204 @@
+"""The plan of a run on one measured machine: every operation timed from the machine's curves, summed by key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from ironlaw import units
+from ironlaw.catalog import cpu_power
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.machine.profile import Profile
+from ironlaw.machine.roofline import Machine, MeasuredMachine
+from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.record import time_interval
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.transformer import (
+    Precision,
+    Shape,
+    attention_score_pairs,
+    optimizer_operations,
+    training_operations,
+)
+
+# The byte count is exact for the operations listed (tests compare it with autograd's); what is left is workspace
+# that a library's kernel allocates inside.
+MEMORY_INTERVAL = 0.02
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision the plan took, and why."""
+
+    value: str
+    reason: str
+
+
+def training_shape(config: RunConfig, precision: str, *, cuda: bool = False) -> Shape:
+    return Shape(config.model, config.micro_batch, config.sequence, cast(Precision, precision), fused_rmsnorm=cuda)
+
+
+def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:
+    """All operations of an optimizer step with how often each runs in it."""
+    shape = training_shape(config, precision, cuda=cuda)
+    per_micro_batch = [(op, op.repeat * config.accumulation) for op in training_operations(shape)]
+    update = optimizer_operations(config.model, accumulation=config.accumulation)
+    return per_micro_batch + [(op, op.repeat) for op in update]
+
+
+def choose_precision(config: RunConfig, profile: Profile) -> Choice:
+    """What the config says, or with `auto` the precision whose planned step is shorter on this machine."""
+    wanted = config.train.precision
+    if wanted != "auto":
+        return Choice(wanted, "train.precision in the config")
+    machine = MeasuredMachine(profile)
+    seconds = {p: _seconds(step_operations(config, p), machine, p) for p in profile.matmul}
+    # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
+    best = min(seconds, key=lambda p: seconds[p])
+    if best != "fp32" and seconds[best] > 0.9 * seconds["fp32"]:
+        best = "fp32"
+    shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
+    return Choice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
+
+
+def plan_run(config: RunConfig, profile: Profile) -> Ledger:
+    """Parameters, FLOPs, memory, time and energy of `config` on the measured machine. No torch needed."""
+    if config.train.threads not in (None, profile.threads):
+        raise UserError(
+            f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
+            f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
+        )
+    precision = choose_precision(config, profile)
+    operations = step_operations(config, precision.value, cuda=profile.device == "cuda")
+    lines = _lines(operations, MeasuredMachine(profile), precision.value)
+    memory, peak_where = peak_memory(training_shape(config, precision.value), config.accumulation)
+    ledger = Ledger("plan", lines=lines, memory=memory)
+    ledger.facts = {
+        "model": config.model.model_dump(mode="json", exclude_none=True),
+        "machine": profile.name,
+        "device": profile.device,
+        "threads": profile.threads,
+        "measured": profile.created,
+        "versions": profile.versions,
+        "precision": precision.value,
+        "precision_reason": precision.reason,
+        "peak_at": peak_where,
+        "memory_bytes": profile.memory_bytes,
+        "matmul_peak_flops_per_second": profile.matmul_peak(precision.value),
+        "copy_bytes_per_second": profile.copy_bytes_per_second,
+        "micro_batch": config.micro_batch,
+        "accumulation": config.accumulation,
+        "sequence": config.sequence,
+        "global_batch": config.train.global_batch,
+        "steps": config.train.steps,
+    }
+    _add_totals(ledger, config, profile, precision.value)
+    return ledger
+
+
+def _seconds(operations: Iterable[tuple[Operation, int]], machine: Machine, precision: str) -> float:
+    return sum(machine.time(op, precision).seconds * count for op, count in operations)
+
+
+def _lines(operations: Iterable[tuple[Operation, int]], machine: Machine, precision: str) -> list[Line]:
+    """Fold operations with the same key (phase, kind, name); the costliest decides what bounds the line."""
+    folded: dict[tuple[Phase, Kind, str], Line] = {}
+    costliest: dict[tuple[Phase, Kind, str], float] = {}
+    for op, count in operations:
+        timing = machine.time(op, precision)
+        key = (op.phase, op.kind, op.name)
+        before = folded.get(key, Line(*key, count=0, bytes_moved=0.0, seconds=0.0))
+        flops = before.flops if op.flops is None else (before.flops or 0) + op.flops * count
+        seconds = timing.seconds * count
+        bound = timing.bound if seconds >= costliest.get(key, 0.0) else before.bound
+        costliest[key] = max(seconds, costliest.get(key, 0.0))
+        folded[key] = Line(
+            *key,
+            count=(before.count or 0) + count,
+            flops=flops,
+            bytes_moved=(before.bytes_moved or 0.0) + op.bytes_moved * count,
+            seconds=(before.seconds or 0.0) + seconds,
+            bound=bound,
+        )
+    return list(folded.values())
+
+
+def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: str) -> None:
+    calculated, tokens = Origin.CALCULATED, config.tokens_per_step
+    step = sum(line.seconds or 0.0 for line in ledger.lines)
+    low, high, basis = time_interval(profile)
+    flops = ledger.flops()
+    tensors = sum(ledger.memory_bytes().values())
+    totals = ledger.totals
+    totals["parameters"] = Estimate(config.model.parameters, calculated, "sum over the modules' shapes")
+    totals["flops_per_step"] = Estimate(
+        flops, calculated, "matrix products of forward and backward; masked attention scores cost nothing"
+    )
+    totals["flops_per_step_unmasked"] = Estimate(
+        _unmasked_flops(ledger, config), calculated, "the same with every attention score counted, as PyTorch counts"
+    )
+    totals["step_seconds"] = Estimate(step, calculated, f"sum of the operations' measured curves; {basis}",
+                                      step * low, step * high)  # fmt: skip
+    totals["tokens_per_second"] = Estimate(
+        tokens / step, calculated, "tokens per step / step time", tokens / (step * high), tokens / (step * low)
+    )
+    peak_rate = profile.matmul_peak(precision)
+    totals["mfu"] = Estimate(
+        flops / step / peak_rate, calculated,
+        f"FLOPs / step time / {units.rate(peak_rate, 'FLOP')}, the measured {precision} matmul rate of this machine",
+        flops / (step * high) / peak_rate, flops / (step * low) / peak_rate,
+    )  # fmt: skip
+    totals["peak_bytes"] = Estimate(
+        tensors, calculated, f"tensors alive at the highest moment ({ledger.facts['peak_at']})",
+        tensors * (1 - MEMORY_INTERVAL), tensors * (1 + MEMORY_INTERVAL),
+    )  # fmt: skip
+    resident = tensors + profile.runtime_bytes
+    totals["resident_bytes"] = Estimate(
+        resident, calculated, "tensors plus the measured size of a process that only imported PyTorch",
+        resident * 0.9, resident * 1.25,
+    )  # fmt: skip
+    totals["total_seconds"] = _total_time(ledger, config, totals["step_seconds"])
+    energy = _energy(profile, totals["total_seconds"])
+    if energy is not None:
+        totals["energy_joules"] = energy
+
+
+def _unmasked_flops(ledger: Ledger, config: RunConfig) -> int:
+    masked = sum(line.flops or 0 for line in ledger.select(kind=Kind.ATTENTION))
+    pairs = attention_score_pairs(config.sequence, config.model.sliding_window)
+    return ledger.flops() - masked + masked * 2 * config.sequence**2 // pairs
+
+
+def _total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:
+    """All steps, and the validation passes between them (forward only)."""
+    forward = sum(line.seconds or 0.0 for line in ledger.select(phase=Phase.FORWARD)) / step.value
+    passes = 1 + (config.train.steps - 1) // config.evaluation.every if config.evaluation.every else 1
+    evaluation_steps = passes * config.evaluation.batches * forward
+    return step.scaled(
+        config.train.steps + evaluation_steps,
+        f"{config.train.steps} steps and {passes} validation passes of {config.evaluation.batches} batches",
+    )
+
+
+def _energy(profile: Profile, total: Estimate) -> Estimate | None:
+    """Joules of the processor. A range: what one core of such a processor draws is only known between bounds."""
+    power = cpu_power(profile.name) if profile.device == "cpu" else None
+    if power is None:
+        return None
+    low, high = float(power.low) * profile.threads, float(power.high) * profile.threads
+    middle = (low * high) ** 0.5
+    assert total.low is not None and total.high is not None
+    return Estimate(
+        middle * total.value, Origin.CITED,
+        f"{profile.threads} cores of {power.family} at {low:.0f} to {high:.0f} W ({power.source}); "
+        "processor only, no memory, no cooling",
+        low * total.low, high * total.high,
+    )  # fmt: skip
+
+
+def fits(ledger: Ledger) -> bool:
+    """Whether the process is planned to stay within the machine's memory."""
+    return ledger.totals["resident_bytes"].value <= float(ledger.facts["memory_bytes"])

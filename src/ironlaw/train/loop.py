@@ -1,0 +1,358 @@
+"""The training loop: one process, one device, read from top to bottom.
+
+    trainer = Trainer(config, run, plan, dataset, profile)
+    outcome = trainer.train()
+
+A step is: wait for the batch, forward and backward over its micro-batches, clip, update. Everything else
+(validation, checkpoints, recording) happens between steps and has its own line in the wall time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from ironlaw.config import RunConfig
+from ironlaw.data.batches import Batches, evaluation_batches
+from ironlaw.data.prefetch import Prefetcher
+from ironlaw.data.prepare import Dataset
+from ironlaw.errors import UserError
+from ironlaw.ledger import Estimate, Ledger, Origin, Phase
+from ironlaw.machine import host
+from ironlaw.machine.measure import probe_seconds
+from ironlaw.machine.profile import Profile
+from ironlaw.model.transformer import Transformer
+from ironlaw.observe.clock import StepClock, StepTimes
+from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.measured import WARMUP_STEPS, Observations, held_bytes, measured_ledger
+from ironlaw.observe.profile import named_modules_recorded, operation_scope, phase_scope, read_profile
+from ironlaw.train import checkpoint
+from ironlaw.train.compile import compile_blocks
+from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.schedule import learning_rate
+
+PROBE_EVERY_SECONDS = 5.0  # a probe takes some 5 ms: a thousandth of the run
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a watcher of the run is told after each step."""
+
+    step: int
+    steps: int
+    loss: float
+    validation_loss: float | None
+    tokens: int
+    seconds: float
+    data_seconds: float
+    resident_bytes: int
+    recorded: bool  # under the profiler, hence slower than it should be
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended: `interrupted` is the signal's name when one ended it early."""
+
+    ledger: Ledger
+    step: int
+    interrupted: str | None
+
+
+class Trainer:
+    """One run on one device. Construct, then `train()` once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        plan: Ledger,
+        dataset: Dataset,
+        profile: Profile,
+        *,
+        watch: Callable[[StepReport], None] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.started = time.perf_counter()
+        self.started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
+        self.watch = watch or (lambda report: None)
+        self.say = say or (lambda message: None)
+        self.device = torch.device(profile.device)
+        self.precision: str = plan.facts["precision"]
+        self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
+        self.clock = StepClock(cuda=self.device.type == "cuda")
+        self.step = self.tokens = 0
+        self.train_loss = self.validation_loss = float("nan")
+        self._interrupted: str | None = None
+        self._last_probe = 0.0
+        self._setup()
+
+    # -- set up ----------------------------------------------------------------------------------------------
+
+    def _setup(self) -> None:
+        config = self.config
+        if self.dataset.vocab > config.model.vocab:
+            raise UserError(
+                f"the tokenizer has {self.dataset.vocab} entries, model.vocab = {config.model.vocab}: "
+                f"set model.vocab = {self.dataset.vocab}"
+            )
+        checkpoint.check_space(self.run.checkpoints, config.model)
+        host.keep_freed_memory()
+        torch.set_num_threads(self.profile.threads)
+        self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
+        # Fails now rather than at the first validation.
+        next(iter(evaluation_batches(self.dataset.validation, config.sequence, config.train.global_batch, 1)))
+        torch.manual_seed(config.train.seed)
+        self.model = Transformer(config.model).to(self.device)
+        self.optimizer = build_optimizer(self.model, config.train)
+        found = checkpoint.newest(self.run.checkpoints, warn=self.say)
+        if found is not None:
+            checkpoint.load(found, self.model, config.model, self.optimizer)
+            self.step, self.tokens = found.step, found.tokens
+            self.say(f"resumed from step {found.step}")
+        self.run.forget_after(self.step)
+        wanted = config.train.compile
+        self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
+        if self.compiled:
+            self.compiled = compile_blocks(self.model, self._micro_batch_like(), self._autocast, self.say)
+
+    def _micro_batch_like(self) -> Tensor:
+        return torch.zeros(self.config.micro_batch, self.config.sequence, dtype=torch.long, device=self.device)
+
+    def _autocast(self) -> Any:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    def _to_device(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Tensor, Tensor]:
+        pair = torch.from_numpy(inputs), torch.from_numpy(targets)
+        if self.device.type == "cuda":
+            return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in pair)  # type: ignore[return-value]
+        return pair
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        config, observed = self.config, self.observed
+        energy = EnergyMeter()
+        observed.wall_seconds["startup"] = time.perf_counter() - self.started
+        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        first_step = self.step
+        try:
+            with (
+                self.run.metrics_file.open("a", encoding="utf-8") as metrics,
+                Prefetcher(self.batches, start=self.step, stop=config.train.steps, apply=self._to_device) as batches,
+            ):
+                while self.step < config.train.steps and self._interrupted is None:
+                    done = self.step - first_step
+                    if config.train.profile_steps and done == WARMUP_STEPS and self._enough_steps_left():
+                        self._record_steps(batches, metrics)
+                    else:
+                        times = self._timed_step(batches, recording=False)
+                        if done >= WARMUP_STEPS:
+                            observed.steps.append(times)
+                        self._after_step(times, metrics, recorded=False)
+                    self._probe_sometimes()
+                    observed.joules = energy.joules()
+            if not self._checkpoint_due() and self.step > first_step:
+                self._save_checkpoint()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return Outcome(self._finish(), self.step, self._interrupted)
+
+    def _enough_steps_left(self) -> bool:
+        """A very short run is not recorded: every step of it would be slower."""
+        return self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
+
+    def _timed_step(self, batches: Prefetcher[tuple[Tensor, Tensor]], recording: bool) -> StepTimes:
+        """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
+        config, clock = self.config, self.clock
+        with clock.step() as times:
+            with clock.phase(Phase.DATA):
+                inputs, targets = next(batches)
+            losses = []
+            for first in range(0, config.train.global_batch, config.micro_batch):
+                micro = slice(first, first + config.micro_batch)
+                with clock.phase(Phase.FORWARD), phase_scope(recording, Phase.FORWARD), self._autocast():
+                    loss = self.model(inputs[micro], targets[micro]) / config.accumulation
+                with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
+                    loss.backward()
+                losses.append(loss.detach())
+                del loss
+            if recording:
+                self._gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
+            with clock.phase(Phase.OPTIMIZER), phase_scope(recording, Phase.OPTIMIZER):
+                self._gradient_norm = self._update(recording)
+            with clock.phase(Phase.HOST):
+                self.train_loss = float(torch.stack(losses).sum())  # on CUDA the host waits here for the device
+        self.step += 1
+        self.tokens += config.tokens_per_step
+        if not np.isfinite(self.train_loss):
+            raise UserError(
+                f"the loss of step {self.step} is {self.train_loss}: lower train.lr or train with "
+                "train.precision = fp32, then run again with --resume"
+            )
+        return times
+
+    def _update(self, recording: bool) -> float | None:
+        """Clip by global norm, update, clear gradients."""
+        rate = learning_rate(self.config.train, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = None
+        if self.config.train.clip is not None:
+            with operation_scope(recording, "clip"):
+                norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+        with operation_scope(recording, "adamw"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return None if norm is None else float(norm)
+
+    def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
+        """A few steps under the profiler: time by operation, and every allocation."""
+        count = self.config.train.profile_steps
+        began = time.perf_counter()
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        finished: list[StepTimes] = []
+        with named_modules_recorded(self.model), profile(activities=activities, profile_memory=True) as recorded:
+            for _ in range(count):
+                finished.append(self._timed_step(batches, recording=True))
+                self._after_step(finished[-1], metrics, recorded=True)
+        self.observed.profiled_seconds = [times.wall_seconds for times in finished]
+        self.observed.profile = read_profile(recorded, count, self._gradient_pointers)
+        self.observed.wall_seconds["profiling"] = time.perf_counter() - began
+
+    # -- between steps ---------------------------------------------------------------------------------------
+
+    def _after_step(self, times: StepTimes, metrics: TextIO, recorded: bool) -> None:
+        config, step = self.config, self.step
+        phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
+        entry: dict[str, Any] = {
+            "step": step, "loss": self.train_loss, "tokens": self.tokens, "seconds": times.wall_seconds,
+            "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
+        }  # fmt: skip
+        self.observed.wall_seconds["training"] += times.wall_seconds
+        validated = False
+        if _due(step, config.evaluation.every) or step == config.train.steps:
+            entry["evaluation_seconds"] = self._evaluate()
+            entry["validation_loss"] = self.validation_loss
+            validated = True
+        entry["resident_bytes"] = host.resident_bytes()
+        self.observed.resident_peak_bytes = max(self.observed.resident_peak_bytes or 0, entry["resident_bytes"])
+        if recorded:
+            entry["recorded"] = True
+        metrics.write(json.dumps(entry) + "\n")
+        metrics.flush()
+        # After the metrics: a checkpoint without its line could not be told from one with it.
+        if self._checkpoint_due():
+            self._save_checkpoint()
+        self.watch(
+            StepReport(
+                step, config.train.steps, self.train_loss, self.validation_loss if validated else None, self.tokens,
+                times.wall_seconds, times.phase_seconds.get(Phase.DATA, 0.0), entry["resident_bytes"], recorded,
+            )
+        )  # fmt: skip
+
+    def _checkpoint_due(self) -> bool:
+        return _due(self.step, self.config.checkpoint.every)
+
+    @torch.no_grad()
+    def _evaluate(self) -> float:
+        """Mean loss over validation batches; returns the seconds it took."""
+        began = time.perf_counter()
+        config = self.config
+        self.model.eval()
+        total, tokens = 0.0, 0
+        batches = evaluation_batches(
+            self.dataset.validation, config.sequence, config.micro_batch,
+            config.evaluation.batches * config.accumulation,
+        )  # fmt: skip
+        for pair in batches:
+            inputs, targets = self._to_device(*pair)
+            with self._autocast():
+                total += float(self.model(inputs, targets)) * inputs.numel()
+            tokens += inputs.numel()
+        self.model.train()
+        self.validation_loss = total / tokens
+        seconds = time.perf_counter() - began
+        self.observed.wall_seconds["evaluation"] += seconds
+        return seconds
+
+    def _save_checkpoint(self) -> float:
+        began = time.perf_counter()
+        checkpoint.save(
+            self.run.checkpoints, self.step, self.tokens, self.model, self.optimizer, self.config.model,
+            self.config.checkpoint.keep,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        self.observed.wall_seconds["checkpoint"] += seconds
+        return seconds
+
+    def _probe_sometimes(self) -> None:
+        """Is the machine still as fast as when it was measured?"""
+        now = time.perf_counter()
+        if self.device.type == "cpu" and now - self._last_probe > PROBE_EVERY_SECONDS:
+            self.observed.probes.append(self.profile.reference["seconds"] / probe_seconds())
+            self._last_probe = now
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The first signal ends the run after the current step, with a checkpoint; the second ends it at once."""
+        if self._interrupted is not None:
+            raise KeyboardInterrupt
+        self._interrupted = signal.Signals(number).name
+        self.say(f"{self._interrupted}: finishing the step and saving; once more to stop without saving")
+
+    def _finish(self) -> Ledger:
+        observed, config = self.observed, self.config
+        total = time.perf_counter() - self.started
+        observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
+        if self.device.type == "cuda":
+            observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
+        facts = self.plan.facts | {
+            "compile": self.compiled,
+            "steps_done": self.step,
+            "interrupted": self._interrupted,
+            "started": self.started_at,
+            "finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        ledger = measured_ledger(
+            observed,
+            planned=self.plan,
+            held=held_bytes(self.model, self.optimizer),
+            batch_bytes=2 * 8 * config.tokens_per_step,
+            tokens_per_step=config.tokens_per_step,
+            facts=facts,
+        )
+        measured = {
+            "train_loss": (self.train_loss, "loss of the last step, nats per token"),
+            "validation_loss": (self.validation_loss, "mean over the last validation batches, nats per token"),
+            "total_seconds": (total, "wall time of the training command, start-up included"),
+        }
+        for name, (value, basis) in measured.items():
+            if np.isfinite(value):
+                ledger.totals[name] = Estimate(value, Origin.MEASURED, basis)
+        if self.dataset.unigram_loss is not None:
+            ledger.totals["unigram_loss"] = Estimate(
+                self.dataset.unigram_loss, Origin.CALCULATED, "token frequencies of the training text alone"
+            )
+        return ledger
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

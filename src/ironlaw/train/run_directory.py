@@ -1,0 +1,112 @@
+"""A run is a directory; this module is the only one that knows its file names."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ironlaw.config import RunConfig, load_config
+from ironlaw.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger_file(self) -> Path:
+        return self.path / "ledger.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Complete lines only: a run that was killed may have left half of its last one."""
+        if not self.metrics_file.is_file():
+            return
+        with self.metrics_file.open(encoding="utf-8") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the metrics of steps that a resumed run will take again."""
+        kept = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= step]
+        write_atomically(self.metrics_file, "".join(kept))
+
+
+def default_name(model: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{model}-{stamp}"
+
+
+def open_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
+    """Create the directory, or with `resume` take up the one that is there, if it is of the same run.
+
+    Raises UserError when it exists without `resume`, or holds a run of another model or data order.
+    """
+    run = RunDirectory(path)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file: give --out a directory")
+    if path.exists() and any(path.iterdir()):
+        if not resume:
+            raise UserError(f"{path} exists: add --resume to continue it, or give another --out")
+        if run.config_file.is_file():
+            check_same_run(load_config(run.config_file), config, path)
+    try:
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.config_file, config.to_toml())
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}; give --out a directory you can write to") from None
+    return run
+
+
+def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
+    """What decides the weights and the order of samples must not change between sessions of one run."""
+    fixed = {
+        "model": (before.model, now.model),
+        "data": (before.data.model_dump(exclude={"cache"}), now.data.model_dump(exclude={"cache"})),
+        "train.global_batch": (before.train.global_batch, now.train.global_batch),
+        "train.sequence": (before.sequence, now.sequence),
+        "train.seed": (before.train.seed, now.train.seed),
+    }
+    for name, (old, new) in fixed.items():
+        if old != new:
+            raise UserError(
+                f"{path} holds a run with another {name}: resume it with its own config, or give a new --out"
+            )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Either the old content or the new, never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

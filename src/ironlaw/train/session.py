@@ -1,0 +1,60 @@
+"""From a config to a finished run directory: prepare the data, plan, train, write both ledgers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ironlaw.config import RunConfig
+from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import Profile
+from ironlaw.plan import record
+from ironlaw.plan.estimate import fits, plan_run
+from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.run_directory import RunDirectory, open_run
+
+DataProgress = Callable[[int, int], None]
+
+
+def run_training(
+    config: RunConfig,
+    out: Path,
+    profile: Profile,
+    *,
+    resume: bool = False,
+    data_progress: DataProgress | None = None,
+    planned: Callable[[Ledger, Dataset], None] | None = None,
+    watch: Callable[[StepReport], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Train `config` into the directory `out`; `planned` is shown the plan before the first step.
+
+    Raises UserError before any work is done when the input cannot work: no text, no room, another model.
+    """
+    plan = plan_run(config, profile)
+    if not fits(plan):
+        raise UserError(
+            "the plan does not fit this machine's memory: lower train.micro_batch, or see `ironlaw plan` for what holds it"
+        )
+    dataset = prepare(config.data, config.model.vocab, data_progress)
+    run = open_run(out, config, resume)
+    plan.save(run.plan_file)
+    if dataset.tokenizer_path is not None:
+        shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+    if planned is not None:
+        planned(plan, dataset)
+    trainer = Trainer(config, run, plan, dataset, profile, watch=watch, say=say)
+    outcome = trainer.train()
+    outcome.ledger.save(run.ledger_file)
+    _remember(plan, outcome, profile, run)
+    return outcome
+
+
+def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:
+    """A complete run adds to what the next plan's interval is learned from."""
+    measured = outcome.ledger.totals.get("step_seconds")
+    if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
+        record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)
