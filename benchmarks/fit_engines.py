@@ -33,7 +33,7 @@ TIME_BOUNDS: dict[str, tuple[float, float]] = {
     "host_backward_ratio": (0.5, 3.0),
     "host_collective_seconds": (1e-6, 6e-4),
     "host_microbatch_seconds": (1e-4, 3e-2),
-    "host_step_seconds": (1e-3, 0.15),
+    "host_step_seconds": (1e-3, 0.5),
     "matmul_slowdown": (0.95, 1.6),
     "cdna3.matmul_slowdown": (0.95, 2.4),
     "attention_slowdown": (0.7, 2.5),
@@ -59,7 +59,7 @@ MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
     "context_bytes": (0.0, 3e9),
     "gradient_bytes": (2.0, 6.0),
 }
-SCALES = {"host_layer_seconds": 0.2, "host_microbatch_seconds": 0.5, "host_collective_seconds": 0.5, "activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
+SCALES = {"host_step_seconds": 3.0, "attention_slowdown": 0.2, "matmul_slowdown": 0.2, "shard_traffic": 0.8, "host_layer_seconds": 0.2, "host_microbatch_seconds": 0.5, "host_collective_seconds": 0.5, "activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
 PRIOR_WEIGHT = 0.05
 MIN_FOLDS = 3  # with fewer, a kind of layout borrows the interval of all kinds
 LEAST_HALF_WIDTH = 0.05
@@ -196,9 +196,10 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
                        "attention_slowdown", "streaming_traffic", "shard_traffic", "fsdp_hidden",
                        "hopper.matmul_slowdown", "hopper.attention_slowdown"], []),
     "torchtitan-2024": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "fsdp_hidden"], []),
-    "torchtitan": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "streaming_traffic", "fsdp_hidden", "host_step_seconds",
-                    "tp_hidden", "cdna3.matmul_slowdown", "blackwell.matmul_slowdown"],
-                   ["activation_extra", "logit_bytes"]),
+    "torchtitan": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "host_step_seconds", "tp_hidden",
+                    "fsdp_hidden"], []),
+    "torchtitan-2025": (["matmul_slowdown", "attention_slowdown", "host_step_seconds", "cdna3.matmul_slowdown"],
+                        ["logit_bytes"]),
 }  # fmt: skip
 
 

@@ -21,6 +21,10 @@ NETWORK_OF_NODE = {"p4d-24xlarge": "efa_v1", "p4de-24xlarge": "efa_v1", "p6-b200
 ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
 """Per accelerator, where a node's network is not known: one 400 Gbit/s card each, the rule of current platforms."""
 
+TRAINING_ENERGY = 0.8
+"""Energy per FLOP of training over that of a benchmark's random operands: activations and gradients of a real step
+toggle fewer bits, so a power-limited part clocks higher. From boards of 400, 500 and 700 W running the same models."""
+
 UNITS_OF_GENERATION = {"blackwell": 148}
 """Compute units of packages whose own count is not published."""
 
@@ -80,7 +84,7 @@ def hardware_of(acc: Accelerator) -> Hardware:
         peak_flops_per_second={dtype: value.value for dtype, value in acc.peak_flops_per_second.items()},
         memory_bytes_per_second=acc.memory_bytes_per_second.value,
         compute_units=int(units),
-        power_watts=acc.tdp_watts.value,
+        power_watts=acc.tdp_watts.value / TRAINING_ENERGY,
         efficiency=_efficiency(acc.generation),
         l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
         clock_hertz=acc.clock_hz.value if acc.clock_hz else None,

@@ -69,7 +69,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per job and step, on the busiest stage; they add up to `step_seconds`."""
+    """Seconds per job and step, on the busiest stage; up to `host_step` they add up to `step_seconds`."""
 
     step_seconds: Array
     forward: Array
@@ -83,6 +83,9 @@ class Times:
     dp_exposed: Array
     optimizer: Array
     host_step: Array
+    busiest_layers: Array  # of the stage these times are of
+    head: Array  # output layer and embedding, part of forward and backward
+    recomputed: Array  # part of backward
 
 
 def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
@@ -312,7 +315,8 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     bubble = others / jobs.virtual
 
     count = np.where(slowest == last, layers.last, np.where(slowest == first, layers.first, layers.middle))
-    extra = np.where(slowest == last, head, embedding) + np.where(jobs.pp == 1, embedding, 0.0)
+    extra = np.where(slowest == last, head, np.where(slowest == first, embedding, 0.0))
+    extra = extra + np.where(jobs.pp == 1, embedding, 0.0)
     _, host_excess = stage(count, extra)
     steady = micro_batches * slowest
     window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel
@@ -336,6 +340,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         dp_exposed=dp_exposed,
         optimizer=optimizer,
         host_step=host_step,
+        busiest_layers=count,
+        head=micro_batches * extra,
+        recomputed=m * again,
     )
 
 
