@@ -19,13 +19,14 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ironlaw.plan.engine import Engine, engines
-from ironlaw.plan.evaluate import settings_of, under_pressure
+from ironlaw.plan.evaluate import settings_of, settled, under_pressure
+from ironlaw.plan.ingredients import Parts, step_parts
 from ironlaw.plan.intervals import kind_of_layout
 from ironlaw.plan.jobs import Jobs, jobs_of_columns
 from ironlaw.plan.runs import Run, read_runs
 from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import StageLayers, stage_layers
-from ironlaw.plan.timeline import Parts, assemble, step_parts
+from ironlaw.plan.timeline import assemble
 
 # name: (lowest, highest, scale of the prior in the fitted variable)
 TIME_BOUNDS: dict[str, tuple[float, float]] = {
@@ -59,7 +60,20 @@ MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
     "context_bytes": (0.0, 3e9),
     "gradient_bytes": (2.0, 6.0),
 }
-SCALES = {"host_step_seconds": 3.0, "attention_slowdown": 0.2, "matmul_slowdown": 0.2, "shard_traffic": 0.8, "host_layer_seconds": 0.2, "host_microbatch_seconds": 0.5, "host_collective_seconds": 0.5, "activation_extra": 5.0, "context_bytes": 5e8, "logit_bytes": 4.0, "head_gathered_bytes": 20.0, "entrance_bytes": 5.0}
+SCALES = {
+    "host_step_seconds": 3.0,
+    "attention_slowdown": 0.2,
+    "matmul_slowdown": 0.2,
+    "shard_traffic": 0.8,
+    "host_layer_seconds": 0.2,
+    "host_microbatch_seconds": 0.5,
+    "host_collective_seconds": 0.5,
+    "activation_extra": 5.0,
+    "context_bytes": 5e8,
+    "logit_bytes": 4.0,
+    "head_gathered_bytes": 20.0,
+    "entrance_bytes": 5.0,
+}
 PRIOR_WEIGHT = 0.05
 MIN_FOLDS = 3  # with fewer, a kind of layout borrows the interval of all kinds
 LEAST_HALF_WIDTH = 0.05
@@ -153,7 +167,12 @@ def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engin
 
     inside = np.clip(start, encode(low) + 1e-6, encode(high) - 1e-6)
     found = least_squares(
-        residuals, inside, bounds=(encode(low), encode(high)), loss="soft_l1", f_scale=0.01 if kind == "memory" else 0.05, max_nfev=60
+        residuals,
+        inside,
+        bounds=(encode(low), encode(high)),
+        loss="soft_l1",
+        f_scale=0.01 if kind == "memory" else 0.05,
+        max_nfev=60,
     )
     return put(engine, dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
 
@@ -187,6 +206,7 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
                       ["logit_bytes", "gathered_inputs", "context_bytes"]),
     "nemo": (["matmul_slowdown", "attention_slowdown", "streaming_traffic", "shard_traffic", "tp_hidden", "dp_hidden",
               "pp_hidden", "cp_hidden", "host_step_seconds"], []),
+    "paxml": (["matmul_slowdown", "fsdp_hidden"], []),
     "nanotron": (["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
                   "matmul_slowdown", "streaming_traffic", "shard_traffic", "tp_hidden", "dp_hidden", "pp_hidden",
                   "island_slowdown", "network_slowdown", "optimizer_traffic"],
@@ -211,7 +231,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the constants into the engines' files")
     parser.add_argument("--intervals", action="store_true", help="leave folds out, write interval_factors.toml")
     arguments = parser.parse_args()
-    runs, _ = read_runs(arguments.csv)
+    read, _ = read_runs(arguments.csv)
+    runs = settled(read)
     unseen: list[Unseen] = []
     for name, plan in PLAN.items():
         if arguments.engine not in (None, name):
@@ -286,7 +307,8 @@ def left_out(name: str, runs: list[Run], names: list[str], kind: str) -> list[Un
         size = np.abs(errors)
         print(
             f"  left out: {fold:44s} {kind:6s} n {len(size):4d} median {100 * np.median(size):5.1f} "
-            f"mean {100 * size.mean():5.1f} p90 {100 * np.quantile(size, 0.9):5.1f} bias {100 * np.median(errors):+5.1f}"
+            f"mean {100 * size.mean():5.1f} p90 {100 * np.quantile(size, 0.9):5.1f} "
+            f"bias {100 * np.median(errors):+5.1f}"
         )
     return result
 

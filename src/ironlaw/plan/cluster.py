@@ -22,13 +22,14 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
+from ironlaw.plan.ingredients import Parts, step_parts
 from ironlaw.plan.intervals import factors, kind_of_layout
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import PeakMemory, peak_memory
 from ironlaw.plan.stages import stage_layers
-from ironlaw.plan.timeline import Parts, Times, assemble, step_parts
+from ironlaw.plan.timeline import Times, assemble
 
 DEFAULT_ENGINE = "nemo"
 """The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
@@ -112,7 +113,7 @@ def _totals(
     model: ModelConfig, cluster: Cluster, layout: Layout, jobs: Jobs, where: Setting, outcome: Outcome, tokens: int
 ) -> dict[str, Estimate]:
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
-    flops = int(round(float(jobs.model_flops()[0])))
+    flops = round(float(jobs.model_flops()[0]))
     columns = {"pp": float(layout.pp), "tp": float(layout.tp)}
     kind = kind_of_layout(columns, cluster.nodes)
     basis = f"engine {where.engine.name}; 80% of runs left out of the fit, {kind.replace('_', ' ')}"
@@ -155,8 +156,7 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     layers, micro_batches = at(times.busiest_layers), at(jobs.accumulation)
     executions = round(layers * micro_batches)
     repeats = layers * micro_batches
-    full, selective = at(jobs.recompute) == 2, at(jobs.recompute) == 1
-    del selective
+    full = at(jobs.recompute) == 2
     replicas = at(jobs.global_batch) * at(jobs.sequence)
     head_flops = 6 * at(jobs.hidden) * at(jobs.vocab) * replicas
     attention_flops = 6 * at(jobs.layers) * at(jobs.sequence) * at(jobs.query_size) * replicas
@@ -167,7 +167,9 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     lines: list[Line] = []
     phases = (Phase.FORWARD, Phase.BACKWARD)
     whole = (at(times.forward), at(times.backward))
-    for phase, mm, att, sc, share, total in zip(phases, matmul, attention, (scores, 2 * scores), (1, 2), whole, strict=True):
+    for phase, mm, att, sc, share, total in zip(
+        phases, matmul, attention, (scores, 2 * scores), (1, 2), whole, strict=True
+    ):
         m_seconds = repeats * mm * engine.matmul_slowdown
         a_seconds = repeats * (att * engine.attention_slowdown + sc)
         head = at(times.head) * share / 3

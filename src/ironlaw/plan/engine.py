@@ -85,7 +85,8 @@ class Engine:
 
     def on(self, generation: str) -> Engine:
         """The constants on one accelerator generation."""
-        return replace(self, **self.by_generation.get(generation, {}))
+        values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
+        return replace(self, **values)
 
 
 @lru_cache(maxsize=1)

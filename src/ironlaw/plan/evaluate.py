@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ironlaw.plan.ingredients import step_parts
 from ironlaw.plan.jobs import Array, jobs_of_columns
 from ironlaw.plan.runs import Run
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import stage_layers
-from ironlaw.plan.timeline import assemble, step_parts
+from ironlaw.plan.timeline import assemble
 
 UNUSABLE_BYTES = 1.0 * 2**30
 """Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
@@ -53,6 +54,23 @@ def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
     for indices in found.values():
         first = runs[indices[0]]
         result.append((setting(first.cluster, first.engine, first.precision), indices))
+    return result
+
+
+def settled(runs: Sequence[Run]) -> list[Run]:
+    """The runs with what their rows leave open decided: full recomputation where none would not fit."""
+    result = list(runs)
+    for where, indices in settings_of(runs):
+        unsaid = [i for i in indices if runs[i].open_recompute]
+        if not unsaid:
+            continue
+        jobs = jobs_of_columns([runs[i].columns for i in unsaid])
+        over = peak_memory(jobs, where.engine).total > where.memory_bytes - UNUSABLE_BYTES
+        for i, full in zip(unsaid, over, strict=True):
+            word = "full, for without it the run would not fit" if full else "none"
+            columns = runs[i].columns | {"recompute": 2.0 if full else 0.0}
+            assumed = (*runs[i].assumed, f"recompute = {word}")
+            result[i] = replace(runs[i], columns=columns, assumed=assumed, open_recompute=False)
     return result
 
 

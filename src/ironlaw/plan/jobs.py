@@ -103,7 +103,7 @@ class Jobs:
         return self.layers * self.block_parameters + self.embedding_parameters + final_norm + head
 
     def model_flops(self) -> Array:
-        """Matrix FLOPs of one step, forward and backward, a causal score counted once it is computed (half of s x s)."""
+        """Matrix FLOPs of one step, forward and backward; masked scores of causal attention are not counted."""
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
         linear = self.hidden * (qkv + self.query_size + matrices * self.ffn)

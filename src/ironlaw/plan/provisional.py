@@ -24,7 +24,12 @@ def provisional_efficiency(generation: str) -> Efficiency:
     )
     collectives = CollectiveConstants(8e-6, 1.5e-6, 5e-6, 1e6, 0.78, 4.0, 0.0, 0.75, evidence=_ASSUMED)
     return Efficiency(
-        generation, {"bf16": matmul, "fp8": matmul, "fp8_block": matmul}, {"flash": attention}, "flash", streaming, collectives
+        generation,
+        {"bf16": matmul, "fp8": matmul, "fp8_block": matmul},
+        {"flash": attention},
+        "flash",
+        streaming,
+        collectives,
     )
 
 

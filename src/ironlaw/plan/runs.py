@@ -34,6 +34,7 @@ class Run:
     ran: bool
     checks: str
     assumed: tuple[str, ...]
+    open_recompute: bool = False  # the row does not say; none is assumed where it fits
 
 
 def read_runs(path: Path) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -93,7 +94,9 @@ def _run(identity: str, row: dict[str, str]) -> Run:
     sequence_parallel = _flag(row, "sequence_parallel")
     if sequence_parallel is None:
         sequence_parallel = engine.default_sp
-    recompute = (row.get("recompute") or "").strip() or engine.default_recompute
+    recompute = (row.get("recompute") or "").strip()
+    open_recompute = not recompute and engine.default_recompute == "none"
+    recompute = recompute or engine.default_recompute
     if recompute not in RECOMPUTE:
         raise UserError(f"recompute '{recompute}' is not none, selective or full")
     micro_batch = needed("micro_batch")
@@ -117,6 +120,7 @@ def _run(identity: str, row: dict[str, str]) -> Run:
         ran=(row.get("status") or "ok").strip() == "ok",
         checks=row.get("checks") or "",
         assumed=tuple(assumed),
+        open_recompute=open_recompute,
     )
 
 

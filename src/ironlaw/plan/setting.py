@@ -15,7 +15,12 @@ from ironlaw.plan.provisional import provisional_efficiency, provisional_network
 NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
 """Fabrics without constants of their own, and whose are used."""
 
-NETWORK_OF_NODE = {"p4d-24xlarge": "efa_v1", "p4de-24xlarge": "efa_v1", "p6-b200-48xlarge": "efa_v4", "p6-b300-48xlarge": "efa_v4"}
+NETWORK_OF_NODE = {
+    "p4d-24xlarge": "efa_v1",
+    "p4de-24xlarge": "efa_v1",
+    "p6-b200-48xlarge": "efa_v4",
+    "p6-b300-48xlarge": "efa_v4",
+}
 """Nodes whose network is another generation than the usual one of its fabric."""
 
 ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
@@ -74,7 +79,11 @@ def _network(fabric: str, node: str) -> NetworkConstants:
 def hardware_of(acc: Accelerator) -> Hardware:
     """Nominal figures of the catalogue with the fitted constants of the generation."""
     units = acc.compute_units.value if acc.compute_units else UNITS_OF_GENERATION.get(acc.generation)
-    wanted = {"memory_bytes_per_second": acc.memory_bytes_per_second, "compute_units": units, "tdp_watts": acc.tdp_watts}
+    wanted = {
+        "memory_bytes_per_second": acc.memory_bytes_per_second,
+        "compute_units": units,
+        "tdp_watts": acc.tdp_watts,
+    }
     for name, value in wanted.items():
         if value is None:
             raise UserError(f"{name} of {acc.name} is not known: a plan needs it")

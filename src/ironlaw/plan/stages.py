@@ -38,9 +38,8 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
         unique, back = np.unique(keys, axis=0, return_inverse=True)
         dealt = [_dealt(int(n), int(pp), block, head) for n, pp, block, head in unique]
         for i, which in enumerate(back.reshape(-1)):
-            layers, head = dealt[which]
-            counts[i, : len(layers)] = layers
-            head_stage[i] = head
+            layers_dealt, head_stage[i] = dealt[which]
+            counts[i, : len(layers_dealt)] = layers_dealt
     else:
         index = np.arange(stages)[None, :]
         whole, rest = np.divmod(jobs.layers, jobs.pp)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.plan.evaluate import Prediction, evaluate
+from ironlaw.plan.evaluate import Prediction, evaluate, settled
 from ironlaw.plan.intervals import memory_interval, time_interval
 from ironlaw.plan.jobs import Array, Jobs, jobs_of_columns
 from ironlaw.plan.runs import Run, read_runs
@@ -72,6 +72,7 @@ def validate(path: Path) -> Record:
 
 
 def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> Record:
+    runs = settled(runs)
     jobs = jobs_of_columns([run.columns for run in runs])
     prediction = evaluate(runs)
     record = Record(
@@ -143,7 +144,7 @@ def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...]
     found: dict[tuple[Any, ...], list[int]] = {}
     for i in index:
         run = runs[i]
-        key = tuple(run.columns[name] for name in SAME_WORK)
+        key: tuple[Any, ...] = tuple(run.columns[name] for name in SAME_WORK)
         key += (run.cluster.accelerator.name, run.cluster.count, run.precision, run.engine.name)
         found.setdefault(key, []).append(i)
     return {k: v for k, v in found.items() if len(v) >= MIN_LAYOUTS and len({_layout(runs[i]) for i in v}) > 1}
