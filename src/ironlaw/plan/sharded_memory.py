@@ -98,7 +98,8 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakM
     embedding = jobs.embedding_parameters if stage == 0 else np.zeros(len(jobs))
     shared = (jobs.tied > 0) & (stage == 0)
     head = np.where(has_head & ~shared, jobs.hidden * jobs.vocab, 0.0)
-    parameters = (count * jobs.block_parameters + embedding + head) / jobs.tp
+    final_norm = np.where(has_head, jobs.hidden * (1 + jobs.biased), 0.0)
+    parameters = (count * jobs.block_parameters + embedding + head + final_norm) / jobs.tp
     shards = jobs.dp * jobs.cp
     weights = parameters * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
