@@ -12,6 +12,8 @@ or per group.
 from __future__ import annotations
 
 import argparse
+import json
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine_words import MEANING
 from ironlaw.plan.evaluate import settings_of, settled, under_pressure
 from ironlaw.plan.ingredients import Parts, step_parts
 from ironlaw.plan.intervals import kind_of_layout
@@ -246,7 +249,7 @@ def main() -> None:
             print(name, kind, {n: float(f"{get(fitted, n):.4g}") for n in names})
             summary(data, fitted, kind)
             if arguments.write:
-                write(name, {n: get(fitted, n) for n in names})
+                write(name, fitted, names, chosen)
             if arguments.intervals:
                 unseen += left_out(name, chosen, names, kind)
     if arguments.intervals:
@@ -366,20 +369,39 @@ def of_kind(unseen: list[Unseen], layout: str) -> list[Unseen]:
     return [u for u in unseen if kind_of_layout(u.run.columns, u.run.cluster.nodes) == layout]
 
 
-def write(name: str, values: dict[str, float]) -> None:
-    """Replace the values of the constants in the engine's file; a constant that is not there yet is added."""
+TEXT = ("frameworks", "source", "attention")
+
+
+def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
+    """Rewrite the engine's file: conventions first, then what was fitted, each with unit, meaning and origin."""
     path = Path(__file__).parents[1] / "src/ironlaw/plan/engines" / f"{name}.toml"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for name_, value in values.items():
-        key = f"by_generation.{name_}" if "." in name_ else name_
-        entry = f"{key} = {value:.4g}"
-        at = [i for i, line in enumerate(lines) if line.split("=")[0].strip() == key]
-        if at:
-            comment = lines[at[0]].partition("#")[2]
-            lines[at[0]] = entry + (f"  #{comment}" if comment else "")
-        else:
-            lines.append(entry)
+    old = tomllib.loads(path.read_text(encoding="utf-8"))
+    overrides = old.pop("by_generation", {})
+    old |= {n: float(f"{get(fitted, n):.4g}") for n in names if "." not in n}
+    for n in names:
+        generation, _, key = n.rpartition(".")
+        if generation:
+            overrides.setdefault(generation, {})[key] = float(f"{get(fitted, n):.4g}")
+    groups = ", ".join(sorted({r.group for r in runs if r.step_seconds or r.peak_bytes}))
+    old["source"] = f"fitted by benchmarks/fit_engines.py to published runs of {groups}; conventions from the framework"
+    free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}
+    lines = [f"# Constants of the engine {name}. Conventions are read from the framework's documentation or code;"]
+    lines += ["# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engine_words.py.", ""]
+    lines += [f"{key} = {toml(old[key])}" for key in TEXT if key in old]
+    for title, wanted in (("conventions", False), ("fitted", True)):
+        keys = [k for k in old if k not in TEXT and (k in free) is wanted]
+        lines += ["", f"# {title}"] if keys else []
+        for key in keys:
+            unit, meaning = MEANING[key]
+            lines.append(f"{key} = {toml(old[key])}  # {unit + '; ' if unit else ''}{meaning}")
+    for generation, entries in sorted(overrides.items()):
+        lines += ["", f"[by_generation.{generation}] # fitted, in place of the above"]
+        lines += [f"{key} = {toml(value_)}" for key, value_ in entries.items()]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def toml(value_: object) -> str:
+    return json.dumps(list(value_)) if isinstance(value_, list | tuple) else json.dumps(value_)
 
 
 if __name__ == "__main__":

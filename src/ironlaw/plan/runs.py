@@ -10,6 +10,7 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.nodes import Cluster, node, node_names
 from ironlaw.errors import UserError
 from ironlaw.plan.engine import Engine, engine_of_framework
+from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import RECOMPUTE
 
 NETWORK_WORDS = {"p5-48xlarge": ("aws p5", "efa 3200"), "p4d-24xlarge": ("aws p4d", "efa 400")}
@@ -70,7 +71,11 @@ def _flag(row: dict[str, str], name: str) -> bool | None:
 def _run(identity: str, row: dict[str, str]) -> Run:
     assumed: list[str] = []
     attention = "flash" if (row.get("attention") or "flash").strip().lower().startswith("flash") else "standard"
-    engine = engine_of_framework(row.get("framework") or "", attention)
+    try:
+        engine = engine_of_framework(row.get("framework") or "", attention)
+    except UserError:
+        engine = engine_named("generic")
+        assumed.append(f"engine = generic (framework '{row.get('framework') or ''}' is not known)")
 
     def needed(name: str) -> float:
         value = _number(row, name)
@@ -91,6 +96,8 @@ def _run(identity: str, row: dict[str, str]) -> Run:
     if given("ep", 1) > 1:
         raise UserError("expert parallelism is not planned yet")
     dp = given("dp", max(count // (tp * pp * cp), 1), "accelerators / (tp pp cp)")
+    if dp * tp * pp * cp != count:
+        raise UserError(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not the {count:g} accelerators of the run")
     sequence_parallel = _flag(row, "sequence_parallel")
     if sequence_parallel is None:
         sequence_parallel = engine.default_sp
