@@ -386,7 +386,10 @@ def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
     old["source"] = f"fitted by benchmarks/fit_engines.py to published runs of {groups}; conventions from the framework"
     free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}
     lines = [f"# Constants of the engine {name}. Conventions are read from the framework's documentation or code;"]
-    lines += ["# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engine_words.py.", ""]
+    lines += [
+        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engine_words.py.",
+        "",
+    ]
     lines += [f"{key} = {toml(old[key])}" for key in TEXT if key in old]
     for title, wanted in (("conventions", False), ("fitted", True)):
         keys = [k for k in old if k not in TEXT and (k in free) is wanted]

@@ -9,7 +9,10 @@ MEANING: dict[str, tuple[str, str]] = {
     "host_microbatch_seconds": ("s", "launching processor, loss and schedule of a micro-batch"),
     "host_step_seconds": ("s", "once per step: optimizer launches, clipping, logging, data"),
     "matmul_slowdown": ("1", "matmul time in the run over that of the kernel alone"),
-    "attention_slowdown": ("1", "attention time in the run over that of the kernel alone; backward is not measured alone"),
+    "attention_slowdown": (
+        "1",
+        "attention time in the run over that of the kernel alone; backward is not measured alone",
+    ),
     "attention_kernel": ("", "flash2: FlashAttention-2 on every generation; native: written for the generation"),
     "streaming_traffic": ("1", "bytes of norms and residual additions over the least that fused kernels move"),
     "shard_traffic": ("1", "the same for activations, rotations and layout copies, which tp divides"),
