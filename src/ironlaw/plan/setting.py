@@ -8,7 +8,16 @@ from functools import lru_cache
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, Node
 from ironlaw.errors import UserError
-from ironlaw.machine.efficiency import Efficiency, Fabric, Hardware, NetworkConstants, load_efficiency, load_network
+from ironlaw.machine.efficiency import (
+    Efficiency,
+    Fabric,
+    Hardware,
+    NetworkConstants,
+    load_efficiency,
+    load_network,
+    reference_accelerators,
+    reference_hardware,
+)
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.provisional import provisional_efficiency, provisional_network
 
@@ -26,9 +35,9 @@ NETWORK_OF_NODE = {
 ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
 """Per accelerator, where a node's network is not known: one 400 Gbit/s card each, the rule of current platforms."""
 
-TRAINING_ENERGY = 0.8
-"""Energy per FLOP of training over that of a benchmark's random operands: activations and gradients of a real step
-toggle fewer bits, so a power-limited part clocks higher. From boards of 400, 500 and 700 W running the same models."""
+POWER_EXPONENT = 0.5
+"""Attained rate over power limit: a lower limit lowers clock and voltage together, so it costs less than it saves.
+Dynamic power grows with the cube of the clock where voltage follows it, less where it does not; between 1/3 and 1."""
 
 UNITS_OF_GENERATION = {"blackwell": 148}
 """Compute units of packages whose own count is not published."""
@@ -93,11 +102,25 @@ def hardware_of(acc: Accelerator) -> Hardware:
         peak_flops_per_second={dtype: value.value for dtype, value in acc.peak_flops_per_second.items()},
         memory_bytes_per_second=acc.memory_bytes_per_second.value,
         compute_units=int(units),
-        power_watts=acc.tdp_watts.value / TRAINING_ENERGY,
+        power_watts=effective_power_watts(acc.generation, acc.tdp_watts.value),
         efficiency=_efficiency(acc.generation),
         l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
         clock_hertz=acc.clock_hz.value if acc.clock_hz else None,
     )
+
+
+@lru_cache(maxsize=64)
+def effective_power_watts(generation: str, limit_watts: float) -> float:
+    """The power that the efficiency constants see: the limit they were measured at, scaled by `POWER_EXPONENT`."""
+    measured = [
+        reference_hardware(generation, name).power_watts
+        for name, of in reference_accelerators().items()
+        if of == generation
+    ]
+    if not measured:
+        return limit_watts
+    nearest = min(measured, key=lambda watts: abs(watts - limit_watts))
+    return float(nearest * (limit_watts / nearest) ** POWER_EXPONENT)
 
 
 def fabric_of(acc: Accelerator, node: Node) -> Fabric:
