@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ironlaw.plan.ingredients import step_parts
+from ironlaw.catalog.nodes import Node
 from ironlaw.plan.jobs import Array, jobs_of_columns
 from ironlaw.plan.runs import Run
 from ironlaw.plan.setting import Setting, setting
@@ -46,9 +47,9 @@ class Prediction:
 
 def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
     """Runs that share accelerator, node, engine and precision, as indices, with that setting."""
-    found: dict[tuple[str, str, str, str], list[int]] = {}
+    found: dict[tuple[str, str, Node, str], list[int]] = {}
     for index, run in enumerate(runs):
-        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node.name, run.precision)
+        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision)
         found.setdefault(key, []).append(index)
     result = []
     for indices in found.values():

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ironlaw.catalog.accelerators import accelerator
-from ironlaw.catalog.nodes import Cluster, node, node_names
+from ironlaw.catalog.figures import Figure
+from ironlaw.catalog.nodes import Cluster, Node, node
 from ironlaw.errors import UserError
 from ironlaw.plan.engine import Engine, engine_of_framework
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import RECOMPUTE
 
-NETWORK_WORDS = {"p5-48xlarge": ("aws p5", "efa 3200"), "p4d-24xlarge": ("aws p4d", "efa 400")}
-"""Words of an `interconnect` column that name a catalogued node other than the accelerator's usual one."""
+FABRIC_WORDS = {"efa": "efa", "roce": "roce", "ethernet": "roce", "ib": "infiniband", "infiniband": "infiniband",
+                "hdr": "infiniband", "ndr": "infiniband", "edr": "infiniband"}  # fmt: skip
+"""Words of an `interconnect` column, and the kind of network they mean."""
 
 UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
 """Node of a row that does not describe its network, where published runs differ from what is usually rented."""
@@ -141,11 +144,30 @@ def _model(row, needed, given) -> dict[str, float]:  # type: ignore[no-untyped-d
     }  # fmt: skip
 
 
+_RATE = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?:[a-z]*\s*)(?P<gbits>\d{2,5})\s*(?:gbps|gb/s|gbit/s|g\b)?", re.IGNORECASE)
+
+
 def _cluster(row: dict[str, str], count: int) -> Cluster:
+    """The accelerator's usual node, with the size and the network that the row describes."""
     acc = accelerator(row.get("accelerator") or "")
-    words = (row.get("interconnect") or "").lower()
-    name = UNSAID_NODE.get(acc.name, acc.default_node)
-    for candidate, clues in NETWORK_WORDS.items():
-        if candidate in node_names() and any(clue in words for clue in clues):
-            name = candidate
-    return Cluster(acc, count, node(name))
+    usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
+    per_node = _number(row, "per_node")
+    if per_node and int(per_node) != usual.accelerators:
+        inside = usual.scale_up_accelerators
+        if inside <= usual.accelerators:  # an island that ends at the node, not a rack
+            inside = min(inside, int(per_node)) if inside < usual.accelerators else int(per_node)
+        usual = replace(usual, accelerators=int(per_node), scale_up_accelerators=inside)
+    return Cluster(acc, count, _described(usual, row.get("interconnect") or ""))
+
+
+def _described(usual: Node, interconnect: str) -> Node:
+    """The node with the network of a description such as `8x HDR200 IB per node` or `800 Gb/s IB per node`."""
+    for clause in re.split(r"[;+]", interconnect):
+        words = re.findall(r"[a-z]+", clause.lower())
+        fabric = next((FABRIC_WORDS[word] for word in words if word in FABRIC_WORDS), None)
+        rate = _RATE.search(clause)
+        if fabric and rate:
+            gbits = int(rate["gbits"]) * int(rate["count"] or 1)
+            total = Figure(gbits * 1e9 / 8, "the run's own description")
+            return replace(usual, fabric=fabric, nics=Figure(1, "sum of all"), nic_bytes_per_second=total)
+    return usual
