@@ -10,9 +10,7 @@ from ironlaw.cli.console import output, print_json
 
 
 def catalog(
-    name: Annotated[
-        str | None, typer.Argument(help="Accelerator, node, model or grid; all unless given.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Accelerator, node, model or grid; all unless given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.catalog.entries import entry, entry_names

@@ -1,0 +1,191 @@
+"""The planner's record on measured runs: errors per group beside the trivial baseline, ranking, regret, feasibility.
+
+    record = validate(Path("runs.csv"))
+    record.to_json()        # {"groups": {...}, "overall": {...}, "rows": [...], "not_planned": [...]}
+
+Errors are relative to the measurement: (planned - measured) / measured. Bias is the median signed error. The baseline
+is hardware FLOPs, recomputation included, at one constant fraction of the dense peak (`BASELINE_FRACTION`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.plan.evaluate import Prediction, evaluate, settled
+from ironlaw.plan.intervals import memory_interval, time_interval
+from ironlaw.plan.jobs import Array, Jobs, jobs_of_columns
+from ironlaw.plan.runs import Run, read_runs
+
+BASELINE_FRACTION = 0.45
+"""Of dense peak: the constant that does best on table 1 of arXiv 2104.04473."""
+
+SAME_WORK = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence", "global_batch")
+MIN_LAYOUTS = 3
+
+
+@dataclass
+class Record:
+    """Everything `validate` found out."""
+
+    runs: list[Run]
+    prediction: Prediction
+    baseline_seconds: Array
+    step_interval: tuple[Array, Array]
+    peak_interval: tuple[Array, Array]
+    rejected: list[tuple[str, str, str]]
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    overall: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [self._row(i) for i in range(len(self.runs))]
+        missing = [{"id": i, "group": g, "reason": reason} for i, g, reason in self.rejected]
+        return {"groups": self.groups, "overall": self.overall, "rows": rows, "not_planned": missing}
+
+    def _row(self, i: int) -> dict[str, Any]:
+        run, p = self.runs[i], self.prediction
+        return {
+            "id": run.id,
+            "group": run.group,
+            "engine": run.engine.name,
+            "predicted_step_seconds": float(p.step_seconds[i]),
+            "predicted_peak_bytes": float(p.reported_bytes[i]),
+            "step_interval": [float(self.step_interval[0][i]), float(self.step_interval[1][i])],
+            "peak_interval": [float(self.peak_interval[0][i]), float(self.peak_interval[1][i])],
+            "baseline_step_seconds": float(self.baseline_seconds[i]),
+            "step_seconds": run.step_seconds,
+            "peak_bytes": run.peak_bytes,
+            "fits": bool(p.fits[i]),
+            "over_limit": float(p.highest_bytes[i] / p.limit_bytes[i]),
+            "assumed": list(run.assumed),
+        }
+
+
+def validate(path: Path) -> Record:
+    """Plan every run of a CSV file and compare with what was measured."""
+    runs, rejected = read_runs(path)
+    return validate_runs(runs, rejected)
+
+
+def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> Record:
+    runs = settled(runs)
+    jobs = jobs_of_columns([run.columns for run in runs])
+    prediction = evaluate(runs)
+    record = Record(
+        runs=list(runs),
+        prediction=prediction,
+        baseline_seconds=baseline_seconds(jobs, prediction.peak_flops_per_second),
+        step_interval=time_interval(runs, jobs, prediction.step_seconds),
+        peak_interval=memory_interval(runs, jobs, prediction.reported_bytes),
+        rejected=list(rejected),
+    )
+    names = dict.fromkeys([run.group for run in runs] + [group for _, group, _ in rejected])
+    for name in names:
+        record.groups[name] = _summary(record, [i for i, run in enumerate(runs) if run.group == name], name)
+    record.overall = _summary(record, list(range(len(runs))), None)
+    return record
+
+
+def baseline_seconds(jobs: Jobs, peak_flops_per_second: Array) -> Array:
+    """The trivial planner: every accelerator at one constant fraction of its dense peak."""
+    return jobs.hardware_flops() / (jobs.accelerators * peak_flops_per_second * BASELINE_FRACTION)
+
+
+def errors(predicted: Array, measured: Array) -> dict[str, float | int]:
+    """Median, mean and 90th percentile of the absolute relative error, and the median signed one."""
+    signed = predicted / measured - 1
+    size = np.abs(signed)
+    return {
+        "n": len(signed),
+        "median": float(np.median(size)),
+        "mean": float(size.mean()),
+        "p90": float(np.quantile(size, 0.9)),
+        "bias": float(np.median(signed)),
+    }
+
+
+def _summary(record: Record, index: list[int], group: str | None) -> dict[str, Any]:
+    runs, p = record.runs, record.prediction
+    summary: dict[str, Any] = {"n": len(index) + sum(group in (None, g) for _, g, _ in record.rejected)}
+    timed = [i for i in index if runs[i].ran and runs[i].step_seconds and "time" in runs[i].checks]
+    weighed = [i for i in index if runs[i].ran and runs[i].peak_bytes and "memory" in runs[i].checks]
+    if timed:
+        measured = np.array([runs[i].step_seconds for i in timed], dtype=float)
+        summary["time"] = errors(p.step_seconds[timed], measured)
+        summary["time"]["coverage"] = _coverage(record.step_interval, timed, measured)
+        summary["baseline"] = errors(record.baseline_seconds[timed], measured)
+    if weighed:
+        measured = np.array([runs[i].peak_bytes for i in weighed], dtype=float)
+        summary["memory"] = errors(p.reported_bytes[weighed], measured)
+        summary["memory"]["coverage"] = _coverage(record.peak_interval, weighed, measured)
+    if group is None:
+        of_groups = list(record.groups.values())
+        for key in ("regret", "worst_regret", "rank_correlation"):
+            known = [g[key] for g in of_groups if g.get(key) is not None]
+            summary[key] = (min(known) if key == "worst_regret" else float(np.mean(known))) if known else None
+    else:
+        summary |= ranking(record, timed)
+    summary["fits"] = _feasibility(record, index)
+    summary["not_planned"] = sum(group in (None, g) for _, g, _ in record.rejected)
+    return summary
+
+
+def _coverage(interval: tuple[Array, Array], index: list[int], measured: Array) -> float:
+    low, high = interval
+    return float(np.mean((low[index] <= measured) & (measured <= high[index])))
+
+
+def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...], list[int]]:
+    """Runs that did the same work on the same accelerators and differ in layout only."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for i in index:
+        run = runs[i]
+        key: tuple[Any, ...] = tuple(run.columns[name] for name in SAME_WORK)
+        key += (run.cluster.accelerator.name, run.cluster.count, run.precision, run.engine.name)
+        found.setdefault(key, []).append(i)
+    return {k: v for k, v in found.items() if len(v) >= MIN_LAYOUTS and len({_layout(runs[i]) for i in v}) > 1}
+
+
+def _layout(run: Run) -> tuple[float, ...]:
+    return tuple(run.columns[n] for n in ("dp", "tp", "pp", "virtual", "cp", "zero", "micro_batch", "recompute"))
+
+
+def ranking(record: Record, timed: list[int]) -> dict[str, Any]:
+    """Regret: throughput of the layout the plan would pick over the best measured one; Spearman's correlation."""
+    regrets, correlations = [], []
+    for index in same_work(record.runs, timed).values():
+        measured = np.array([record.runs[i].step_seconds for i in index], dtype=float)
+        planned = record.prediction.step_seconds[index]
+        regrets.append(float(measured.min() / measured[planned.argmin()]))
+        correlations.append(_spearman(planned, measured))
+    if not regrets:
+        return {"regret": None, "worst_regret": None, "rank_correlation": None, "choices": 0}
+    return {
+        "regret": float(np.mean(regrets)),
+        "worst_regret": min(regrets),
+        "rank_correlation": float(np.mean(correlations)),
+        "choices": len(regrets),
+    }
+
+
+def _spearman(a: Array, b: Array) -> float:
+    x, y = (np.argsort(np.argsort(v)).astype(float) for v in (a, b))
+    if x.std() == 0 or y.std() == 0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def _feasibility(record: Record, index: list[int]) -> dict[str, int]:
+    fits = record.prediction.fits
+    ran = [i for i in index if record.runs[i].ran]
+    failed = [i for i in index if not record.runs[i].ran]
+    return {
+        "ran_said_to_fit": int(sum(fits[i] for i in ran)),
+        "ran_denied": int(sum(not fits[i] for i in ran)),
+        "failed_said_to_fit": int(sum(fits[i] for i in failed)),
+        "failed_denied": int(sum(not fits[i] for i in failed)),
+    }
