@@ -34,7 +34,7 @@ def matmul_fits(rate: float, dilution: float) -> dict[str, MatmulFit]:
 
 
 def make_profile(
-    *, bf16_factor: float = 1.0, attention: float = 2e-10, small: float = 1e-6, dilution: float = 1e-11
+    *, bf16_factor: float = 1.0, attention: float = 2e-9, small: float = 1e-6, dilution: float = 1e-11
 ) -> Profile:
     """A machine of 100 GFLOP/s (times the factor in bf16) that streams 10 Gelement/s."""
 
