@@ -59,7 +59,9 @@ def parse_input(text: str) -> Input:
         return Input(name, (), dtype)
     parts = sizes.split("x")
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise UserError(f"cannot read the sizes of input '{text}': write positive numbers joined by x, as in {EXAMPLES}")
+        raise UserError(
+            f"cannot read the sizes of input '{text}': write positive numbers joined by x, as in {EXAMPLES}"
+        )
     return Input(name, tuple(int(part) for part in parts), dtype)
 
 

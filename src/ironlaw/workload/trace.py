@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,22 +24,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Phase
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.trace_kernels import tensors
-from ironlaw.workload.trace_recorder import FakeTensorMode, Lifetime, Record, Recorder
+from ironlaw.workload.trace_recorder import FakeMode, Recorder, tracing
+from ironlaw.workload.trace_table import TracedOperation, operations_of
 
 Precision = Literal["as is", "bf16", "fp16"]
 Loss = Callable[[Any], Tensor]
-GROUP = "module"
 
-
-@dataclass(frozen=True)
-class TracedOperation(Operation):
-    """An operation with the element type of its result: fp32, bf16, fp16 or fp64."""
-
-    dtype: str = "fp32"
+__all__ = ["Loss", "Precision", "Trace", "TracedOperation", "trace", "trace_operations"]
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,10 @@ def trace(
     precision: Precision = "as is",
 ) -> Trace:
     """`trace_operations` with what else a plan needs: the sizes of parameters, buffers and inputs."""
-    mode, recorder = FakeTensorMode(), Recorder()
+    mode, recorder = FakeMode(), Recorder()
     where = "its construction"
     try:
-        with mode:
+        with tracing(mode):
             module, parameters, buffers = _fake_module(module_or_factory, mode)
             state, given = parameters | buffers, _fake_inputs(inputs, mode)
             recorder.ignore([list(state.values()), list(given.values())])
@@ -105,7 +100,7 @@ def trace(
         raise _explained(error, module_or_factory, where, recorder) from error
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     return Trace(
-        operations=_operations(recorder),
+        operations=operations_of(recorder),
         name=type(module).__name__,
         parameters=sum(p.numel() for p in _unique(parameters)),
         trained_parameters=sum(p.numel() for p in _unique(trained)),
@@ -150,7 +145,7 @@ def _name(source: object) -> str:
 
 
 def _fake_module(
-    source: nn.Module | Callable[[], Any], mode: FakeTensorMode
+    source: nn.Module | Callable[[], Any], mode: FakeMode
 ) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
     """The module, and its parameters and buffers as fake tensors: its own, or stand-ins for real ones."""
     module = source if isinstance(source, nn.Module) else source()
@@ -168,7 +163,7 @@ def _fake_module(
     return module, parameters, buffers
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(tensor: Tensor, mode: FakeMode) -> Tensor:
     if getattr(tensor, "fake_mode", None) is mode:
         return tensor
     if tensor.device.type not in ("cpu", "meta"):
@@ -179,9 +174,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return mode.from_tensor(tensor)
 
 
-def _fake_inputs(
-    inputs: Sequence[Input | Tensor] | Mapping[str, Input | Tensor], mode: FakeTensorMode
-) -> dict[str, Tensor]:
+def _fake_inputs(inputs: Sequence[Input | Tensor] | Mapping[str, Input | Tensor], mode: FakeMode) -> dict[str, Tensor]:
     if isinstance(inputs, Mapping):
         named = dict(inputs)
     else:
@@ -223,6 +216,7 @@ def _run(
             recorder.mark(_tensors(outputs), "output")
             with recorder.scope("loss"):
                 ends = [loss(outputs)] if loss else _floating(outputs)
+                recorder.mark(ends, "output")
         if training:
             recorder.phase = Phase.BACKWARD
             _backward(ends, recorder)
@@ -256,102 +250,3 @@ def _floating(outputs: Any) -> list[Tensor]:
     found = [t for t in _tensors(outputs) if t.is_floating_point() and t.requires_grad]
     scalars = [t for t in found if t.numel() == 1]
     return scalars[:1] or found
-
-
-# -- from records to operations ----------------------------------------------------------------------------------
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-
-
-def _operations(recorder: Recorder) -> list[TracedOperation]:
-    records = recorder.records
-    if not records:
-        return []
-    _write_in_place(recorder)
-    groups = _merged(records)
-    place = {index: i for i, group in enumerate(groups) for index in group}
-    operations = [_operation([records[index] for index in group]) for group in groups]
-    memory: list[dict[str, int]] = [{} for _ in operations]
-    backward = next((i for i, op in enumerate(operations) if op.phase is Phase.BACKWARD), None)
-    for life in recorder.lifetimes:
-        if life.merged:
-            continue
-        born = place[min(life.born, len(records) - 1)]
-        died = None if life.died is None else max(place[max(life.died, 0)], born)
-        if died == born and len(groups[born]) > 1:
-            continue  # inside a fused kernel
-        waits = backward is not None and born < backward and (died is None or died >= backward)
-        kind = "gradient" if life.gradient else "saved" if waits and not life.output else "temporary"
-        _add(memory[born], f"{kind}_bytes", life.bytes)
-        if died is not None and kind != "gradient":
-            _add(memory[died], f"frees_{kind}_bytes", life.bytes)
-    return [replace(op, **sizes) for op, sizes in zip(operations, memory, strict=True)]
-
-
-def _add(sizes: dict[str, int], name: str, amount: int) -> None:
-    sizes[name] = sizes.get(name, 0) + amount
-
-
-def _write_in_place(recorder: Recorder) -> None:
-    """Autograd adds gradients that meet at a tensor in place, except those of tensor subclasses, which fakes are."""
-    for index, operands, total in recorder.accumulations:
-        for operand in operands:
-            if operand.died == index and not operand.merged and operand.bytes == total.bytes:
-                # The sum lives on in the operand's bytes.
-                total.born, operand.merged = operand.born, True
-                break
-
-
-def _merged(records: list[Record]) -> list[list[int]]:
-    """Indices of records by operation: the calls of a module that is one kernel come together.
-
-    Composed, such a module uses its input twice, so that one addition of gradients is its own; a second is not.
-    """
-    groups: list[list[int]] = []
-    for index, record in enumerate(records):
-        before = records[groups[-1][-1]] if groups else None
-        if (
-            before is not None
-            and record.origin.fused
-            and (before.origin, before.phase) == (record.origin, record.phase)
-            and not (_accumulates(record) and any(_accumulates(records[i]) for i in groups[-1]))
-        ):
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
-def _accumulates(record: Record) -> bool:
-    return record.phase is Phase.BACKWARD and record.function == "add"
-
-
-def _operation(group: list[Record]) -> TracedOperation:
-    first = group[0]
-    call, origin, phase = first.call, first.origin, first.phase
-    if len(group) > 1:
-        elements = max(r.call.elements for r in group)
-        passes = 2 if phase is Phase.FORWARD else 3
-        call = replace(
-            call, kind=Kind.NORM, kernel=f"{origin.fused}_{phase}", elements=elements,
-            bytes_moved=passes * elements * ELEMENT_BYTES[call.dtype],
-        )  # fmt: skip
-    elif _accumulates(first):
-        call = replace(call, kernel="add_in_place")
-    flops = call.flops
-    if flops is not None and call.attention is None:
-        flops = round(flops * origin.causal_share)
-    return TracedOperation(
-        _operation_name(first), call.kind, phase, GROUP, call.kernel, matmul=call.matmul,
-        attention=call.attention, flops=flops, elements=call.elements, bytes_moved=call.bytes_moved, dtype=call.dtype,
-    )  # fmt: skip
-
-
-def _operation_name(record: Record) -> str:
-    """The module's path, then what it calls unless that is all the module does."""
-    origin = record.origin
-    if record.call.kind is Kind.LOSS and not origin.leaf:
-        return f"{origin.path}.loss".lstrip(".")
-    if origin.leaf and origin.path and not origin.scope:
-        return origin.path
-    return ".".join(part for part in (origin.path, origin.scope or record.function.strip("_")) if part)

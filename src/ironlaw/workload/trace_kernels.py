@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.transformer import attention_score_pairs
+from ironlaw.workload.blocks import attention_score_pairs
 
 # Which overloads exist differs between releases (tried: 2.11, 2.13), so they are compared by name.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -58,6 +58,7 @@ class Call:
     flops: int | None = None
     matmul: tuple[int, int, int] | None = None
     attention: tuple[int, int, int, int, int] | None = None
+    batch: int = 1  # products of that matrix shape
 
 
 def base_name(func: Any) -> str:
@@ -98,8 +99,8 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
     kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_backward")) or Kind.ELEMENTWISE
     if formula is not None and flops:
         kind = Kind.ATTENTION if "attention" in name else Kind.MATMUL
-    results = [t for t in tensors(out)]
-    inputs = [t for t in tensors((args, kwargs))]
+    results = list(tensors(out))
+    inputs = list(tensors((args, kwargs)))
     elements = max((t.numel() for t in results + inputs), default=0)
     if kind is Kind.EMBEDDING or name.startswith("index"):
         elements = max((t.numel() for t in results if name == "embedding"), default=inputs[0].numel() if inputs else 0)
@@ -134,7 +135,7 @@ def _dtype(results: Sequence[Tensor]) -> str:
 
 
 def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
-    """(m, n, k) of one product; of a batch of them, FLOPs / 2mnk tells how many."""
+    """(m, n, k) of one product, and how many a batch holds."""
     left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
     m, k = left.shape[-2:]
     n = right.shape[-1]
@@ -143,7 +144,8 @@ def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     kernel = "matmul_bias" if name == "addmm" else "matmul_weight_gradient" if transposed else "matmul"
     moved = sum(touched_bytes(t) for t in (left, right, out))
     flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), flops, (int(m), int(n), int(k)))
+    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), flops, (int(m), int(n), int(k)),
+                batch=out.numel() // max(1, int(m) * int(n)))  # fmt: skip
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:
@@ -158,14 +160,14 @@ def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:
         m, n = out.shape[0] * math.prod(out.shape[2:]), weight.shape[0] // groups
         shape = (m, n, weight.shape[1] * math.prod(weight.shape[2:]))
     moved = sum(touched_bytes(t) for t in (x, weight, out))
-    return Call(Kind.MATMUL, "convolution", out.numel(), moved, _dtype([out]), flops, shape)
+    return Call(Kind.MATMUL, "convolution", out.numel(), moved, _dtype([out]), flops, shape, batch=groups)
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> list[Call]:
     """The gradients of the input and of the weight as one product each, and the sum for the bias."""
     dy, x, weight = args[:3]
     transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
-    small, large = (x, dy) if transposed else (dy, x)  # positions of the product are those of the smaller image
+    small = x if transposed else dy  # the positions of the product are those of the smaller image
     positions = small.shape[0] * math.prod(small.shape[2:])
     outer, inner = weight.shape[0] // groups, weight.shape[1] * math.prod(weight.shape[2:])
     moved = sum(touched_bytes(t) for t in (dy, x, weight))
@@ -173,11 +175,11 @@ def _convolution_backward(args: tuple[Any, ...]) -> list[Call]:
     calls = []
     if mask[0]:
         shape = (positions, outer, inner) if transposed else (positions, inner, outer)
-        calls.append(Call(Kind.MATMUL, "convolution_input_gradient", large.numel() if not transposed else small.numel(),
-                          moved, _dtype([dy]), flops, shape))  # fmt: skip
+        calls.append(Call(Kind.MATMUL, "convolution_input_gradient", x.numel(), moved, _dtype([dy]), flops, shape,
+                          batch=groups))  # fmt: skip
     if mask[1]:
-        shape = (outer, inner, positions)
-        calls.append(Call(Kind.MATMUL, "convolution_weight_gradient", weight.numel(), moved, _dtype([dy]), flops, shape))
+        calls.append(Call(Kind.MATMUL, "convolution_weight_gradient", weight.numel(), moved, _dtype([dy]), flops,
+                          (outer, inner, positions), batch=groups))  # fmt: skip
     if mask[2]:
         calls.append(Call(Kind.ELEMENTWISE, "sum_rows", dy.numel(), touched_bytes(dy), _dtype([dy])))
     return calls

@@ -10,6 +10,7 @@ What is not public in torch is used here and nowhere else (tried: 2.11, 2.13):
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +24,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, tensors
-from ironlaw.workload.transformer import attention_score_pairs
 
-__all__ = ["FakeTensorMode", "Lifetime", "Origin", "Record", "Recorder"]
+__all__ = ["FakeMode", "Lifetime", "Origin", "Record", "Recorder", "tracing"]
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors on the CPU. A fake tensor knows its mode, which must survive copying layers (nn.Transformer)."""
+
+    def __deepcopy__(self, memo: object) -> FakeMode:
+        return self
+
+
+@contextmanager
+def tracing(mode: FakeMode) -> Iterator[None]:
+    """Fake tensors, without the oneDNN kernels that hide a recurrent layer's products.
+
+    torch warns about copying tensors that have no data, and about oneDNN's switch: not the user's concern.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=False), mode:
+            yield
+
 
 FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
 """Modules that are one kernel on accelerators and on a measured machine's curves, and six calls on a CPU."""
