@@ -273,8 +273,4 @@ def _bounds(ledger: Ledger, step: float, place: _Place) -> tuple[float, float]:
     guessed = sum(line.seconds or 0.0 for line in ledger.lines if line.bound in (COPY_RATE, AS_MATMUL))
     known = step - guessed
     low, high = place.time_factors
-    fastest = ledger.flops() / place.peak_flops_per_second
-    return (
-        max(known * low + guessed * GUESSED_FACTORS[0], min(fastest, step)),
-        known * high + guessed * GUESSED_FACTORS[1],
-    )
+    return known * low + guessed * GUESSED_FACTORS[0], known * high + guessed * GUESSED_FACTORS[1]
