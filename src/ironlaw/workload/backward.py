@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.blocks import FP32, Shape, attention, elementwise, norm_saved_bytes, qk_norm_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, attention, dropout, elementwise, norm_saved_bytes, qk_norm_saved_bytes
 from ironlaw.workload.operations import Operation
 
 
@@ -38,16 +38,17 @@ def head_backward(shape: Shape) -> list[Operation]:
 
 
 def block_backward(shape: Shape) -> list[Operation]:
-    """Exactly `_block` in reverse: what was saved there is freed here."""
+    """Exactly `block` in reverse: what was saved there is freed here."""
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
     # The gradient of the residual stream stays alive beside the branch, so dy of the branch frees nothing; in
-    # reduced precision the branch works on its own cast copy.
-    cast_dy = tokens * model.hidden * w if shape.casts else 0
+    # reduced precision, and after dropout, the branch works on its own copy.
+    cast_dy = tokens * model.hidden * w if shape.casts or model.dropout else 0
     operations = []
     if shape.casts:
         operations.append(cast_gradient(shape))
+    operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "ffn_down", "block", layers, model.ffn_size, model.hidden,
         frees=ffn * w, bias=model.bias, consumes=cast_dy,
@@ -88,6 +89,7 @@ def block_backward(shape: Shape) -> list[Operation]:
     operations += norm_backward(shape, "ffn_norm", "block", layers, residual=True)
     if shape.casts:
         operations.append(cast_gradient(shape))
+    operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "attention_out", "block", layers, model.query_size, model.hidden,
         frees=0, bias=model.bias, consumes=cast_dy,
@@ -111,7 +113,7 @@ def block_backward(shape: Shape) -> list[Operation]:
     operations.append(
         elementwise(
             shape, "qkv", "concatenate", tokens * qkv, 2, backward=True,
-            temporary=gathered, frees_saved=gathered, frees_temporary=gathered,
+            temporary=gathered, frees_saved=gathered if shape.keeps_qkv else 0, frees_temporary=gathered,
         )
     )  # fmt: skip
     operations += linear_backward(

@@ -39,6 +39,26 @@ class Shape:
     def casts(self) -> bool:
         return self.precision != "fp32"
 
+    @property
+    def composes_attention(self) -> bool:
+        """With dropout a CPU has no fused attention: every score is materialised, in fp32 whatever the precision."""
+        return self.model.dropout > 0 and not self.fused_rmsnorm
+
+    @property
+    def keeps_qkv(self) -> bool:
+        """Fused attention keeps views of the qkv output; composed attention keeps its own copies of them.
+
+        A norm of query and key in fp32 keeps its input, which is such a view.
+        """
+        return not self.composes_attention or (self.model.qk_norm and not self.casts)
+
+    @property
+    def rotated_bytes(self) -> int:
+        """Rotated copies of query and key."""
+        model = self.model
+        heads = model.query_size + model.key_value_size
+        return self.tokens * heads * self.matmul_bytes if model.positions == "rope" else 0
+
 
 def attention_score_pairs(sequence: int, window: int | None) -> int:
     """Twice the (query, key) pairs that count under a causal mask, optionally windowed: S^2, or 2wS - w^2."""
@@ -54,20 +74,44 @@ def norm_saved_bytes(shape: Shape, rows: int, width: int) -> int:
 
 
 def attention_saved_bytes(shape: Shape) -> int:
-    """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135), and a window's mask."""
-    model = shape.model
+    """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135), and a window's mask.
+
+    Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
+    their product; and the output, copied back to (B, S, A, D).
+    """
+    model, width = shape.model, shape.tokens * shape.model.query_size
+    if shape.composes_attention:
+        scores = shape.micro_batch * model.heads * shape.sequence**2
+        return 3 * (width + scores) * FP32 + width * shape.matmul_bytes
     windowed = model.sliding_window is not None and model.sliding_window < shape.sequence
     mask = shape.sequence * shape.sequence * shape.matmul_bytes if windowed else 0
-    return shape.tokens * model.query_size * shape.matmul_bytes + shape.tokens * model.heads * FP32 + mask
+    return width * shape.matmul_bytes + shape.tokens * model.heads * FP32 + mask
 
 
-def rotary_bytes(shape: Shape) -> int:
-    """Rotated copies of query and key; the unrotated ones stay because value is a view of the same buffer."""
-    model = shape.model
-    if model.positions != "rope":
+def rotary_saved_bytes(shape: Shape) -> int:
+    """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
+    if shape.model.positions != "rope":
         return 0
-    tables = 2 * shape.sequence * model.size_of_head * shape.matmul_bytes if shape.casts else 0
-    return tables + shape.tokens * (model.query_size + model.key_value_size) * shape.matmul_bytes
+    tables = 2 * shape.sequence * shape.model.size_of_head * shape.matmul_bytes if shape.casts else 0
+    return tables + (0 if shape.composes_attention else shape.rotated_bytes)
+
+
+def dropout(shape: Shape, phase: Phase) -> list[Operation]:
+    """On a branch before it joins the residual stream: noise of the branch's type on a CPU, a byte per element on CUDA.
+
+    Nothing without dropout.
+    """
+    if not shape.model.dropout:
+        return []
+    elements = shape.tokens * shape.model.hidden
+    branch = elements * shape.matmul_bytes
+    noise = elements if shape.fused_rmsnorm else branch
+    if phase is Phase.FORWARD:
+        return [elementwise(shape, "dropout", "multiply", elements, 3, saved=noise, temporary=branch,
+                            frees_temporary=branch)]  # fmt: skip
+    # The gradient of the stream stays beside the branch's; in reduced precision its cast copy dies.
+    return [elementwise(shape, "dropout", "multiply", elements, 3, backward=True, temporary=branch, frees_saved=noise,
+                        frees_temporary=branch if shape.casts else 0)]  # fmt: skip
 
 
 def qk_norm_saved_bytes(shape: Shape) -> int:
@@ -78,9 +122,9 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
     elements = shape.tokens * heads * model.size_of_head
     norms = norm_saved_bytes(shape, shape.tokens * heads, model.size_of_head)
     # The norm works in fp32: in reduced precision its input is a cast copy. Its output feeds the rotation, which
-    # saves only the tables, or else attention, which saves it.
+    # saves only the tables, or else attention, which saves it (composed, it saves a scaled copy instead).
     cast_input = elements * FP32 if shape.casts else 0
-    output = 0 if model.positions == "rope" else elements * shape.matmul_bytes
+    output = 0 if model.positions == "rope" or shape.composes_attention else elements * shape.matmul_bytes
     return norms + cast_input + output
 
 
@@ -107,13 +151,15 @@ def attention(shape: Shape, phase: Phase) -> Operation:
     w, tokens = shape.matmul_bytes, shape.tokens
     inputs = tokens * (model.query_size + 2 * model.key_value_size) * w
     outputs = tokens * model.query_size * w
+    # Composed: scores before the softmax, and their gradients.
+    working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
     return Operation(
         "attention", Kind.ATTENTION, phase, "block", f"attention_{phase}", model.layers,
         attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
         flops=flops, elements=shape.micro_batch * model.heads * pairs // 2,
         bytes_moved=(2 * inputs + 2 * outputs) if backward else inputs + outputs,
         saved_bytes=0 if backward else attention_saved_bytes(shape),
-        temporary_bytes=inputs if backward else 0,
-        frees_saved_bytes=(attention_saved_bytes(shape) + rotary_bytes(shape)) if backward else 0,
-        frees_temporary_bytes=outputs if backward else 0,
+        temporary_bytes=working + (inputs if backward else 0),
+        frees_saved_bytes=(attention_saved_bytes(shape) + rotary_saved_bytes(shape)) if backward else 0,
+        frees_temporary_bytes=working + (outputs if backward else 0),
     )  # fmt: skip

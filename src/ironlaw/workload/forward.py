@@ -13,10 +13,11 @@ from ironlaw.workload.blocks import (
     INDEX,
     Shape,
     attention,
+    dropout,
     elementwise,
     norm_saved_bytes,
     qk_norm_saved_bytes,
-    rotary_bytes,
+    rotary_saved_bytes,
 )
 from ironlaw.workload.operations import Operation
 
@@ -45,7 +46,9 @@ def block(shape: Shape) -> list[Operation]:
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
     operations = norm(shape, "attention_norm", "block", layers)
-    operations += linear(shape, "qkv", "block", layers, model.hidden, qkv, keep=True, bias=model.has_qkv_bias)
+    operations += linear(
+        shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias
+    )
     if model.qk_norm:
         operations.append(
             replace(
@@ -57,11 +60,20 @@ def block(shape: Shape) -> list[Operation]:
             )
         )  # fmt: skip
     if model.positions == "rope":
-        operations.append(elementwise(shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_bytes(shape)))
+        rotated = shape.rotated_bytes if shape.composes_attention else 0
+        operations.append(
+            elementwise(
+                shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_saved_bytes(shape), temporary=rotated
+            )
+        )  # fmt: skip
     operations.append(attention(shape, Phase.FORWARD))
     operations += linear(
         shape, "attention_out", "block", layers, model.query_size, model.hidden, keep=False, bias=model.bias
     )
+    if shape.composes_attention:  # the module's variables die when it returns
+        dying = shape.rotated_bytes + (0 if shape.keeps_qkv else tokens * qkv * w)
+        operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
+    operations += dropout(shape, Phase.FORWARD)
     operations.append(residual(shape, layers))
     operations += norm(shape, "ffn_norm", "block", layers)
     if model.gated_ffn:
@@ -77,6 +89,7 @@ def block(shape: Shape) -> list[Operation]:
         operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
         operations.append(elementwise(shape, "gate_product", "multiply", ffn, 3, saved=ffn * w))
     operations += linear(shape, "ffn_down", "block", layers, model.ffn_size, model.hidden, keep=False, bias=model.bias)
+    operations += dropout(shape, Phase.FORWARD)
     operations.append(residual(shape, layers))
     return operations
 
