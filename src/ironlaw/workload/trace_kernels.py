@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
 
-# Which overloads exist differs between releases (tried: 2.11, 2.13), so they are compared by name.
+# Which overloads exist differs between releases (tried: 2.13), so they are compared by name.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _KINDS = {
     Kind.NORM: ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",

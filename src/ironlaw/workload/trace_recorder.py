@@ -1,6 +1,6 @@
 """Listening to one training step on fake tensors: every kernel, who called it, and how long each storage lives.
 
-What is not public in torch is used here and nowhere else (tried: 2.11, 2.13):
+What is not public in torch is used here and nowhere else (tried: 2.13; 2.11 has the same names):
 - `torch._subclasses.FakeTensorMode`: tensors with shapes and storages but no memory;
 - `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and the backward node
   that belongs to it share a sequence number, which gives backward kernels the name of their module;

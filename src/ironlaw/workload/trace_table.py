@@ -113,10 +113,11 @@ def _operation(group: list[Record]) -> TracedOperation:
 
 
 def _operation_name(record: Record) -> str:
-    """The module's path, then what it calls unless that is all the module does."""
+    """The module's path, then what it calls unless that is all the module does. The same in both phases."""
     origin = record.origin
+    function = record.function.strip("_").removesuffix("_data").removesuffix("_backward")
     if record.call.kind is Kind.LOSS and not origin.leaf:
         return f"{origin.path}.loss".lstrip(".")
     if origin.leaf and origin.path and not origin.scope:
         return origin.path
-    return ".".join(part for part in (origin.path, origin.scope or record.function.strip("_")) if part)
+    return ".".join(part for part in (origin.path, origin.scope or function) if part)
