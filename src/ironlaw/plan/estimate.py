@@ -172,7 +172,7 @@ def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: 
     totals["resident_bytes"] = Estimate(
         resident, calculated,
         "tensors plus the measured size of a process that trains almost nothing; more when the allocator fragments",
-        resident * 0.95, resident * 1.5,
+        resident * 0.95, resident + tensors,
     )  # fmt: skip
     totals["total_seconds"] = _total_time(ledger, config, totals["step_seconds"])
     energy = _energy(profile, totals["total_seconds"])
