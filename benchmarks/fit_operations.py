@@ -84,9 +84,7 @@ def fit(
     return at(best.x)
 
 
-def device(
-    name: str, matmul: Mapping[str, Any] | None = None, attention: Mapping[str, Any] | None = None
-) -> Hardware:
+def device(name: str, matmul: Mapping[str, Any] | None = None, attention: Mapping[str, Any] | None = None) -> Hardware:
     """A reference accelerator carrying trial constants."""
     reference = REFERENCES[name]
     efficiency = Efficiency(reference.generation, matmul or {}, attention or {}, "trial", NO_STREAM, None)
@@ -150,10 +148,7 @@ def matmul_records(folder: Path, only: str | None) -> list[Record]:
         if only and generation != only:
             continue
         # one library version was much slower on B300's block-scaled fp8 than all later ones: held out
-        old = [
-            generation == "blackwell_ultra" and key == "fp8_block/sglang" and "0.5.10" in s
-            for s in table.source
-        ]
+        old = [generation == "blackwell_ultra" and key == "fp8_block/sglang" and "0.5.10" in s for s in table.source]
         current = table.pick(~np.array(old))
         held = current.held_out()
         train, test = subsample(current.pick(~held)), current.pick(held)
@@ -179,9 +174,7 @@ def matmul_records(folder: Path, only: str | None) -> list[Record]:
     return records
 
 
-def transfer(
-    table: Table, learn: Callable[[Table], Any], predict: Callable[[Table, Any], Array]
-) -> dict[str, float]:
+def transfer(table: Table, learn: Callable[[Table], Any], predict: Callable[[Table, Any], Array]) -> dict[str, float]:
     """Median absolute error on each source, and accelerator, when it took no part in the fit."""
     out = {}
     for column, names in (("source", table.source), ("accelerator", table.accelerator)):
@@ -209,9 +202,7 @@ def predict_attention(table: Table, constants: AttentionConstants) -> Array:
     """Seconds of every row of an attention table: causal, forward, half precision."""
 
     def one(part: Table, name: str) -> Array:
-        return np.asarray(
-            attention_seconds(**part.columns, hardware=device(name, attention={"trial": constants}))
-        )
+        return np.asarray(attention_seconds(**part.columns, hardware=device(name, attention={"trial": constants})))
 
     return by_accelerator(table, one)
 
@@ -335,9 +326,7 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
         if noisy.any():
             rest = table.pick(noisy)
             record.transfer = {
-                "CUDA graph": float(
-                    np.median(np.abs(predict_collectives(rest, constants) / rest.seconds - 1))
-                )
+                "CUDA graph": float(np.median(np.abs(predict_collectives(rest, constants) / rest.seconds - 1)))
             }
         records.append(record)
         if len(rack.seconds):

@@ -144,7 +144,9 @@ def _model(row, needed, given) -> dict[str, float]:  # type: ignore[no-untyped-d
     }  # fmt: skip
 
 
-_RATE = re.compile(r"(?:(?P<count>\d+)\s*x\s*)?(?:[a-z]*\s*)(?P<gbits>\d{2,5})\s*(?:gbps|gb/s|gbit/s|g\b)?", re.IGNORECASE)
+_RATE = re.compile(
+    r"(?:(?P<count>\d+)\s*x\s*)?(?:[a-z]*\s*)(?P<gbits>\d{2,5})\s*(?:gbps|gb/s|gbit/s|g\b)?", re.IGNORECASE
+)
 
 
 def _cluster(row: dict[str, str], count: int) -> Cluster:
