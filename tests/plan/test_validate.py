@@ -15,7 +15,8 @@ COLUMNS = {
     "group": "made-up", "framework": "Megatron-LM", "model": "m", "layers": "24", "hidden": "2048", "heads": "16",
     "ffn": "8192", "gated_ffn": "False", "vocab": "51200", "tied": "True", "seq": "2048", "global_batch": "64",
     "micro_batch": "4", "accelerator": "a100-sxm-80gb", "accelerators": "8", "per_node": "8", "tp": "1", "pp": "1",
-    "dp": "8", "zero": "1", "recompute": "none", "attention": "flash", "precision": "bf16", "interconnect": "", "step_seconds": "2.0",
+    "dp": "8", "zero": "1", "recompute": "none", "attention": "flash", "precision": "bf16", "step_seconds": "2.0",
+    "interconnect": "",
     "peak_bytes": "3e10", "status": "ok", "checks": "memory+time",
 }  # fmt: skip
 
