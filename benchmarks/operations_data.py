@@ -215,19 +215,19 @@ def collective_rows(folder: Path) -> tuple[Table, Table, dict[str, int]]:
 KIND_INDEX = {k: i for i, k in enumerate(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"))}
 
 
-def streaming_rows(folder: Path) -> Table:
-    """Streaming kernels with a known accelerator; rows without a size count as large copies."""
-    rows = []
+def streaming_rows(folder: Path) -> tuple[Table, int]:
+    """Kernels of known size that do not fit the L2 cache, and how many rows were left out."""
+    rows, left = [], 0
     kinds = {"rms_norm": "norm", "residual_add": "elementwise", "silu_and_mul": "gated_activation"}
     for row in read(folder / "memory_bandwidth.csv"):
-        accelerator = row["accelerator"]
-        if accelerator not in REFERENCES:
+        accelerator, kind = row["accelerator"], kinds.get(row["op"].split()[0])
+        cached = "L2" in row["notes"]
+        if accelerator not in REFERENCES or kind is None or cached or not row["time_ms"]:
+            left += 1
             continue
-        kind = kinds.get(row["op"].split()[0], "copy")
-        size = float(row["bytes_moved"] or 2**30)
-        seconds = float(row["time_ms"]) / 1e3 if row["time_ms"] else size / (float(row["gbps"]) * 1e9)
-        rows.append(({"kind": float(STREAM_INDEX[kind]), "size": size}, seconds, accelerator, row["source"]))
-    return _table("streaming", rows)
+        values = {"kind": float(STREAM_INDEX[kind]), "size": float(row["bytes_moved"])}
+        rows.append((values, float(row["time_ms"]) / 1e3, accelerator, row["source"]))
+    return _table("streaming", rows), left
 
 
-STREAM_INDEX = {k: i for i, k in enumerate(("copy", "elementwise", "norm", "gated_activation"))}
+STREAM_INDEX = {k: i for i, k in enumerate(("elementwise", "norm", "gated_activation"))}

@@ -83,8 +83,8 @@ def summarise(
 
 
 def _sources(names: list[str], limit: int = 6) -> str:
-    """Distinct sources, without the numbers of private copies, the longest list cut."""
-    clean = {re.sub(r"\(?stored file id \d+\)?", "", n).replace("  ", " ").strip(" ,") for n in names}
+    """Distinct sources, without private numbers of copies, the longest list cut."""
+    clean = {re.sub(r"\(?\w+ file id \d+\)?", "", n).replace("  ", " ").strip(" ,") for n in names}
     shown = sorted(clean)[:limit]
     return "; ".join(shown) + (f"; and {len(clean) - limit} more" if len(clean) > limit else "")
 
@@ -178,7 +178,7 @@ def assumed_records(records: list[Record]) -> list[Record]:
             continue
         rate = r.constants.memory_fraction
         ratio = rate / hopper_stream.constants.fraction["elementwise"]
-        fraction = {k: v * ratio for k, v in hopper_stream.constants.fraction.items()} | {"copy": rate}
+        fraction = {k: v * ratio for k, v in hopper_stream.constants.fraction.items()}
         constants = replace(hopper_stream.constants, fraction=fraction)
         note = "bandwidth seen in this generation's skinny matmuls; kinds of kernel relative to it as on Hopper"
         out.append(_assumed(hopper_stream, generation, constants, note, 0.25))

@@ -1,0 +1,5 @@
+"""The gap between a plan and a run, its diagnosis, and remedies with their planned gain."""
+
+from ironlaw.explain.explanation import Explanation, explain_run
+
+__all__ = ["Explanation", "explain_run"]

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ironlaw.machine.profile import TINY
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import rotary_tables, rotate
+from ironlaw.model.transformer import Transformer, rotary_tables, rotate
 
 Call = Callable[[], object]
 WIDTH = 512  # row length of the kernels that work by row
@@ -30,7 +31,9 @@ class Pool:
         self._offset = 0
 
     def take(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        values = self._values.setdefault(dtype, self._values[torch.float32].to(dtype))
+        if dtype not in self._values:
+            self._values[dtype] = self._values[torch.float32].to(dtype)
+        values = self._values[dtype]
         count = math.prod(shape)
         if self._offset + count > values.numel():
             self._offset = 0
@@ -175,6 +178,40 @@ def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict
     if dtype == torch.float32:
         return builders
     return {name: builder for name, builder in builders.items() if name.startswith(REDUCED)}
+
+
+def update_builder(pool: Pool, tensors: int) -> Call:
+    """Clipping and updating many tiny tensors: the cost per tensor, which small models feel."""
+    weights = [pool.parameter(64) for _ in range(tensors)]
+    for weight in weights:
+        weight.grad = pool.take(64)
+    optimizer = torch.optim.AdamW(weights, fused=True)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(weights, 1e9)
+        optimizer.step()
+
+    return update
+
+
+def engine_builder() -> Call:
+    """The autograd engine with next to nothing to do."""
+    x = torch.zeros(1, requires_grad=True)
+    return _backward(x * 2.0, (x,))
+
+
+def tiny_builder(layers: int, backward: bool) -> Call:
+    """Forward, or forward and backward, of TINY with this many layers: the difference of two gives one layer."""
+    model = Transformer(TINY.model_copy(update={"layers": layers}))
+    tokens = torch.zeros(1, TINY.context, dtype=torch.long)
+
+    def call() -> None:
+        loss = model(tokens, tokens)
+        if backward:
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+
+    return call
 
 
 def matmul_builders(pool: Pool, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:

@@ -25,13 +25,24 @@ import torch
 
 import ironlaw
 from ironlaw.machine import host
-from ironlaw.machine.kernels import Call, Pool, attention_builder, elementwise_builders, matmul_builders
+from ironlaw.machine.kernels import (
+    Call,
+    Pool,
+    attention_builder,
+    elementwise_builders,
+    engine_builder,
+    matmul_builders,
+    tiny_builder,
+    update_builder,
+)
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
 
 # From what fits the first cache to what no cache holds.
 ELEMENTWISE_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
 MATMUL_SHAPES = (
+    (16, 16, 16),
     (64, 64, 64),
+    (2048, 1024, 256),
     (256, 256, 256),
     (512, 512, 512),
     (1024, 1024, 1024),
@@ -46,10 +57,17 @@ MATMUL_SHAPES = (
 )
 ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (32, 64, 128)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-REFERENCE_SHAPE = (512, 512, 512)  # the probe that a run repeats now and then
+BEST_PERCENTILE = 20
+KINDS = {"compute": ("matmul", "attention"), "memory": ("curve",)}  # by the first part of a sampler's key
+# What a run repeats now and then, one kernel of each kind.
+PROBES: dict[str, tuple[Any, ...]] = {
+    "compute": ("matmul", "fp32", "matmul", (512, 512, 512)),
+    "memory": ("curve", "fp32", "gelu_tanh_forward", 2**19),
+}
+UPDATE_TENSORS = (8, 64, 256)
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
-MAX_COPIES = 8
-SAMPLE_SECONDS = 2e-3  # short kernels are repeated until a sample lasts this long
+MAX_COPIES = 4
+SAMPLE_SECONDS = 1e-3  # short kernels are repeated until a sample lasts this long
 
 
 @dataclass
@@ -60,30 +78,42 @@ class Sampler:
     calls: list[Call]
     seconds: list[float] = field(default_factory=list)
     repeats: int = 1
+    earlier: float | None = None  # best seconds of an earlier measurement
 
     def __post_init__(self) -> None:
         self._turn: Iterator[Call] = itertools.cycle(self.calls)
 
     def sample(self, synchronize: Callable[[], None]) -> None:
+        if not self.seconds:  # warm up, then decide how often to repeat
+            self._time(1, synchronize)
+            once = self._time(1, synchronize)
+            self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(once, 1e-7))))
+        self.seconds.append(self._time(self.repeats, synchronize))
+
+    def _time(self, repeats: int, synchronize: Callable[[], None]) -> float:
+        """Seconds per call."""
         synchronize()
         start = time.perf_counter()
-        for _ in range(self.repeats):
+        for _ in range(repeats):
             next(self._turn)()
         synchronize()
-        elapsed = time.perf_counter() - start
-        if self.seconds or self.repeats > 1:
-            self.seconds.append(elapsed / self.repeats)
-        else:  # the first call warms up and decides how often to repeat
-            self.repeats = max(1, min(100, int(SAMPLE_SECONDS / max(elapsed, 1e-7))))
-            self.seconds.append(elapsed)
+        return (time.perf_counter() - start) / repeats
 
-    def median(self) -> float:
-        return float(np.median(self.seconds[1:] or self.seconds))
+    def best(self) -> float:
+        """What the kernel takes when nothing disturbs it: a low quantile, not the minimum, which may be a fluke.
 
-    def spread(self) -> float:
-        """Half the width of the middle 80% of the samples, over the median."""
-        low, high = np.percentile(self.seconds[1:] or self.seconds, [10, 90])
-        return float((high - low) / 2 / self.median())
+        An earlier measurement of the same machine may have found a better one.
+        """
+        now = float(np.percentile(self.seconds, BEST_PERCENTILE))
+        return min(now, self.earlier) if self.earlier is not None else now
+
+    @property
+    def name(self) -> str:
+        return " ".join(str(part) for part in self.key)
+
+    def ratios(self) -> list[float]:
+        """Each round's time over the best."""
+        return [seconds / self.best() for seconds in self.seconds]
 
 
 def measure(
@@ -92,9 +122,13 @@ def measure(
     threads: int | None = None,
     budget_seconds: float = 22.0,
     tokenizer_rate: Callable[[], float] | None = None,
+    earlier: Profile | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Time this machine and return its profile. `progress(what, fraction)` is called as it goes."""
+    """Time this machine and return its profile. `progress(what, fraction)` is called as it goes.
+
+    `earlier`: the profile that there was; if it is of the same machine, its best times are kept where better.
+    """
     started = time.perf_counter()
     say = progress or (lambda what, fraction: None)
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -120,7 +154,7 @@ def measure(
         round_seconds = (time.perf_counter() - started - spent) / rounds
         if rounds >= 3 and time.perf_counter() - started + round_seconds > budget_seconds:
             break
-    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes)
+    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes, earlier)
 
 
 def _samplers(device: torch.device) -> list[Sampler]:
@@ -146,9 +180,15 @@ def _samplers(device: torch.device) -> list[Sampler]:
             pairs = sequences * heads * tokens * tokens / 2
             name = ("attention", precision, direction, tokens, head_size, pairs)
             samplers.append(_sampler(name, build_attention, 16 * sequences * tokens * heads * head_size))
+    for tensors in UPDATE_TENSORS:
+        key = ("curve", "fp32", "update_tensors", tensors)
+        samplers.append(_sampler(key, partial(update_builder, pool, tensors), 2**24))
+    for layers, backward in itertools.product((1, 5), (False, True)):
+        samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward)]))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
+    samplers.append(Sampler(("engine",), [engine_builder()]))
     one = torch.zeros(1, device=device)
     samplers.append(Sampler(("small",), [lambda: one + one]))
     return samplers
@@ -165,61 +205,98 @@ def _profile(
     storage: float | None,
     tokenizer: float | None,
     runtime_bytes: int,
+    earlier: Profile | None,
 ) -> Profile:
+    identity = _identity(device)
+    profile = Profile(
+        **identity,
+        runtime_bytes=runtime_bytes,
+        matmul={},
+        curves={precision: {} for precision in PRECISIONS},
+        attention={precision: {"forward": [], "backward": []} for precision in PRECISIONS},
+        copy_bytes_per_second=0.0,
+        small_operation_seconds=0.0,
+        tiny_block_seconds={},
+        storage_bytes_per_second=storage,
+        tokenizer_tokens_per_second=tokenizer,
+    )
+    if earlier is not None and earlier.machine == profile.machine:
+        for sampler in samplers:
+            sampler.earlier = earlier.best_seconds.get(sampler.name)
     by_key = {sampler.key: sampler for sampler in samplers}
-    matmul: dict[str, dict[str, MatmulFit]] = {}
     for precision in PRECISIONS:
         for kernel in ("matmul_bias", "matmul", "matmul_weight_gradient"):
             points = [s for s in samplers if s.key[:3] == ("matmul", precision, kernel)]
-            fit = MatmulFit.fit([s.key[3] for s in points], [s.median() for s in points])
-            matmul.setdefault(precision, {})[kernel] = fit
-    curves: dict[str, dict[str, Curve]] = {precision: {} for precision in PRECISIONS}
-    for _, precision, kernel, elements in [s.key for s in samplers if s.key[0] == "curve"]:
-        if elements == ELEMENTWISE_SIZES[0]:
-            points = [by_key[("curve", precision, kernel, size)] for size in ELEMENTWISE_SIZES]
-            curves[precision][kernel] = Curve(
-                tuple(float(size) for size in ELEMENTWISE_SIZES), tuple(s.median() for s in points)
-            )
-    attention: dict[str, dict[str, list[tuple[int, int, float]]]] = {
-        precision: {"forward": [], "backward": []} for precision in PRECISIONS
-    }
+            fit = MatmulFit.fit([s.key[3] for s in points], [s.best() for s in points])
+            profile.matmul.setdefault(precision, {})[kernel] = fit
+    # A backward kernel is timed through the autograd engine, whose start a real backward pass pays only once.
+    engine = by_key[("engine",)].best()
     for sampler in samplers:
-        if sampler.key[0] == "attention":
+        seconds = sampler.best()
+        if "backward" in sampler.name:
+            seconds = max(seconds - engine, 0.1 * seconds)
+        if sampler.key[0] == "curve":
+            _, precision, kernel, elements = sampler.key
+            before = profile.curves[precision].get(kernel, Curve((), ()))
+            profile.curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, seconds))
+        elif sampler.key[0] == "attention":
             _, precision, direction, tokens, head_size, pairs = sampler.key
-            attention[precision][direction].append((tokens, head_size, sampler.median() / pairs))
-    copy = next(s for s in samplers if s.key[0] == "copy")
-    reference = by_key[("matmul", "fp32", "matmul", REFERENCE_SHAPE)]
+            profile.attention[precision][direction].append((tokens, head_size, seconds / pairs))
+        elif sampler.key[0] == "copy":
+            profile.copy_bytes_per_second = sampler.key[1] / sampler.best()
+        elif sampler.key[0] == "small":
+            profile.small_operation_seconds = sampler.best()
+    tiny = {
+        backward: (by_key[("tiny", 5, backward)].best() - by_key[("tiny", 1, backward)].best()) / 4
+        for backward in (False, True)
+    }
+    profile.tiny_block_seconds = {"forward": tiny[False], "backward": tiny[True] - tiny[False]}
+    profile.interference = {kind: _rounds(samplers, keys) for kind, keys in KINDS.items()}
+    profile.probe = {kind: by_key[key].best() for kind, key in PROBES.items()}
+    profile.best_seconds = {sampler.name: sampler.best() for sampler in samplers}
+    return profile
+
+
+def _identity(device: torch.device) -> dict[str, Any]:
+    """Which machine this is, as the profile records it."""
     cuda = device.type == "cuda"
-    return Profile(
-        device=device.type,
-        name=torch.cuda.get_device_name(device) if cuda else host.cpu_name(),
-        created=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions={"ironlaw": ironlaw.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
-        threads=torch.get_num_threads(),
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
-        runtime_bytes=runtime_bytes,
-        matmul=matmul,
-        curves=curves,
-        attention=attention,
-        copy_bytes_per_second=copy.key[1] / copy.median(),
-        small_operation_seconds=by_key[("small",)].median(),
-        storage_bytes_per_second=storage,
-        tokenizer_tokens_per_second=tokenizer,
-        spread=float(np.median([s.spread() for s in samplers])),
-        reference={"seconds": reference.median()},
-    )
+    return {
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if cuda else host.cpu_name(),
+        "created": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": {"ironlaw": ironlaw.__version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+        "threads": torch.get_num_threads(),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else host.memory_bytes(),
+    }
 
 
-def probe_seconds(repeats: int = 3) -> float:
-    """The reference product once more, quickest of a few: has the machine changed since it was measured?"""
-    m, n, k = REFERENCE_SHAPE
-    a, b = torch.ones(m, k), torch.ones(k, n)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    return min(times)
+def _rounds(samplers: list[Sampler], keys: tuple[str, ...]) -> list[float]:
+    """Per round, the median over the kernels of one kind of time over best."""
+    ratios = [sampler.ratios() for sampler in samplers if sampler.key[0] in keys]
+    return [float(np.median(samples)) for samples in zip(*ratios, strict=True)]
+
+
+class Probe:
+    """One kernel of each kind, ready to be timed again while a run goes on: is the machine as fast as it was?"""
+
+    def __init__(self, profile: Profile) -> None:
+        pool = Pool(torch.device("cpu"), elements=2**21)
+        matmul = matmul_builders(pool, torch.float32)["matmul"](512, 512, 512)
+        memory = elementwise_builders(pool)["gelu_tanh_forward"](2**19)
+        self._calls = {"compute": matmul, "memory": memory}
+        self._best = profile.probe
+
+    def sample(self, repeats: int = 3) -> dict[str, float]:
+        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed. Takes some 10 ms."""
+        ratios = {}
+        for kind, call in self._calls.items():
+            times = []
+            for _ in range(repeats + 1):
+                start = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - start)
+            ratios[kind] = float(np.median(times[1:])) / self._best[kind]
+        return ratios
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
@@ -242,7 +319,12 @@ def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
 
 
 def _fresh_process_bytes() -> int:
-    """Resident memory of a Python that has imported PyTorch and run one operation: what no tensor explains."""
-    program = "import psutil, torch; torch.ones(8) @ torch.ones(8); print(psutil.Process().memory_info().rss)"
+    """Resident memory of a Python that has taken one training step of almost nothing: what no tensor explains."""
+    program = (
+        "import psutil, torch; model = torch.nn.Linear(8, 8);"
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=True);"
+        "model(torch.ones(8, 8)).sum().backward(); optimizer.step();"
+        "print(psutil.Process().memory_info().rss)"
+    )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return int(result.stdout)

@@ -1,4 +1,9 @@
-"""A measured machine: how long its kernels really take, as curves over size. Made by `measure`, read by `plan`."""
+"""A measured machine: how long its kernels take at best, as curves over size. Made by `measure`, read by `plan`.
+
+At best, because that is what a machine repeats: other programs and neighbours on a shared host only ever add to
+it. How much they typically add is kept apart, as interference (`machine/interference.py`). A later measurement of
+the same machine keeps the better of the two.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +19,11 @@ import numpy as np
 
 from ironlaw.errors import UserError
 from ironlaw.machine.host import cache_folder
+from ironlaw.model.config import ModelConfig
 
 SCHEMA_VERSION = 1
+# So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
+TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
 
 
 @dataclass(frozen=True)
@@ -37,23 +45,44 @@ class Curve:
 
 @dataclass(frozen=True)
 class MatmulFit:
-    """seconds = fixed + F (1/R + a/m + b/n + c/k), F = 2mnk FLOPs: a peak rate R that short dimensions dilute."""
+    """Seconds of a matrix product of any shape, from measured shapes.
+
+    A law first: fixed + F (1/R + a/m + b/n + c/k), F = 2mnk FLOPs, a peak rate R that short dimensions dilute.
+    Then the law's errors at the measured shapes, weighted by their distance, correct it in between: kernels change
+    with the shape in ways that no smooth law follows.
+    """
 
     fixed_seconds: float
     seconds_per_flop: float
     per_m: float
     per_n: float
     per_k: float
-    error: float  # median relative error of the fit on its own points
+    error: float  # median relative error at a measured shape that was left out
+    shapes: tuple[tuple[int, int, int], ...] = ()
+    corrections: tuple[float, ...] = ()  # log(measured / law) at each shape
 
-    def at(self, m: int, n: int, k: int) -> float:
+    def law(self, m: float, n: float, k: float) -> float:
         flops = 2.0 * m * n * k
         return self.fixed_seconds + flops * (self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k)
 
+    def at(self, m: int, n: int, k: int) -> float:
+        return self.law(m, n, k) * math.exp(self._correction(m, n, k))
+
+    def _correction(self, m: int, n: int, k: int, leave_out: int | None = None) -> float:
+        """Shepard's inverse-distance weighting in log dimensions; far from every shape it fades to none."""
+        weights, total = 1 / 16.0, 0.0  # the law itself counts like a shape at distance 4
+        for index, (shape, value) in enumerate(zip(self.shapes, self.corrections, strict=True)):
+            if index != leave_out:
+                distance = sum(math.log2(a / b) ** 2 for a, b in zip((m, n, k), shape, strict=True))
+                weight = 1 / (distance + 0.01)
+                weights += weight
+                total += weight * value
+        return total / weights
+
     @property
     def peak_flops_per_second(self) -> float:
-        """The rate the fit approaches for large matrices."""
-        return 1.0 / self.seconds_per_flop
+        """The best rate among the measured shapes."""
+        return max(2.0 * m * n * k / self.at(m, n, k) for m, n, k in self.shapes)
 
     @staticmethod
     def fit(shapes: Sequence[tuple[int, int, int]], seconds: Sequence[float]) -> MatmulFit:
@@ -74,9 +103,11 @@ class MatmulFit:
             active.remove(active[int(solution.argmin())])
         coefficients = np.zeros(5)
         coefficients[active] = solution
-        error = float(np.median(np.abs(columns @ coefficients / times - 1)))
+        corrections = np.log(times / (columns @ coefficients))
         fixed, rate, per_m, per_n, per_k = (float(c) for c in coefficients)
-        return MatmulFit(fixed, rate, per_m, per_n, per_k, error)
+        fit = MatmulFit(fixed, rate, per_m, per_n, per_k, 0.0, tuple(shapes), tuple(float(c) for c in corrections))
+        left_out = [abs(fit._correction(*shape, i) - corrections[i]) for i, shape in enumerate(shapes)]
+        return replace(fit, error=float(np.median(left_out)))
 
 
 @dataclass
@@ -96,10 +127,19 @@ class Profile:
     attention: dict[str, dict[str, list[tuple[int, int, float]]]]
     copy_bytes_per_second: float  # read plus written
     small_operation_seconds: float  # one tiny operation, dispatched from Python
+    tiny_block_seconds: dict[str, float]  # phase -> one block so small that only calling it takes time
     storage_bytes_per_second: float | None
     tokenizer_tokens_per_second: float | None
-    spread: float = 0.0  # how much repeats of the same kernel differed, relative, middle 80%
-    reference: dict[str, float] = field(default_factory=dict)  # the probe a run repeats to see the machine drift
+    # Per round of the measurement, how much slower than at its best the machine was: kind of kernel -> ratios.
+    interference: dict[str, list[float]] = field(default_factory=dict)
+    probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
+    # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
+    best_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def machine(self) -> str:
+        """What must be the same for two measurements to be of the same machine."""
+        return f"{self.name}, {self.threads} threads, torch {self.versions['torch']}"
 
     def matmul_peak(self, precision: str) -> float:
         """FLOP/s that large products attain, the middle of the three training products."""
@@ -128,7 +168,12 @@ class Profile:
     def from_json(document: dict[str, Any]) -> Profile:
         values = {key: value for key, value in document.items() if key != "schema_version"}
         values["matmul"] = {
-            precision: {kernel: MatmulFit(**fit) for kernel, fit in fits.items()}
+            precision: {
+                kernel: MatmulFit(
+                    **(fit | {"shapes": tuple(map(tuple, fit["shapes"])), "corrections": tuple(fit["corrections"])})
+                )
+                for kernel, fit in fits.items()
+            }
             for precision, fits in document["matmul"].items()
         }
         values["curves"] = {
@@ -167,6 +212,14 @@ def load_profile(path: Path | None = None) -> Profile:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["schema_version"] == SCHEMA_VERSION:
             return Profile.from_json(document)
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
         pass
     raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")
+
+
+def earlier_profile() -> Profile | None:
+    """The profile there is, or None where there is none to learn from."""
+    try:
+        return load_profile()
+    except UserError:
+        return None

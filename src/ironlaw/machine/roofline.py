@@ -1,73 +1,28 @@
-"""The time of one operation: on a measured machine from its curves, else from catalogued ceilings (a roofline)."""
+"""The roofline: an operation takes as long as its arithmetic or its traffic, whichever is longer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from ironlaw.ledger import Origin
-from ironlaw.machine.profile import Profile
-from ironlaw.workload.operations import Operation
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one call and the ceiling that sets them: compute, memory or overhead (dispatch, launch)."""
-
-    seconds: float
-    bound: str
-    origin: Origin
-
-
-class Machine(Protocol):
-    """Anything that can time an operation."""
-
-    def time(self, op: Operation, precision: str) -> Timing: ...
-
-
-@dataclass(frozen=True)
-class MeasuredMachine:
-    """This machine, by the profile that `ironlaw measure` made."""
-
-    profile: Profile
-
-    def time(self, op: Operation, precision: str) -> Timing:
-        profile = self.profile
-        if op.matmul is not None:
-            seconds = profile.matmul[precision][op.kernel].at(*op.matmul)
-            bound = "compute"
-        elif op.attention is not None:
-            _, sequence, _, _, head_size = op.attention
-            direction = op.kernel.removeprefix("attention_")
-            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size)
-            seconds = pair * op.elements + profile.small_operation_seconds
-            bound = "compute"
-        else:
-            seconds = profile.curve(op.kernel, precision).at(op.elements)
-            bound = "memory"
-        if seconds < 4 * profile.small_operation_seconds:
-            bound = "overhead"
-        return Timing(seconds, bound, Origin.MEASURED)
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Catalogued ceilings and the fractions of them that operations attain (Williams et al. 2009, roofline)."""
+class Roofline:
+    """Two ceilings of an accelerator (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785)."""
 
     flops_per_second: float
     bytes_per_second: float
-    compute_fraction: float = 1.0
-    memory_fraction: float = 1.0
-    launch_seconds: float = 0.0
 
     @property
     def ridge_point(self) -> float:
-        """FLOP per byte above which the arithmetic, not the memory, limits."""
+        """Arithmetic intensity, in FLOP per byte, above which arithmetic limits and below which memory does."""
         return self.flops_per_second / self.bytes_per_second
 
-    def time(self, op: Operation, precision: str) -> Timing:
-        compute = (op.flops or 0) / (self.flops_per_second * self.compute_fraction)
-        memory = op.bytes_moved / (self.bytes_per_second * self.memory_fraction)
-        seconds = max(compute, memory, self.launch_seconds)
-        bound = {compute: "compute", memory: "memory", self.launch_seconds: "overhead"}[seconds]
-        return Timing(seconds, bound, Origin.CALCULATED)
+    def attainable_flops_per_second(self, flops_per_byte: float) -> float:
+        return min(self.flops_per_second, flops_per_byte * self.bytes_per_second)
+
+    def seconds(self, flops: float, bytes_moved: float) -> float:
+        return max(flops / self.flops_per_second, bytes_moved / self.bytes_per_second)
+
+    def bound(self, flops: float, bytes_moved: float) -> str:
+        """ "compute" or "memory"."""
+        return "compute" if flops > self.ridge_point * bytes_moved else "memory"

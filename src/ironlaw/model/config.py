@@ -121,6 +121,16 @@ class ModelConfig(BaseModel):
             + self.head_parameters
         )
 
+    @property
+    def parameter_tensors(self) -> int:
+        """How many tensors hold the parameters: what an optimizer walks over."""
+        norm = 2 if self.norm == "layernorm" else 1
+        linears = 5 if self.gated_ffn else 4
+        biases = self.has_qkv_bias + (linears - 1) * self.bias
+        block = 2 * norm + linears + biases + 2 * self.qk_norm
+        ends = 1 + (self.positions == "learned") + norm + (not self.tied)
+        return self.layers * block + ends
+
 
 def _nearest_divisor(number: int, wanted: int) -> int:
     return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))

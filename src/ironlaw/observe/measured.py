@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ironlaw.ledger import Estimate, Ledger, MemoryLine, Origin, Phase
+from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
 
@@ -22,7 +22,7 @@ class Observations:
     """Everything a run measured. Steps that were recorded or belong to the warm-up are not in `steps`."""
 
     steps: list[StepTimes] = field(default_factory=list)
-    probes: list[float] = field(default_factory=list)  # measured-profile probe seconds / probe seconds then
+    probes: list[dict[str, float]] = field(default_factory=list)  # kind of kernel -> time over its best
     profile: StepProfile | None = None
     profiled_seconds: list[float] = field(default_factory=list)
     resident_peak_bytes: int | None = None
@@ -92,11 +92,27 @@ def measured_ledger(
     if observed.profile is not None:
         ledger.lines = observed.profile.lines
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
-    ledger.facts["machine_speed"] = float(np.median(observed.probes)) if observed.probes else None
+    ledger.facts["machine_speed"] = _machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
     if observed.joules is not None:
         totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, "RAPL counters of the whole package")
     return ledger
+
+
+def _machine_speed(planned: Ledger, run: Ledger) -> float | None:
+    """Planned over found step time, were the machine's slowdown the only difference: below 1 the run had it worse.
+
+    Each kind of kernel counts by its share of the planned step.
+    """
+    found = run.facts.get("machine_slowdown")
+    if not found:
+        return None
+    slower = total = 0.0
+    for kind, seconds in planned.seconds_by_kind().items():
+        which = "compute" if kind in (Kind.MATMUL, Kind.ATTENTION) else "memory"
+        slower += seconds * found[which] / planned.facts["slowdown"][which]
+        total += seconds
+    return total / slower
 
 
 def _add_memory(ledger: Ledger, observed: Observations, held: dict[str, int], batch_bytes: int) -> None:

@@ -8,13 +8,13 @@ autograd sequence number.
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's library would write its own lines to stderr
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Kind, Line, Origin, Phase
 
-PHASE_SCOPE, MODULE_SCOPE = "ironlaw.phase/", "ironlaw.module/"
+STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
@@ -68,6 +68,24 @@ class StepProfile:
 def phase_scope(recording: bool, phase: Phase) -> Any:
     """A marker for the trace; costs nothing when nobody records."""
     return record_function(f"{PHASE_SCOPE}{phase}") if recording else nullcontext()
+
+
+def step_scope(recording: bool) -> Any:
+    return record_function(STEP_SCOPE) if recording else nullcontext()
+
+
+@contextmanager
+def silent_stderr() -> Iterator[None]:
+    """The profiler's library writes lines of its own to the process's stderr when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def operation_scope(recording: bool, name: str) -> Any:
@@ -157,17 +175,21 @@ def _nest(spans: list[Span]) -> None:
 
 
 def _lines(spans: list[Span], steps: int) -> list[Line]:
-    nanoseconds: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    """Per key the median over the recorded steps: one step in which the machine stalled does not count."""
+    nanoseconds: dict[tuple[Phase, Kind, str], list[int]] = defaultdict(lambda: [0] * steps)
     counts: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    step = -1
     for span in spans:
+        if span.name == STEP_SCOPE:
+            step += 1
         if span.phase is None:
             continue
         key = (span.phase, *_classify(span))
-        nanoseconds[key] += span.self_ns
+        nanoseconds[key][step] += span.self_ns
         counts[key] += 1
     return [
-        Line(*key, count=round(counts[key] / steps), seconds=total / steps / 1e9, origin=Origin.MEASURED)
-        for key, total in sorted(nanoseconds.items())
+        Line(*key, count=round(counts[key] / steps), seconds=median(times) / 1e9, origin=Origin.MEASURED)
+        for key, times in sorted(nanoseconds.items())
     ]
 
 

@@ -11,10 +11,11 @@ from ironlaw.catalog import cpu_power
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
-from ironlaw.machine.roofline import Machine, MeasuredMachine
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.record import time_interval
+from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.transformer import (
     Precision,
@@ -54,7 +55,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> Choice:
     wanted = config.train.precision
     if wanted != "auto":
         return Choice(wanted, "train.precision in the config")
-    machine = MeasuredMachine(profile)
+    machine = MeasuredMachine(profile, interference.typical(profile))
     seconds = {p: _seconds(step_operations(config, p), machine, p) for p in profile.matmul}
     # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
     best = min(seconds, key=lambda p: seconds[p])
@@ -73,7 +74,8 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         )
     precision = choose_precision(config, profile)
     operations = step_operations(config, precision.value, cuda=profile.device == "cuda")
-    lines = _lines(operations, MeasuredMachine(profile), precision.value)
+    slowdown = interference.typical(profile)
+    lines = _lines(operations, MeasuredMachine(profile, slowdown), precision.value)
     memory, peak_where = peak_memory(training_shape(config, precision.value), config.accumulation)
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = {
@@ -86,6 +88,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "precision": precision.value,
         "precision_reason": precision.reason,
         "peak_at": peak_where,
+        "slowdown": slowdown,
         "memory_bytes": profile.memory_bytes,
         "matmul_peak_flops_per_second": profile.matmul_peak(precision.value),
         "copy_bytes_per_second": profile.copy_bytes_per_second,
@@ -99,11 +102,11 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     return ledger
 
 
-def _seconds(operations: Iterable[tuple[Operation, int]], machine: Machine, precision: str) -> float:
-    return sum(machine.time(op, precision).seconds * count for op, count in operations)
+def _seconds(operations: Iterable[tuple[Operation, int]], machine: MeasuredMachine, precision: str) -> float:
+    return sum(line.seconds or 0.0 for line in _lines(operations, machine, precision))
 
 
-def _lines(operations: Iterable[tuple[Operation, int]], machine: Machine, precision: str) -> list[Line]:
+def _lines(operations: Iterable[tuple[Operation, int]], machine: MeasuredMachine, precision: str) -> list[Line]:
     """Fold operations with the same key (phase, kind, name); the costliest decides what bounds the line."""
     folded: dict[tuple[Phase, Kind, str], Line] = {}
     costliest: dict[tuple[Phase, Kind, str], float] = {}
@@ -123,7 +126,17 @@ def _lines(operations: Iterable[tuple[Operation, int]], machine: Machine, precis
             seconds=(before.seconds or 0.0) + seconds,
             bound=bound,
         )
-    return list(folded.values())
+    return list(folded.values()) + _dispatch(list(folded.values()), machine)
+
+
+def _dispatch(lines: list[Line], machine: MeasuredMachine) -> list[Line]:
+    """What the host adds to every call, by phase; an update is two calls, priced by its own curve."""
+    result = []
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        calls = sum(line.count or 0 for line in lines if line.phase is phase)
+        seconds = calls * machine.dispatch_seconds(phase)
+        result.append(Line(phase, Kind.HOST, "dispatch", count=calls, seconds=seconds, bound="overhead"))
+    return result
 
 
 def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: str) -> None:
@@ -157,8 +170,9 @@ def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: 
     )  # fmt: skip
     resident = tensors + profile.runtime_bytes
     totals["resident_bytes"] = Estimate(
-        resident, calculated, "tensors plus the measured size of a process that only imported PyTorch",
-        resident * 0.9, resident * 1.25,
+        resident, calculated,
+        "tensors plus the measured size of a process that trains almost nothing; more when the allocator fragments",
+        resident * 0.95, resident * 1.5,
     )  # fmt: skip
     totals["total_seconds"] = _total_time(ledger, config, totals["step_seconds"])
     energy = _energy(profile, totals["total_seconds"])

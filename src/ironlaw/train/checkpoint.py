@@ -24,6 +24,7 @@ from torch import nn
 from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
 from ironlaw.train.run_directory import write_atomically
 
 SCHEMA_VERSION = 1
@@ -169,3 +170,13 @@ def _sync(folder: Path) -> None:
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
+
+
+def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
+    """The newest checkpoint's model, in evaluation mode."""
+    found = newest(folder)
+    if found is None:
+        raise UserError(f"no checkpoint in {folder}: train the run first")
+    model = Transformer(config)
+    load(found, model, config, optimizer=None)
+    return model.eval()

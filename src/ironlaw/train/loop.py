@@ -30,21 +30,28 @@ from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
-from ironlaw.machine import host
-from ironlaw.machine.measure import probe_seconds
+from ironlaw.machine import host, interference
+from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import WARMUP_STEPS, Observations, held_bytes, measured_ledger
-from ironlaw.observe.profile import named_modules_recorded, operation_scope, phase_scope, read_profile
+from ironlaw.observe.profile import (
+    named_modules_recorded,
+    operation_scope,
+    phase_scope,
+    read_profile,
+    silent_stderr,
+    step_scope,
+)
 from ironlaw.train import checkpoint
 from ironlaw.train.compile import compile_blocks
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 
-PROBE_EVERY_SECONDS = 5.0  # a probe takes some 5 ms: a thousandth of the run
+PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class Trainer:
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
+        self._probe = Probe(profile)
         self._setup()
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -181,7 +189,7 @@ class Trainer:
     def _timed_step(self, batches: Prefetcher[tuple[Tensor, Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         config, clock = self.config, self.clock
-        with clock.step() as times:
+        with clock.step() as times, step_scope(recording):
             with clock.phase(Phase.DATA):
                 inputs, targets = next(batches)
             losses = []
@@ -230,10 +238,15 @@ class Trainer:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         finished: list[StepTimes] = []
-        with named_modules_recorded(self.model), profile(activities=activities, profile_memory=True) as recorded:
+        recorded = profile(activities=activities, profile_memory=True)
+        with named_modules_recorded(self.model):
+            with silent_stderr():
+                recorded.start()
             for _ in range(count):
                 finished.append(self._timed_step(batches, recording=True))
                 self._after_step(finished[-1], metrics, recorded=True)
+            with silent_stderr():
+                recorded.stop()
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self._gradient_pointers)
         self.observed.wall_seconds["profiling"] = time.perf_counter() - began
@@ -308,7 +321,7 @@ class Trainer:
         """Is the machine still as fast as when it was measured?"""
         now = time.perf_counter()
         if self.device.type == "cpu" and now - self._last_probe > PROBE_EVERY_SECONDS:
-            self.observed.probes.append(self.profile.reference["seconds"] / probe_seconds())
+            self.observed.probes.append(self._probe.sample())
             self._last_probe = now
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -326,6 +339,7 @@ class Trainer:
             observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
         facts = self.plan.facts | {
             "compile": self.compiled,
+            "machine_slowdown": interference.middle(observed.probes),
             "steps_done": self.step,
             "interrupted": self._interrupted,
             "started": self.started_at,

@@ -39,6 +39,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    @property
     def tokenizer_file(self) -> Path:
         return self.path / "tokenizer.json"
 

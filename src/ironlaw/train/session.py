@@ -10,6 +10,7 @@ from ironlaw.config import RunConfig
 from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
+from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.plan import record
 from ironlaw.plan.estimate import fits, plan_run
@@ -37,7 +38,7 @@ def run_training(
     plan = plan_run(config, profile)
     if not fits(plan):
         raise UserError(
-            "the plan does not fit this machine's memory: lower train.micro_batch, or see `ironlaw plan` for what holds it"
+            "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
         )
     dataset = prepare(config.data, config.model.vocab, data_progress)
     run = open_run(out, config, resume)
@@ -49,6 +50,7 @@ def run_training(
     trainer = Trainer(config, run, plan, dataset, profile, watch=watch, say=say)
     outcome = trainer.train()
     outcome.ledger.save(run.ledger_file)
+    interference.remember(profile, trainer.observed.probes)
     _remember(plan, outcome, profile, run)
     return outcome
 

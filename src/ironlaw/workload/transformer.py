@@ -480,7 +480,7 @@ def _head(shape: Shape) -> list[Operation]:
     if shape.casts:
         operations.append(
             Operation(
-                "loss_cast", Kind.LOSS, Phase.FORWARD, "head", "cast", elements=logits,
+                "loss", Kind.LOSS, Phase.FORWARD, "head", "cast", elements=logits,
                 bytes_moved=logits * (FP32 + shape.matmul_bytes), temporary_bytes=logits * FP32,
                 frees_temporary_bytes=logits * shape.matmul_bytes,
             )
@@ -508,7 +508,7 @@ def _head_backward(shape: Shape) -> list[Operation]:
     if shape.casts:
         operations.append(
             Operation(
-                "loss_cast", Kind.LOSS, Phase.BACKWARD, "head", "cast", elements=logits,
+                "loss", Kind.LOSS, Phase.BACKWARD, "head", "cast", elements=logits,
                 bytes_moved=logits * (FP32 + w), temporary_bytes=logits * w, frees_temporary_bytes=logits * FP32,
             )
         )  # fmt: skip
@@ -536,6 +536,12 @@ def optimizer_operations(model: ModelConfig, *, accumulation: int = 1) -> list[O
     operations = [step("clip", "clip", 3 * gradient)]
     # AdamW reads and writes weight and two moments, and reads the gradient.
     operations.append(step("adamw", "adamw", 7 * gradient))
+    # On top, what clipping and updating cost per tensor however small it is.
+    operations.append(
+        Operation(
+            "adamw", Kind.OPTIMIZER, Phase.OPTIMIZER, "optimizer", "update_tensors", elements=model.parameter_tensors
+        )
+    )
     if accumulation > 1:
         # From the second micro-batch on, every gradient is added to the one already there.
         operations.append(

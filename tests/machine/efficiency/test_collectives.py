@@ -69,7 +69,7 @@ def test_nothing_to_do_costs_nothing() -> None:
 )  # fmt: skip
 def test_published_bus_bandwidth(fabric: Fabric, bus: float) -> None:
     seconds = collective_seconds("all_reduce", 2.0**34, 8, fabric=fabric)
-    assert bus_bytes_per_second("all_reduce", 2.0**34, 8, seconds) == pytest.approx(bus, rel=0.1)
+    assert bus_bytes_per_second("all_reduce", 2.0**34, 8, seconds) == pytest.approx(bus, rel=0.12)
 
 
 def test_switch_reduction_beats_the_ring() -> None:

@@ -44,8 +44,7 @@ def test_never_above_peak_nor_above_bandwidth(name: str) -> None:
     seconds = matmul_seconds(m, n, k, hardware=device)
     assert np.all(matmul_flops(m, n, k) / seconds < device.peak("bf16"))
     traffic = 2 * (m * k + k * n + m * n)
-    large = traffic > 3 * device.l2_bytes  # a repeated call finds smaller operands in the cache
-    assert np.all((traffic / seconds)[large] < device.memory_bytes_per_second)
+    assert np.all(traffic / seconds < device.memory_bytes_per_second)
 
 
 @pytest.mark.parametrize("name", ["A100-SXM-80GB", "H100-SXM-80GB", "B200-SXM", "L40S"])
@@ -61,7 +60,7 @@ def test_one_row_beyond_a_tile_costs_a_tile(name: str) -> None:
     m = np.array([1024.0, 1025.0, 1088.0])
     at, above, filled = matmul_seconds(m, 8192, 8192, hardware=hardware(name))
     assert above > 1.02 * at
-    assert above == pytest.approx(filled, rel=0.01)  # the rest of that tile is nearly free
+    assert above == pytest.approx(filled, rel=0.02)  # the rest of that tile is nearly free
 
 
 def test_waves_quantise_on_ampere() -> None:
@@ -107,9 +106,7 @@ def test_published_best_shapes(name: str, m: int, n: int, k: int, tflops: float)
 
 def test_bounds_are_named() -> None:
     device = hardware("H100-SXM-80GB")
-    bounds = matmul_bound(
-        np.array([8.0, 8.0, 8192.0]), np.array([64.0, 16384, 8192]), 4096.0, hardware=device
-    )
+    bounds = matmul_bound(np.array([8.0, 8.0, 8192.0]), np.array([64.0, 16384, 8192]), 4096.0, hardware=device)
     assert list(bounds[:2]) == ["launch", "memory"] or bounds[1] == "memory"
     assert bounds[2] in ("power", "compute")
 

@@ -26,9 +26,10 @@ from ironlaw.machine.efficiency.hardware import (
     broadcast,
     unwrap,
 )
-from ironlaw.machine.efficiency.matmul import OVERLAP_EXPONENT, THROTTLE_SECONDS
+from ironlaw.machine.efficiency.matmul import OVERLAP_EXPONENT
 
 QUERY_TILE = 128
+THROTTLE_SECONDS = 2e-3
 BACKWARD_FLOPS_RATIO = 2.5
 BACKWARD_TRAFFIC_RATIO = 2.0  # reads q k v o do, writes dq dk dv, against q k v read and o written
 BACKWARD_LOG_ERROR = 0.25

@@ -94,9 +94,7 @@ def collective_seconds(
     if not np.any(crosses):
         return unwrap(np.where((n > 1) & (s > 0), one, 0.0), scalar)
     if fabric.network is None or fabric.network_bytes_per_second <= 0:
-        raise UserError(
-            f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network"
-        )
+        raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
     many = _network_seconds(kind, s, n, g, fabric, fabric.network, algorithm)
     return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0), scalar)
 
@@ -181,9 +179,7 @@ def _direct_seconds(
 
 
 def _may_use_switch(kind: str, name: str, algorithm: str, fabric: Fabric) -> bool:
-    return (
-        kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
-    )
+    return kind == "all_reduce" and name == "tree" and algorithm == "auto" and fabric.island.switch_fraction > 0
 
 
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:

@@ -62,9 +62,9 @@ class MatmulConstants:
     split_traffic: float  # cost of adding up split-K partial sums, in passes over fp32 partials
     launch_seconds: float  # floor of one kernel inside a graph or a full queue (no host time)
     joules_per_flop: float  # under the power limit: rate = power_watts / joules_per_flop
+    throttle_seconds: float  # a kernel this long in a benchmark loop feels half of the power limit
     cast_traffic: float = 0.0  # passes over the left operand when the library quantises it first
     cast_seconds: float = 0.0  # launch of that cast
-    cached_share: float = 0.0  # of operands much smaller than L2, the part a repeated call finds there
     evidence: Evidence | None = None
 
 
@@ -137,26 +137,18 @@ class Efficiency:
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
         """The constants for one format; formats without measurements borrow (`BORROWED_DTYPES`)."""
-        name = (
-            dtype
-            if any(key.split("/")[0] == dtype for key in self.matmul)
-            else BORROWED_DTYPES.get(dtype, dtype)
-        )
+        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
                 return self.matmul[key]
-        raise UserError(
-            f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}"
-        )
+        raise UserError(f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}")
 
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:
         """The constants of an attention kernel, by default the one most training stacks would use."""
         name = kernel or self.default_attention
         if name not in self.attention:
-            raise UserError(
-                f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}"
-            )
+            raise UserError(f"no attention kernel {name} on {self.generation}; {did_you_mean(name, self.attention)}")
         return self.attention[name]
 
     def assumptions(self) -> tuple[str, ...]:
@@ -189,9 +181,7 @@ class Hardware:
         ):
             if name in self.peak_flops_per_second:
                 return self.peak_flops_per_second[name]
-        raise UserError(
-            f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}"
-        )
+        raise UserError(f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ The model, smallest over the tiles and K-splits that libraries offer:
     tiles       T = batch ceil(m / tm) ceil(n / tn) s              s: split of K
     waves       W = T / units, rounded up where it is below one or as far as the scheduler is rigid
     compute     W (k / s + fill) 2 (tm tn + operand (tm + tn)) / (attainable peak / units)
-    power       compute stretches towards FLOPs joules_per_flop / power_watts over some milliseconds
-    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once, less what L2 still holds
+    power       compute stretches towards FLOPs joules_per_flop / power_watts over throttle_seconds
+    memory      (A + B + C) bytes / (memory_fraction bandwidth), each matrix once
     time        launch + (compute^q + memory^q)^(1/q)              q: OVERLAP_EXPONENT
 
 Tile and wave quantisation follow NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001);
@@ -35,7 +35,6 @@ TILES = (
 )  # fmt: skip
 SPLITS = (1, 2, 3, 4, 6, 8, 16, 32)
 OVERLAP_EXPONENT = 2.5  # 1: compute and memory one after the other; infinity: perfect overlap
-THROTTLE_SECONDS = 2e-3  # a kernel this long feels half of the power limit in a benchmark loop
 BLOCK = 4096  # shapes evaluated at once: bounds memory at about 20 MiB
 
 _GRID = np.array([(tm, tn, s) for tm, tn in TILES for s in SPLITS], dtype=np.float64)
@@ -88,18 +87,14 @@ def _seconds(
     sustained: bool,
 ) -> npt.NDArray[np.float64]:
     bandwidth = hardware.memory_bytes_per_second
-    compute = compute_seconds(
-        m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
-    )
+    compute = compute_seconds(m, n, k, batch, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
     powered = 2.0 * batch * m * n * k * constants.joules_per_flop / hardware.power_watts
-    share = 1.0 if sustained else compute / (compute + THROTTLE_SECONDS)
+    share = 1.0 if sustained else compute / (compute + constants.throttle_seconds)
     compute = compute + np.maximum(0.0, powered - compute) * share
 
     operand = OPERAND_BYTES[dtype]
     result = 4.0 if dtype in ("fp32", "tf32") else 2.0
     traffic = batch * ((m * k + k * n) * operand + m * n * result)
-    if constants.cached_share > 0 and hardware.l2_bytes > 0 and not sustained:
-        traffic = traffic * (1.0 - constants.cached_share / (1.0 + (traffic / hardware.l2_bytes) ** 2))
     memory = traffic / (bandwidth * constants.memory_fraction)
     seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
     seconds = seconds + constants.launch_seconds
@@ -138,9 +133,7 @@ def matmul_bound(
     (m_, n_, k_, b_), _ = broadcast(m, n, k, batch)
     bandwidth = hardware.memory_bytes_per_second
     mm, nn, kk, bb = (a.ravel() for a in (m_, n_, k_, b_))
-    compute = compute_seconds(
-        mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants
-    )
+    compute = compute_seconds(mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
     traffic = bb * ((mm * kk + kk * nn) * OPERAND_BYTES[dtype] + mm * nn * 2.0)
     terms = np.stack([
         np.full(compute.shape, constants.launch_seconds),

@@ -44,9 +44,7 @@ def load_efficiency(generation: str) -> Efficiency:
     matmul = _inherited(parent.matmul, note) if parent else {}
     attention = _inherited(parent.attention, note) if parent else {}
     matmul.update({key: _group(MatmulConstants, value) for key, value in document.get("matmul", {}).items()})
-    attention.update(
-        {key: _group(AttentionConstants, value) for key, value in document.get("attention", {}).items()}
-    )
+    attention.update({key: _group(AttentionConstants, value) for key, value in document.get("attention", {}).items()})
     if "streaming" in document:
         streaming = _group(StreamingConstants, document["streaming"])
     elif parent:
@@ -102,9 +100,7 @@ def reference_accelerators() -> dict[str, str]:
 def _document(generation: str) -> dict[str, Any]:
     path = FOLDER / f"{generation}.toml"
     if generation == NETWORKS or not path.is_file():
-        raise UserError(
-            f"no constants for generation {generation}; {did_you_mean(generation, generations())}"
-        )
+        raise UserError(f"no constants for generation {generation}; {did_you_mean(generation, generations())}")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 

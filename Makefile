@@ -1,0 +1,36 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11 or later; both create .venv once.
+
+PYTHON ?= python3
+# One PyTorch for everybody. On Linux the default index ships CUDA builds; 2.11 to 2.13 are tested.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN = $(VENV)/bin
+DEMO_RUN ?= runs/demo
+
+.PHONY: demo test test-long lint clean
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+# The same public verbs that the README teaches, one after another.
+demo: $(VENV)/installed
+	@IRONLAW=$(BIN)/ironlaw sh scripts/demo.sh $(DEMO_RUN)
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+# Minutes long: run when they matter, before a release or after a change of the loop.
+test-long: $(VENV)/installed
+	$(BIN)/python -m pytest -m long
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

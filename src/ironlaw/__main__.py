@@ -1,0 +1,5 @@
+"""`python -m ironlaw` is `ironlaw`."""
+
+from ironlaw.cli.main import main
+
+main()

@@ -1,0 +1,71 @@
+"""The `ironlaw` command. Only the verb that is called is imported, so that `plan` never waits for PyTorch.
+
+Exit codes: 0 done, 1 the answer is no, 2 wrong input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from ironlaw import __version__
+from ironlaw.errors import UserError
+
+# verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`.
+VERBS = {
+    "measure": "Find this machine's real ceilings: matmul, memory, attention, storage, tokenizer.",
+    "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
+    "train": "Train a config into a run directory, beside its plan.",
+    "explain": "Put a run beside its plan: where time and memory went, and what to change.",
+    "generate": "Continue a prompt with a trained run.",
+    "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
+}
+
+
+def build_app(called: str | None) -> typer.Typer:
+    """The command line with the verb `called` loaded; the other verbs are there for their help lines only."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def ironlaw(
+        version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+    ) -> None:
+        """Where do the memory, the time and the money of a training run go, and what should I change?"""
+
+    for verb, help_line in VERBS.items():
+        function: Callable[..., None] = _not_loaded
+        if verb == called:
+            function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
+        app.command(verb, help=help_line)(function)
+    return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("only the verb that is called is loaded")
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if "--version" in arguments[:1]:
+        print(__version__)
+        return
+    called = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        build_app(called)(prog_name="ironlaw", standalone_mode=True)
+    except UserError as error:
+        print(f"ironlaw: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("ironlaw: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `ironlaw catalog | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""`ironlaw train`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ironlaw.cli.console import messages, output, print_json, progress
+from ironlaw.config import load_config
+from ironlaw.errors import UserError
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    layout: Annotated[str | None, typer.Option(help='"dp=1 micro_batch=4"; one process holds dp=1.')] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
+) -> None:
+    settings = load_config(config, [*(set_ or []), *_from_layout(layout)])
+    if resume and out is None:
+        raise UserError("--resume needs --out DIR: which run should go on?")
+
+    from ironlaw.machine import interference
+    from ironlaw.machine.profile import Profile, load_profile, profile_path, save_profile
+    from ironlaw.report.live import LiveRun
+    from ironlaw.train.run_directory import default_name, open_run
+    from ironlaw.train.session import run_training
+
+    say = messages()
+    folder = out or default_name(settings.model.name)
+    open_run(folder, settings, resume)  # before a minute is spent on anything else
+
+    def machine_profile() -> Profile:
+        if profile_path().is_file():
+            return load_profile()
+        from ironlaw.machine.measure import measure
+
+        say.print("This machine has not been measured yet: measuring first (`ironlaw measure`).")
+        with progress("Measuring this machine") as update:
+            profile = measure(progress=lambda what, fraction: update(fraction, what))
+        save_profile(profile)
+        interference.remember(profile, interference.rounds(profile))
+        return profile
+
+    live = LiveRun(say, folder)
+    with live:
+        outcome = run_training(
+            settings, folder, machine_profile(), resume=True,
+            data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
+        )  # fmt: skip
+    summary = {
+        "run": str(folder),
+        "steps": outcome.step,
+        "interrupted": outcome.interrupted,
+        "totals": {name: estimate.to_json() for name, estimate in outcome.ledger.totals.items()},
+    }
+    if json:
+        print_json(summary)
+    else:
+        live.summary(outcome.ledger, output())
+    if outcome.interrupted == "SIGINT":
+        raise typer.Exit(130)
+
+
+def _from_layout(layout: str | None) -> list[str]:
+    """A layout on one device is a micro-batch; everything else needs more devices."""
+    if layout is None:
+        return []
+    from ironlaw.plan.layout import parse_layout
+
+    parsed = parse_layout(layout)
+    if parsed.accelerators != 1:
+        raise UserError(f"--layout {layout!r} needs {parsed.accelerators} devices, this process has one: use dp=1")
+    return [f"train.micro_batch={parsed.micro_batch}"] if "micro_batch" in layout else []

@@ -1,0 +1,118 @@
+"""The bottleneck in one sentence, with its evidence; or none, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ironlaw import units
+from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.rules import RULES, Axis, Rule
+
+FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
+MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that fired. `share` is the fraction of time its cause costs."""
+
+    rule: str
+    axis: Axis
+    share: float
+    threshold: float
+    sentence: str
+    evidence: list[str]
+    advice: str
+    source: str
+    fault: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rule": self.rule, "axis": str(self.axis), "share": self.share, "threshold": self.threshold,
+            "sentence": self.sentence, "evidence": self.evidence, "advice": self.advice, "source": self.source,
+            "fault": self.fault,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`healthy`: no fault found. `abstained`: the evidence does not carry a verdict; the sentence says why."""
+
+    sentence: str
+    axis: Axis
+    confidence: str  # "high", "medium", "low" or "none"
+    evidence: list[str] = field(default_factory=list)
+    advice: str = ""
+    healthy: bool = False
+    abstained: bool = False
+    findings: list[Finding] = field(default_factory=list)  # the one that binds first
+    not_tested: list[str] = field(default_factory=list)  # rules whose evidence the run lacks
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sentence": self.sentence, "axis": str(self.axis), "confidence": self.confidence,
+            "evidence": self.evidence, "advice": self.advice, "healthy": self.healthy, "abstained": self.abstained,
+            "findings": [finding.to_json() for finding in self.findings], "not_tested": self.not_tested,
+        }  # fmt: skip
+
+
+def diagnose(evidence: Evidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
+    """Try every rule; the fault that costs the most binds, and without a fault the ceiling with the largest share."""
+    findings, not_tested = _findings(evidence, rules)
+    reason = _insufficient(evidence)
+    if reason is None and not findings:
+        reason = "no cause reaches its threshold" if len(not_tested) < len(rules) else "no rule has its evidence"
+    if reason is not None:
+        return Diagnosis(
+            f"No bottleneck is named: {reason}.", Axis.UNKNOWN, "none", abstained=True,
+            findings=findings, not_tested=not_tested,
+        )  # fmt: skip
+    first = findings[0]
+    return Diagnosis(
+        first.sentence, first.axis, _confidence(evidence, findings), first.evidence, first.advice,
+        healthy=not any(f.fault for f in findings), findings=findings, not_tested=not_tested,
+    )  # fmt: skip
+
+
+def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding], list[str]]:
+    findings, not_tested = [], []
+    for rule in rules:
+        value = rule.measure(evidence)
+        if value is None:
+            not_tested.append(rule.name)
+        elif value >= rule.threshold:
+            sentence, figures = rule.says(evidence, value)
+            findings.append(
+                Finding(
+                    rule.name, rule.axis, value, rule.threshold, sentence, figures, rule.advice, rule.source, rule.fault
+                )
+            )
+    return sorted(findings, key=lambda f: (not f.fault, -f.share)), not_tested
+
+
+def _insufficient(evidence: Evidence) -> str | None:
+    """Why no verdict may be given, if so."""
+    if evidence.step is None:
+        return "the step was not timed"
+    if all(row.measured is None for row in evidence.gap.phases):
+        return "the phases of the step were not timed"
+    if evidence.steps is not None and evidence.steps < FEWEST_STEPS:
+        return f"the run has {evidence.steps} steps, and fewer than {FEWEST_STEPS} are mostly warm-up"
+    if evidence.unattributed is not None and abs(evidence.unattributed) > MOST_UNATTRIBUTED:
+        return f"{units.percent(evidence.unattributed, 0)} of the step has no name"
+    return None
+
+
+def _confidence(evidence: Evidence, findings: Sequence[Finding]) -> str:
+    """High: well over its threshold, clear of the next cause, and the phases close. Each doubt is a step down."""
+    first = findings[0]
+    rivals = [f.share for f in findings[1:] if f.fault == first.fault]
+    doubts = [
+        first.fault and first.share < 1.3 * first.threshold,
+        bool(rivals) and first.share < 1.2 * max(rivals),
+        evidence.unattributed is None or abs(evidence.unattributed) > 0.05,
+        not first.fault and evidence.machine_speed is None,
+    ]
+    return ("high", "medium", "low")[min(2, sum(doubts))]

@@ -1,0 +1,140 @@
+"""What a diagnosis may look at: shares and rates drawn from a plan, a run and their gap. Unknown stays None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ironlaw.explain.gap import Gap, OperationRow
+from ironlaw.ledger import Kind, Ledger, Phase
+
+LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
+CLEARLY_OVER = 1.15  # times the plan
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All shares are fractions of the measured step unless their name says wall (of the training command)."""
+
+    plan: Ledger
+    run: Ledger
+    gap: Gap
+    gains: Mapping[str, float] = field(default_factory=dict)  # remedy -> planned gain, fraction of the planned run
+
+    @property
+    def step(self) -> float | None:
+        return self.gap.step.measured or None
+
+    @property
+    def steps(self) -> int | None:
+        """Finished; an interrupted run has fewer than its config says."""
+        facts = self.run.facts
+        return facts.get("steps_done", facts.get("steps"))
+
+    @property
+    def unattributed(self) -> float | None:
+        return self.gap.unattributed_fraction
+
+    @property
+    def machine_speed(self) -> float | None:
+        """1.0: as fast as the plan expects this machine to be typically; 0.87: slower during the run."""
+        return self.run.facts.get("machine_speed")
+
+    def fact(self, name: str) -> Any:
+        return self.run.facts.get(name)
+
+    def phase_share(self, phase: Phase) -> float | None:
+        return self._share(row.measured for row in self.gap.phases if row.name == str(phase))
+
+    def kind_share(self, kind: Kind) -> float | None:
+        return self._share(row.measured for row in self.gap.kinds if row.name == str(kind))
+
+    def bound_share(self, bound: str) -> float | None:
+        """Of the operations whose time this ceiling sets. None when no operation was timed."""
+        if not self._timed():
+            return None
+        return self._share([0.0, *(row.measured for row in self.gap.operations if row.bound == bound)])
+
+    def bound_calls(self, bound: str) -> int:
+        """Calls per step of the operations with this bound, as planned."""
+        lines = (line for line in self.plan.select(bound=bound) if line.kind is not Kind.HOST)
+        return sum(line.count or 0 for line in lines)
+
+    def wall_share(self, *names: str) -> float | None:
+        """Of the wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
+        wall = self.run.facts.get("wall_seconds") or {}
+        loop = [wall[name] for name in ("training", "evaluation", "checkpoint") if wall.get(name) is not None]
+        if any(wall.get(name) is None for name in names) or not sum(loop):
+            return None
+        return float(sum(wall[name] for name in names) / sum(loop))
+
+    def planned_flops(self, kind: Kind) -> float | None:
+        flops = [line.flops for line in self.plan.select(kind=kind) if line.flops is not None]
+        return float(sum(flops)) if flops else None
+
+    def lawful_seconds(self, kind: Kind) -> float | None:
+        """Seconds of a kind that its shapes explain: measured, but no more than planned for the machine's speed.
+
+        What the measurement exceeds the plan by is another matter (`off_plan`), with another remedy.
+        """
+        row = next((row for row in self.gap.kinds if row.name == str(kind)), None)
+        if row is None or row.measured is None:
+            return None
+        if row.planned is None:
+            return row.measured
+        return min(row.measured, row.planned / (self.machine_speed or 1.0))
+
+    def peak_rate(self) -> float | None:
+        """FLOP/s of large matrix products at the run's precision, at the machine's speed during the run."""
+        peak = self.plan.facts.get("matmul_peak_flops_per_second")
+        typical_slowdown = (self.plan.facts.get("slowdown") or {}).get("compute", 1.0)
+        return None if peak is None else float(peak) * (self.machine_speed or 1.0) / typical_slowdown
+
+    def rate(self, kind: Kind) -> float | None:
+        """FLOP/s that a kind attains by its shapes."""
+        flops, seconds = self.planned_flops(kind), self.lawful_seconds(kind)
+        return flops / seconds if flops is not None and seconds else None
+
+    def excess_share(self, kind: Kind, reference_rate: float | None) -> float | None:
+        """Time of a kind above what its FLOPs would take at a reference rate, as a share of the step."""
+        flops, seconds = self.planned_flops(kind), self.lawful_seconds(kind)
+        if flops is None or seconds is None or not reference_rate or self.step is None:
+            return None
+        return max(0.0, seconds - flops / reference_rate) / self.step
+
+    def most_off_plan(self) -> tuple[str, float, float] | None:
+        """(kind, measured, planned at the machine's speed) of the kind with the most seconds the plan lacks."""
+        speed = self.machine_speed or 1.0
+        both = [
+            (row.name, row.measured, row.planned / speed)
+            for row in self.gap.kinds
+            if row.measured is not None and row.planned is not None
+        ]
+        return max(both, key=lambda item: item[1] - item[2], default=None)
+
+    def slower_throughout(self) -> tuple[float, float] | None:
+        """(measured, planned at the machine's speed) seconds of the step when every kind that matters is over plan.
+
+        0 above the plan when some kind is not: then the cause is not the machine as a whole.
+        """
+        planned, speed = self.gap.step.planned, self.machine_speed or 1.0
+        if planned is None or self.step is None:
+            return None
+        large = [row for row in self.gap.kinds if (row.planned or 0.0) > LARGE_KIND * planned]
+        ratios = [row.measured * speed / row.planned for row in large if row.measured is not None and row.planned]
+        if not ratios:
+            return None
+        everywhere = len(ratios) >= 2 and min(ratios) > CLEARLY_OVER
+        return self.step, planned / speed if everywhere else self.step
+
+    def slowest_of(self, bound: str) -> OperationRow | None:
+        timed = [row for row in self.gap.operations if row.bound == bound and row.measured is not None]
+        return max(timed, key=lambda row: row.measured or 0.0, default=None)
+
+    def _timed(self) -> bool:
+        return any(row.measured is not None for row in self.gap.operations)
+
+    def _share(self, seconds: Iterable[float | None]) -> float | None:
+        known = [s for s in seconds if s is not None]
+        return sum(known) / self.step if known and self.step else None

@@ -1,0 +1,256 @@
+"""A run explained: read its directory, subtract plan from measurement, name the bottleneck, propose what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ironlaw import units
+from ironlaw.config import RunConfig, load_config
+from ironlaw.errors import UserError
+from ironlaw.explain.diagnose import Diagnosis, diagnose
+from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.gap import Gap, Row, subtract_ledgers
+from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import Profile, load_profile
+
+SCHEMA_VERSION = 1
+NOT_PLANNED = "No remedy was planned"
+# What Ironlaw holds itself to, and reports when it falls short.
+STEP_TIME_LIMIT, PEAK_MEMORY_LIMIT, UNATTRIBUTED_LIMIT = 0.10, 0.05, 0.05
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise about accuracy: the absolute error must stay within the limit. `met` is None when not measured."""
+
+    name: str
+    error: float | None
+    limit: float
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.error is None else abs(self.error) <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        return {"met": self.met, "error": self.error, "limit": self.limit}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything about one run that a report shows. `to_json` is what scripts and renderers read."""
+
+    run_dir: Path
+    config: RunConfig
+    config_text: str
+    plan: Ledger
+    run: Ledger
+    gap: Gap
+    diagnosis: Diagnosis
+    remedies: list[Remedy]
+    remedies_note: str
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def checks(self) -> list[Check]:
+        memory = self.gap.totals.get("peak_bytes")
+        return [
+            Check("step_time", self.gap.step.error, STEP_TIME_LIMIT),
+            Check("peak_memory", memory.error if memory else None, PEAK_MEMORY_LIMIT),
+            Check("unattributed", self.gap.unattributed_fraction, UNATTRIBUTED_LIMIT),
+        ]
+
+    @property
+    def losses(self) -> dict[str, float | None]:
+        """Nats per token; `below_unigram` is positive when the model has learned more than token frequencies."""
+        totals = self.run.totals
+        values = {
+            name: totals[f"{name}_loss"].value if f"{name}_loss" in totals else None
+            for name in ("train", "validation", "unigram")
+        }
+        validation, unigram = values["validation"], values["unigram"]
+        below = None if validation is None or unigram is None else unigram - validation
+        return values | {"below_unigram": below}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know to read the figures right."""
+        notes = []
+        if self.run.facts.get("interrupted"):
+            notes.append(
+                f"The run was interrupted after step {self.run.facts.get('steps_done')} of {self.config.train.steps}: "
+                f"finish it with `ironlaw train {self.run_dir / 'config.toml'} --out {self.run_dir} --resume`."
+            )
+        changed = {p: f for p, f in self.gap.scale.items() if abs(f - 1) > 0.01}
+        if changed:
+            shown = ", ".join(f"{phase} × {factor:.2f}" for phase, factor in changed.items())
+            profiled = self.run.facts.get("profiled_step_seconds")
+            seen = f" (a profiled step took {units.seconds(profiled)})" if profiled is not None else ""
+            notes.append(
+                f"A profiler slows the steps it records{seen}: seconds by kind and operation are its shares, scaled so "
+                f"that each phase sums to what was measured without it: {shown}."
+            )
+        if not self.run.lines:
+            notes.append("No step was profiled (train.profile_steps = 0), so kinds and operations are not measured.")
+        speed = self.run.facts.get("machine_speed")
+        if speed is not None and abs(1 - speed) > 0.02:
+            slower = "slower" if speed < 1 else "faster"
+            notes.append(
+                f"The machine was {slower} during the run than it typically is ({units.percent(speed, 0)} of that "
+                f"speed, by kernels repeated now and then); at the speed it had, the planned step is "
+                f"{units.seconds((self.gap.step.planned or 0.0) / speed)}."
+            )
+        missed = [check for check in self.checks if check.met is False]
+        for check in missed:
+            notes.append(
+                f"{LABELS[check.name]} misses its limit: {units.signed_percent(check.error)}, "
+                f"where ±{units.percent(check.limit, 0)} is promised."
+            )
+        return notes
+
+    def to_json(self) -> dict[str, Any]:
+        """One document; its keys are stable within a schema version. SI units, fractions, nats per token."""
+        gap, totals = self.gap, self.gap.totals
+        checks = self.checks
+        met = [check.met for check in checks]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "run": str(self.run_dir),
+            "bottleneck": self.diagnosis.sentence,
+            "diagnosis": self.diagnosis.to_json(),
+            "time": {
+                "step": _row(totals, "step_seconds"),
+                "tokens_per_second": _row(totals, "tokens_per_second"),
+                "total": _row(totals, "total_seconds"),
+                "unattributed_seconds": gap.unattributed_seconds,
+                "unattributed_fraction": gap.unattributed_fraction,
+                "phases": [row.to_json() for row in gap.phases],
+                "kinds": [row.to_json() for row in gap.kinds],
+                "operations": [row.to_json() for row in gap.operations],
+                "profile_scale": {str(phase): factor for phase, factor in gap.scale.items()},
+                "machine_speed": self.run.facts.get("machine_speed"),
+                "slow_steps_fraction": self.run.facts.get("slow_steps_fraction"),
+                "wall": self.run.facts.get("wall_seconds"),
+            },
+            "memory": {
+                "peak": _row(totals, "peak_bytes"),
+                "resident": _row(totals, "resident_bytes"),
+                "components": [row.to_json() for row in gap.memory],
+            },
+            "mfu": _row(totals, "mfu"),
+            "energy": _row(totals, "energy_joules"),
+            "parameters": _row(totals, "parameters"),
+            "flops_per_step": _row(totals, "flops_per_step"),
+            "losses": self.losses,
+            "accuracy_met": {check.name: check.to_json() for check in checks}
+            | {"all": None if None in met else all(met)},
+            "remedies": [remedy.to_json() for remedy in self.remedies],
+            "remedies_note": self.remedies_note,
+            "notes": self.notes,
+            "facts": {"plan": self.plan.facts, "run": self.run.facts},
+        }
+
+
+LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
+
+
+def explain_run(run_dir: Path, profile: Profile | None = None) -> Explanation:
+    """Read a finished run and explain it. `profile`: the machine to plan remedies on; this machine's by default."""
+    config, config_text = _config(run_dir)
+    plan, run = _ledgers(run_dir)
+    gap = subtract_ledgers(plan, run)
+    remedies, note = _remedies(config, plan, run, profile)
+    # Once the planner was asked, a remedy that is not in the list is one without gain.
+    gains = {} if note.startswith(NOT_PLANNED) else {kind.name: 0.0 for kind in REMEDIES}
+    gains |= {remedy.name: remedy.gain for remedy in remedies}
+    diagnosis = diagnose(Evidence(plan, run, gap, gains))
+    return Explanation(
+        run_dir, config, config_text, plan, run, gap, diagnosis, remedies, note, read_metrics(run_dir / "metrics.jsonl")
+    )
+
+
+def _config(run_dir: Path) -> tuple[RunConfig, str]:
+    if not run_dir.is_dir():
+        raise UserError(f"no run directory at {run_dir}: give the one that `ironlaw train` printed, like runs/NAME")
+    path = run_dir / "config.toml"
+    if not path.is_file():
+        raise UserError(f"{run_dir} has no config.toml, so it is not a run: give the directory `ironlaw train` printed")
+    config = load_config(path)
+    return config, path.read_text(encoding="utf-8")
+
+
+def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
+    plan_path, run_path = run_dir / "plan.json", run_dir / "ledger.json"
+    if not run_path.is_file():
+        raise UserError(
+            f"{run_dir} is not finished (no ledger.json): finish it with "
+            f"`ironlaw train {run_dir / 'config.toml'} --out {run_dir} --resume`"
+        )
+    if not plan_path.is_file():
+        raise UserError(
+            f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
+            f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
+        )
+    return _load(plan_path), _load(run_path)
+
+
+def _load(path: Path) -> Ledger:
+    try:
+        return Ledger.load(path)
+    except (OSError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a ledger ({error}): train again into a new directory") from None
+    except UserError:
+        raise
+    except ValueError as error:  # an unknown phase, kind or origin
+        raise UserError(f"{path} is from another version of Ironlaw ({error}): train again with this one") from None
+
+
+def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | None) -> tuple[list[Remedy], str]:
+    """The remedies that pay and a sentence about them; without a profile of the run's machine, only the sentence."""
+    try:
+        profile = profile or load_profile()
+    except UserError as error:
+        return [], f"{NOT_PLANNED}: {error}."
+    machine = (plan.facts.get("machine"), plan.facts.get("device"))
+    if machine != (profile.name, profile.device):
+        return [], (
+            f"{NOT_PLANNED}: the run was on {machine[0]} ({machine[1]}), the profile here is of {profile.name} "
+            f"({profile.device}). Explain it where it ran."
+        )
+    try:
+        remedies = find_remedies(situation(config, profile, run))
+    except UserError as error:
+        return [], f"{NOT_PLANNED}: {error}."
+    if not remedies:
+        return [], "Nothing pays: no change that Ironlaw can plan saves 2% or more on this machine."
+    return remedies, (
+        "Gains are planned on this machine for the same number of tokens, not measured. "
+        "To apply one, add its --set to `ironlaw train CONFIG --out NEW_RUN`."
+    )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a run. A half-written last line (an interruption) is passed over; a missing file is no steps."""
+    steps = []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry, dict) and "step" in entry:
+            steps.append(entry)
+    return steps
+
+
+def _row(totals: dict[str, Row], name: str) -> dict[str, Any]:
+    row = totals.get(name, Row(name, None, None))
+    return {"planned": row.planned, "measured": row.measured, "error": row.error} | {
+        key: value for key, value in row.to_json().items() if key.endswith("_interval")
+    }

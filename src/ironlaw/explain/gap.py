@@ -1,0 +1,198 @@
+"""The gap: one ledger subtracted from another, key by key, so that every missing second and byte has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Line, Phase, relative_error, subtract
+
+# Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
+PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity on both sides, in SI units. Absent stays absent: nothing here is 0 because it is unknown."""
+
+    name: str
+    planned: float | None
+    measured: float | None
+    planned_interval: tuple[float, float] | None = None
+    measured_interval: tuple[float, float] | None = None
+
+    @property
+    def error(self) -> float | None:
+        """(planned - measured) / measured: positive means the plan was too high."""
+        return relative_error(self.measured, self.planned)
+
+    @property
+    def missing(self) -> float | None:
+        """Measured minus planned: positive is time (or memory) that the plan did not foresee."""
+        return subtract(self.measured, self.planned)
+
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "name": self.name, "planned": self.planned, "measured": self.measured, "error": self.error,
+        }  # fmt: skip
+        if self.planned_interval or self.measured_interval:
+            document["planned_interval"] = list(self.planned_interval) if self.planned_interval else None
+            document["measured_interval"] = list(self.measured_interval) if self.measured_interval else None
+        return document
+
+
+@dataclass(frozen=True)
+class OperationRow(Row):
+    """Seconds per step of one operation in one phase; `bound` is the ceiling that the plan says sets its time."""
+
+    phase: Phase = Phase.IDLE
+    kind: Kind = Kind.OTHER
+    bound: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"phase": str(self.phase), "kind": str(self.kind), "bound": self.bound}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Two ledgers side by side. Seconds are per optimizer step; phases + unattributed = the measured step."""
+
+    totals: dict[str, Row]
+    phases: list[Row]
+    kinds: list[Row]
+    operations: list[OperationRow]  # by absolute missing seconds, the largest first
+    memory: list[Row]
+    unattributed_seconds: float | None
+    scale: dict[Phase, float]  # what the profiled lines of a phase were multiplied by to sum to its measured seconds
+
+    @property
+    def step(self) -> Row:
+        return self.totals.get("step_seconds", Row("step_seconds", None, None))
+
+    @property
+    def unattributed_fraction(self) -> float | None:
+        """Of the measured step. Negative when the phases, each a mean, sum to more than the typical step."""
+        if self.unattributed_seconds is None or not self.step.measured:
+            return None
+        return self.unattributed_seconds / self.step.measured
+
+
+def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
+    """Rows for everything that either side knows. Both may be runs: then "planned" reads as "before"."""
+    run, scale = reconcile(run)
+    plan, _ = reconcile(plan)  # changes nothing in a plan; another run was profiled too
+    totals = {
+        name: _total(name, plan, run) for name in [*plan.totals, *(n for n in run.totals if n not in plan.totals)]
+    }
+    planned_phases, phases = _step_phases(plan), _step_phases(run)
+    step = run.totals.get("step_seconds")
+    unattributed = step.value - sum(phases.values()) if step is not None and phases else None
+    return Gap(
+        totals=totals,
+        phases=_rows((p for p in Phase if p in STEP_PHASES), planned_phases, phases),
+        kinds=_rows(Kind, _kinds(plan), _kinds(run)),
+        operations=_operations(plan, run),
+        memory=_rows(_component_names(plan, run), plan.memory_bytes(), run.memory_bytes()),
+        unattributed_seconds=unattributed,
+        scale=scale,
+    )
+
+
+def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
+    """Scale profiled lines so that each phase's sum to its seconds measured with the profiler off.
+
+    A profiler slows small operations by 20% and more, so its seconds are shares, not times.
+    """
+    profiled: dict[Phase, float] = {}
+    for line in run.lines:
+        if line.seconds is not None:
+            profiled[line.phase] = profiled.get(line.phase, 0.0) + line.seconds
+    scale = {
+        phase: run.phase_seconds[phase] / seconds
+        for phase, seconds in profiled.items()
+        if seconds > 0 and phase in run.phase_seconds
+    }
+    lines = [
+        replace(line, seconds=line.seconds * scale[line.phase])
+        if line.seconds is not None and line.phase in scale
+        else line
+        for line in run.lines
+    ]
+    return replace(run, lines=lines), scale
+
+
+def _total(name: str, plan: Ledger, run: Ledger) -> Row:
+    planned, measured = plan.totals.get(name), run.totals.get(name)
+
+    def interval(estimate: Any) -> tuple[float, float] | None:
+        if estimate is None or estimate.low is None or estimate.high is None:
+            return None
+        return estimate.low, estimate.high
+
+    return Row(
+        name,
+        None if planned is None else planned.value,
+        None if measured is None else measured.value,
+        interval(planned),
+        interval(measured),
+    )
+
+
+def _step_phases(ledger: Ledger) -> dict[Phase, float]:
+    """Only the phases a step consists of: evaluation and checkpoints happen between steps."""
+    return {phase: s for phase, s in ledger.seconds_by_phase().items() if phase in STEP_PHASES}
+
+
+def _kinds(ledger: Ledger) -> dict[Kind, float]:
+    """Seconds by kind within the step. Empty when no operation was timed: phases alone say nothing of kinds."""
+    sums: dict[Kind, float] = {}
+    timed = [line for line in ledger.lines if line.seconds is not None and line.phase in STEP_PHASES]
+    for line in timed:
+        sums[line.kind] = sums.get(line.kind, 0.0) + (line.seconds or 0.0)
+    covered = {line.phase for line in timed}
+    for phase, kind in PHASE_KINDS.items():
+        if timed and phase in ledger.phase_seconds and phase not in covered:
+            sums[kind] = sums.get(kind, 0.0) + ledger.phase_seconds[phase]
+    return sums
+
+
+def _component_names(plan: Ledger, run: Ledger) -> list[str]:
+    return list(dict.fromkeys(line.component for line in (*plan.memory, *run.memory)))
+
+
+def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[Any, float]) -> list[Row]:
+    """A row for each name that at least one side knows, in the order of the names."""
+    return [
+        Row(str(name), planned.get(name), measured.get(name)) for name in names if name in planned or name in measured
+    ]
+
+
+def _operations(plan: Ledger, run: Ledger) -> list[OperationRow]:
+    planned, measured = _by_key(plan.lines), _by_key(run.lines)
+    bounds = {_key(line): line.bound for line in (*run.lines, *plan.lines) if line.bound is not None}
+    rows = [
+        OperationRow(key[2], planned.get(key), measured.get(key), None, None, key[0], key[1], bounds.get(key))
+        for key in dict.fromkeys((*planned, *measured))
+    ]
+    return sorted(rows, key=_distance, reverse=True)
+
+
+def _distance(row: OperationRow) -> float:
+    """Seconds that plan and run disagree by; an operation only one side has counts whole."""
+    return abs((row.measured or 0.0) - (row.planned or 0.0))
+
+
+def _key(line: Line) -> tuple[Phase, Kind, str]:
+    return line.phase, line.kind, line.operation
+
+
+def _by_key(lines: Iterable[Line], key: Callable[[Line], Any] = _key) -> dict[Any, float | None]:
+    """Seconds by key; present with None when the operation is known but was not timed."""
+    sums: dict[Any, float | None] = {}
+    for line in lines:
+        if line.phase not in STEP_PHASES:
+            continue
+        before = sums.get(key(line))
+        sums[key(line)] = before if line.seconds is None else (before or 0.0) + line.seconds
+    return sums

@@ -1,0 +1,282 @@
+"""What to change next: every remedy is a changed config, and its gain is what the planner says of that config.
+
+Adding a remedy is adding a function that proposes settings and an entry to `REMEDIES`; docs/remedies.md says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from ironlaw.config import RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.ledger import Kind, Ledger
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.estimate import plan_run
+
+LEAST_GAIN = 0.02  # below this a gain is within the noise of two runs of the same config
+TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time
+ATTENTION_SHARE = 0.20
+EVALUATION_SHARE = 0.05
+CHECKPOINT_SHARE = 0.05
+WIDEST_HEAD = 128  # wider than any head in use
+
+Settings = dict[str, Any]  # "train.precision" -> "bf16"
+
+
+class Effect(IntEnum):
+    """What a remedy does to the result, the harmless first."""
+
+    NONE = 0  # the same training, up to the order of summation
+    ROUNDING = 1  # the same training in other arithmetic
+    TRAINING = 2  # other updates: the loss curve changes
+    MODEL = 3  # another model
+
+
+EFFECTS = {
+    Effect.NONE: "same training",
+    Effect.ROUNDING: "changes rounding",
+    Effect.TRAINING: "changes the training",
+    Effect.MODEL: "changes the model",
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a remedy may look at before it proposes anything."""
+
+    config: RunConfig
+    plan: Ledger  # of this config, made now, so that both sides of a comparison come from the same profile
+    profile: Profile
+    run: Ledger
+
+    def planned_share(self, kind: Kind) -> float:
+        step = self.plan.totals["step_seconds"].value
+        return self.plan.seconds_by_kind().get(kind, 0.0) / step
+
+    def wall_share(self, name: str) -> float | None:
+        wall = self.run.facts.get("wall_seconds") or {}
+        training, seconds = wall.get("training"), wall.get(name)
+        return seconds / (training + seconds) if training and seconds is not None else None
+
+
+@dataclass(frozen=True)
+class RemedyKind:
+    """`propose` gives settings to plan with; none when its precondition does not hold. The best of them stands."""
+
+    name: str
+    title: str
+    precondition: str
+    effect: Effect
+    risk: str
+    propose: Callable[[Situation], Iterable[Settings]]
+    saves_memory: bool = False  # judged by bytes, and allowed to cost time
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A changed config with its planned gain. Seconds and bytes are positive when saved."""
+
+    name: str
+    title: str
+    effect: Effect
+    risk: str
+    precondition: str
+    settings: Settings
+    gain: float  # fraction of the planned total time; for a memory remedy, of the planned peak
+    total_seconds_saved: float  # over the run, for the same number of tokens
+    step_seconds_saved: float
+    bytes_saved: float
+    basis: str = "planned"
+
+    @property
+    def apply(self) -> str:
+        """The command-line arguments that apply it."""
+        return " ".join(f"--set {key}={_toml(value)}" for key, value in self.settings.items())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "title": self.title, "effect": EFFECTS[self.effect],
+            "changes_numerics": self.effect > Effect.NONE, "risk": self.risk, "precondition": self.precondition,
+            "settings": self.settings, "apply": self.apply, "gain": self.gain,
+            "total_seconds_saved": self.total_seconds_saved, "step_seconds_saved": self.step_seconds_saved,
+            "bytes_saved": self.bytes_saved, "basis": self.basis,
+        }  # fmt: skip
+
+
+def _precisions(now: Situation) -> Iterable[Settings]:
+    return [{"train.precision": p} for p in now.profile.matmul if p != now.plan.facts["precision"]]
+
+
+def _micro_batches(now: Situation) -> Iterable[Settings]:
+    """Every other way to cut the batch: larger spends memory on fewer calls, smaller stays in the caches."""
+    batch = now.config.train.global_batch
+    return [{"train.micro_batch": m} for m in range(1, batch + 1) if batch % m == 0 and m != now.config.micro_batch]
+
+
+def _smaller_micro_batches(now: Situation) -> Iterable[Settings]:
+    if now.plan.totals["resident_bytes"].value < TIGHT_MEMORY * now.profile.memory_bytes:
+        return []
+    return [s for s in _micro_batches(now) if s["train.micro_batch"] < now.config.micro_batch]
+
+
+def _larger_batches(now: Situation) -> Iterable[Settings]:
+    """The same tokens in fewer, larger steps; evaluations and warm-up stay where they were in tokens."""
+    config, proposals = now.config, []
+    for factor in (2, 4):
+        if config.train.steps % factor or config.train.steps // factor < 100:
+            continue
+        settings: Settings = {
+            "train.global_batch": config.train.global_batch * factor,
+            "train.steps": config.train.steps // factor,
+            "train.warmup_steps": config.train.warmup_steps // factor,
+        }
+        if config.train.micro_batch is not None:
+            settings["train.micro_batch"] = config.train.micro_batch * factor
+        if config.evaluation.every:
+            settings["evaluation.every"] = max(1, config.evaluation.every // factor)
+            settings["evaluation.batches"] = max(1, config.evaluation.batches // factor)
+        proposals.append(settings)
+    return proposals
+
+
+def _fewer_evaluations(now: Situation) -> Iterable[Settings]:
+    every, steps = now.config.evaluation.every, now.config.train.steps
+    share = now.wall_share("evaluation")
+    if not every or every >= steps or (share is not None and share < EVALUATION_SHARE):
+        return []
+    return [{"evaluation.every": min(steps, every * factor)} for factor in (2, 4)]
+
+
+def _wider_heads(now: Situation) -> Iterable[Settings]:
+    model = now.config.model
+    if now.planned_share(Kind.ATTENTION) < ATTENTION_SHARE or model.head_size is not None or model.kv_heads is not None:
+        return []
+    return [
+        {"model.heads": model.heads // factor}
+        for factor in (2, 4)
+        if model.heads % factor == 0 and model.size_of_head * factor <= WIDEST_HEAD
+    ]
+
+
+def _shorter_sequences(now: Situation) -> Iterable[Settings]:
+    """Half the sequence, twice as many of them: the same tokens per step, half the attention."""
+    config = now.config
+    if now.planned_share(Kind.ATTENTION) < ATTENTION_SHARE or config.sequence % 2 or config.sequence < 256:
+        return []
+    settings: Settings = {
+        "train.sequence": config.sequence // 2, "train.global_batch": config.train.global_batch * 2,
+    }  # fmt: skip
+    return [settings | ({"train.micro_batch": config.train.micro_batch * 2} if config.train.micro_batch else {})]
+
+
+REMEDIES: tuple[RemedyKind, ...] = (
+    RemedyKind(
+        "precision", "Train in another precision", "this machine was measured in it", Effect.ROUNDING,
+        "rounding differs: compare the loss of the first steps", _precisions,
+    ),
+    RemedyKind(
+        "micro_batch", "Cut the batch into other micro-batches", "the batch divides", Effect.NONE,
+        "none: gradients are the same up to the order of summation", _micro_batches,
+    ),
+    RemedyKind(
+        "memory", "Smaller micro-batches, accumulated", "memory is more than 85% full", Effect.NONE,
+        "may cost time; gradients are the same up to the order of summation", _smaller_micro_batches,
+        saves_memory=True,
+    ),
+    RemedyKind(
+        "evaluation", "Evaluate less often", "evaluation takes over 5% of the time", Effect.NONE,
+        "none for the model; the validation curve has fewer points", _fewer_evaluations,
+    ),
+    RemedyKind(
+        "batch", "Larger steps, fewer of them, for the same tokens", "at least 100 steps remain", Effect.TRAINING,
+        "fewer updates: the learning rate needs retuning, and small batches often end lower", _larger_batches,
+    ),
+    RemedyKind(
+        "heads", "Fewer and wider attention heads", "attention takes over 20% of the step", Effect.MODEL,
+        "another model of the same size; checkpoints of this one do not load", _wider_heads,
+    ),
+    RemedyKind(
+        "sequence", "Shorter sequences, more of them per step", "attention takes over 20% of the step",
+        Effect.TRAINING, "the model learns from half the context", _shorter_sequences,
+    ),
+)  # fmt: skip
+
+
+def find_remedies(now: Situation, kinds: Iterable[RemedyKind] = REMEDIES) -> list[Remedy]:
+    """What pays, ranked: what leaves the training as it is before what changes it, each by gain."""
+    found = [remedy for kind in kinds if (remedy := _best(kind, now)) is not None]
+    checkpoint = _fewer_checkpoints(now)
+    if checkpoint is not None:
+        found.append(checkpoint)
+    return sorted(found, key=lambda r: (r.effect >= Effect.TRAINING, -r.gain))
+
+
+def _best(kind: RemedyKind, now: Situation) -> Remedy | None:
+    """The proposal of this kind with the largest gain, if it pays and fits."""
+    candidates = [_compare(kind, now, settings) for settings in kind.propose(now)]
+    paying = [c for c in candidates if c is not None and c.gain >= LEAST_GAIN]
+    return max(paying, key=lambda r: r.gain, default=None)
+
+
+def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Remedy | None:
+    """Plan the changed config. None when it is not a valid one, or does not fit."""
+    try:
+        plan = plan_run(with_settings(now.config, settings), now.profile)
+    except UserError:
+        return None
+    before, after = now.plan.totals, plan.totals
+    if after["resident_bytes"].value > now.profile.memory_bytes and not kind.saves_memory:
+        return None
+    total = before["total_seconds"].value - after["total_seconds"].value
+    bytes_saved = before["peak_bytes"].value - after["peak_bytes"].value
+    gain = bytes_saved / before["peak_bytes"].value if kind.saves_memory else total / before["total_seconds"].value
+    # Per step of the present size: a larger step is worth as many of them as its tokens.
+    tokens = now.config.tokens_per_step / with_settings(now.config, settings).tokens_per_step
+    step = before["step_seconds"].value - after["step_seconds"].value * tokens
+    return Remedy(
+        kind.name, kind.title, kind.effect, kind.risk, kind.precondition, settings, gain, total, step, bytes_saved
+    )
+
+
+def _fewer_checkpoints(now: Situation) -> Remedy | None:
+    """The planner does not model storage, so this one rests on what the run's own checkpoints took."""
+    share, every = now.wall_share("checkpoint"), now.config.checkpoint.every
+    if share is None or share < CHECKPOINT_SHARE or not every or every >= now.config.train.steps:
+        return None
+    wall = now.run.facts["wall_seconds"]
+    saves, factor = now.config.train.steps // every, 4
+    saved = wall["checkpoint"] * (1 - (saves // factor + 1) / (saves + 1))
+    gain = saved / (wall["training"] + wall["checkpoint"])
+    if gain < LEAST_GAIN:
+        return None
+    return Remedy(
+        "checkpoint", "Save checkpoints less often", Effect.NONE, "an interruption loses more steps",
+        "checkpoints take over 5% of the time", {"checkpoint.every": every * factor}, gain, saved, 0.0, 0.0,
+        basis="measured seconds of this run's checkpoints",
+    )  # fmt: skip
+
+
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
+    """The config with `section.key` values replaced, validated as any other."""
+    document = config.model_dump(mode="json", exclude_none=True)
+    for key, value in settings.items():
+        section, name = key.split(".")
+        document[section] = document.get(section, {}) | {name: value}
+    if any(key.startswith("model.") for key in settings):
+        document["model"] = {"name": "changed"} | {k: v for k, v in document["model"].items() if k != "name"}
+    return build_config(document, where="the changed config")
+
+
+def situation(config: RunConfig, profile: Profile, run: Ledger) -> Situation:
+    """Plan the run's own config again, in the precision that it ran in."""
+    precision = run.facts.get("precision")
+    if precision in profile.matmul:
+        config = with_settings(config, {"train.precision": precision})
+    return Situation(config, plan_run(config, profile), profile, run)
+
+
+def _toml(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)

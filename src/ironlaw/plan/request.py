@@ -1,0 +1,28 @@
+"""From what a user asks (`ironlaw plan WHAT --on WHERE`) to a planned ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ironlaw.config import RunConfig, load_config
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import load_profile
+from ironlaw.plan.estimate import fits, plan_run
+
+
+@dataclass(frozen=True)
+class Answer:
+    ledger: Ledger
+    fits: bool
+
+
+def plan_request(what: str, *, on: str, overrides: Sequence[str] = (), layout: str | None = None) -> Answer:
+    config = load_config(Path(what), overrides)
+    return plan_on_this(config)
+
+
+def plan_on_this(config: RunConfig) -> Answer:
+    ledger = plan_run(config, load_profile())
+    return Answer(ledger, fits(ledger))

@@ -1,0 +1,61 @@
+"""The time of one operation on this machine, from its measured curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ironlaw.ledger import Origin, Phase
+from ironlaw.machine.profile import TINY, Profile
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.transformer import Shape, training_operations
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call and the ceiling that sets them: compute, memory or overhead (dispatch, launch)."""
+
+    seconds: float
+    bound: str
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """This machine, by the profile that `ironlaw measure` made.
+
+    `slowdown`: kind of kernel -> how much longer it typically takes than at best (`interference.typical`).
+    """
+
+    profile: Profile
+    slowdown: Mapping[str, float]
+
+    def dispatch_seconds(self, phase: Phase) -> float:
+        """Cost of one operation beyond its kernel: Python, module calls, the autograd engine.
+
+        From a tiny block, whose arithmetic is next to nothing: its measured time less its kernels' smallest times.
+        """
+        shape = Shape(TINY, 1, TINY.context)
+        operations = [op for op in training_operations(shape) if op.group == "block" and op.phase is phase]
+        kernels = sum(self.time(op, "fp32").seconds * op.repeat for op in operations) / TINY.layers
+        measured = self.profile.tiny_block_seconds[str(phase)] * self.slowdown["memory"]
+        return max(0.0, measured - kernels) / len(operations)
+
+    def time(self, op: Operation, precision: str) -> Timing:
+        profile = self.profile
+        if op.matmul is not None:
+            seconds = profile.matmul[precision][op.kernel].at(*op.matmul)
+            bound = "compute"
+        elif op.attention is not None:
+            _, sequence, _, _, head_size = op.attention
+            direction = op.kernel.removeprefix("attention_")
+            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size)
+            seconds = pair * op.elements + profile.small_operation_seconds
+            bound = "compute"
+        else:
+            seconds = profile.curve(op.kernel, precision).at(op.elements)
+            bound = "memory"
+        if seconds < 4 * profile.small_operation_seconds:
+            bound = "overhead"
+        seconds *= self.slowdown["memory" if op.matmul is None and op.attention is None else "compute"]
+        return Timing(seconds, bound, Origin.MEASURED)

@@ -1,0 +1,158 @@
+"""A run as it goes: one line that changes on a terminal, a line now and then everywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ironlaw import units
+from ironlaw.ledger import Ledger, relative_error
+
+PLAIN_EVERY_SECONDS = 5.0
+SMOOTHING = 0.9  # of the step time shown: single steps jitter
+
+
+class Step(Protocol):
+    """What the trainer tells after each step."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def validation_loss(self) -> float | None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def data_seconds(self) -> float: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def recorded(self) -> bool: ...
+
+
+class Data(Protocol):
+    """What preparation tells of the text."""
+
+    @property
+    def statistics(self) -> Any: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def unigram_loss(self) -> float | None: ...
+    @property
+    def reused(self) -> bool: ...
+
+
+class LiveRun:
+    """Everything `train` prints while it works, on stderr."""
+
+    def __init__(self, console: Console, folder: Path) -> None:
+        self.console, self.folder = console, folder
+        self._live: Live | None = None
+        self._plan: Ledger | None = None
+        self._step_seconds: float | None = None
+        self._last_line = 0.0
+        self._last_data = -1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, message: str) -> None:
+        self.console.print(message)
+
+    def data_progress(self, done: int, total: int) -> None:
+        if total and done / total >= self._last_data + 0.25:
+            self._last_data = done / total
+            self.say(f"Tokenising {units.bytes_(done)} of {units.bytes_(total)}")
+
+    def planned(self, plan: Ledger, data: Data) -> None:
+        """The head of the run: what was prepared, and what is expected."""
+        statistics, totals = data.statistics, plan.totals
+        train, validation = statistics.tokens["train"], statistics.tokens["validation"]
+        source = "from the cache" if data.reused else "prepared"
+        self.say(
+            f"Data       {units.count(train)} training and {units.count(validation)} held-out tokens, "
+            f"{units.count(data.vocab)} vocabulary entries ({source})"
+        )
+        self.say(
+            f"Model      {plan.facts['model']['name']}, {units.count(totals['parameters'].value)} parameters, "
+            f"{units.si(totals['flops_per_step'].value, 'FLOP')} per step"
+        )
+        self.say(f"Precision  {plan.facts['precision']} ({plan.facts['precision_reason']})")
+        step = totals["step_seconds"]
+        self.say(
+            f"Plan       {units.seconds(step.value)} per step "
+            f"({units.seconds(step.low)} to {units.seconds(step.high)}), "
+            f"{units.seconds(totals['total_seconds'].value)} in all, "
+            f"{units.bytes_(totals['peak_bytes'].value)} of tensors"
+        )
+        self.say(f"Run        {self.folder}")
+        self._plan = plan
+
+    def step(self, report: Step) -> None:
+        if not report.recorded and report.step > 2:
+            before = self._step_seconds or report.seconds
+            self._step_seconds = SMOOTHING * before + (1 - SMOOTHING) * report.seconds
+        line = self._line(report)
+        if report.validation_loss is not None:
+            self.say(f"  step {report.step:>6,}  validation loss {report.validation_loss:.3f}")
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(line, console=self.console, refresh_per_second=4, transient=True)
+                self._live.start()
+            self._live.update(line)
+        elif time.monotonic() - self._last_line > PLAIN_EVERY_SECONDS or report.step in (1, report.steps):
+            self._last_line = time.monotonic()
+            self.console.print(line)
+
+    def _line(self, report: Step) -> Text:
+        assert self._plan is not None
+        parts = [f"  step {report.step:>6,}/{report.steps:,}", f"loss {report.loss:.3f}"]
+        seconds = self._step_seconds
+        if seconds is not None:
+            totals = self._plan.totals
+            tokens = totals["tokens_per_second"].value * totals["step_seconds"].value
+            off = relative_error(totals["step_seconds"].value, seconds)
+            mfu = totals["mfu"].value * totals["step_seconds"].value / seconds
+            parts += [
+                f"{units.count(tokens / seconds)} tokens/s",
+                f"{units.seconds(seconds)}/step ({units.signed_percent(off, 0)} of plan)",
+                f"MFU {units.percent(mfu, 0)}",
+            ]
+        parts += [f"{units.bytes_(report.resident_bytes)}", f"data wait {units.seconds(report.data_seconds)}"]
+        left = (report.steps - report.step) * (seconds or self._plan.totals["step_seconds"].value)
+        parts.append(f"{units.seconds(left)} left")
+        return Text("  ".join(parts))
+
+    def summary(self, ledger: Ledger, console: Console) -> None:
+        """After the run: where it stands, and what to do next."""
+        totals, facts = ledger.totals, ledger.facts
+        state = f"interrupted by {facts['interrupted']}" if facts["interrupted"] else "done"
+        console.print(f"{facts['steps_done']:,} of {facts['steps']:,} steps, {state}")
+        rows: Sequence[tuple[str, str, str]] = (
+            ("validation loss", "validation_loss", "nats per token"),
+            ("unigram loss", "unigram_loss", "nats per token, the baseline that knows only how frequent tokens are"),
+        )
+        for label, key, unit in rows:
+            if key in totals:
+                console.print(f"{label:<16} {totals[key].value:.3f} {unit}")
+        if facts["interrupted"]:
+            console.print(f"go on with       ironlaw train {self.folder} --out {self.folder} --resume")
+        else:
+            console.print(f"next             ironlaw explain {self.folder}")

@@ -1,0 +1,164 @@
+"""What figures are called and how they are printed: one place for the terminal and for HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ironlaw import units
+
+NOT_MEASURED = "not measured"
+NOT_PLANNED = "not planned"
+
+
+def _flop(value: float | None) -> str:
+    return units.si(value, "FLOP")
+
+
+def _tokens_rate(value: float | None) -> str:
+    return units.rate(value, "token")
+
+
+def _loss(value: float | None) -> str:
+    return units.NOT_KNOWN if value is None else f"{value:.3f} nats/token"
+
+
+# name of a total -> (what people call it, how it is printed)
+TOTALS: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "parameters": ("Parameters", units.count),
+    "flops_per_step": ("FLOPs per step", _flop),
+    "flops_per_step_unmasked": ("FLOPs, causal mask ignored", _flop),
+    "step_seconds": ("Step time", units.seconds),
+    "tokens_per_second": ("Throughput", _tokens_rate),
+    "mfu": ("MFU", units.percent),
+    "peak_bytes": ("Peak tensor memory", units.bytes_),
+    "resident_bytes": ("Process memory", units.bytes_),
+    "total_seconds": ("Total time", units.seconds),
+    "energy_joules": ("Energy, processor", units.energy),
+    "train_loss": ("Training loss", _loss),
+    "validation_loss": ("Validation loss", _loss),
+    "unigram_loss": ("Unigram model's loss", _loss),
+}
+
+# The totals as `Explanation.to_json` nests them.
+EXPLAINED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("step_seconds", ("time", "step")),
+    ("tokens_per_second", ("time", "tokens_per_second")),
+    ("mfu", ("mfu",)),
+    ("peak_bytes", ("memory", "peak")),
+    ("resident_bytes", ("memory", "resident")),
+    ("total_seconds", ("time", "total")),
+    ("energy_joules", ("energy",)),
+    ("parameters", ("parameters",)),
+    ("flops_per_step", ("flops_per_step",)),
+)
+
+MEANINGS = {
+    "data": "waiting for the next batch",
+    "transfer": "copying the batch to the device",
+    "forward": "the model's output and loss",
+    "backward": "gradients",
+    "communication": "waiting for other devices",
+    "optimizer": "clipping and the update",
+    "host": "Python: dispatch, logging, the loop",
+    "idle": "nothing ran",
+    "matmul": "matrix products",
+    "attention": "scores, softmax, weighted sum",
+    "norm": "LayerNorm, RMSNorm",
+    "elementwise": "activations, residuals, casts",
+    "embedding": "table look-ups and their gradients",
+    "loss": "softmax over the vocabulary",
+    "collective": "communication",
+    "other": "not matched to a planned operation",
+    "unattributed": "in the step, in none of the phases",
+    "weights": "fp32 parameters",
+    "gradients": "alive at the peak",
+    "optimizer state": "two moments per parameter",
+    "activations": "kept for the backward pass",
+    "temporaries": "freed within the phase",
+    "batch": "tokens and targets",
+}
+
+# What a total counts, in a line.
+COUNTS = {
+    "tokens_per_second": "tokens trained on, per second of step time",
+    "mfu": "model FLOPs as a share of the machine's measured matmul rate",
+    "peak_bytes": "at the highest moment of a step",
+    "resident_bytes": "tensors, Python and its libraries",
+    "total_seconds": "planned: steps and evaluations; measured: the whole command",
+    "flops_per_step": "matrix products, forward and backward",
+}
+
+CHECKS = {
+    "step_time": "Step time, plan against run",
+    "peak_memory": "Peak memory, plan against run",
+    "unattributed": "Step time without a name",
+}
+
+WALL = {
+    "training": "training steps",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "startup": "start-up",
+    "profiling": "profiled steps",
+    "other": "everything else",
+}
+
+
+def label(name: str) -> str:
+    return TOTALS[name][0] if name in TOTALS else name.replace("_", " ")
+
+
+def quantity(name: str, value: float | None, absent: str = NOT_MEASURED) -> str:
+    """A total with its unit, or words for its absence: never 0 for what is unknown."""
+    return absent if value is None else TOTALS[name][1](value)
+
+
+def interval(name: str, bounds: Any) -> str:
+    """`[low, high]` or `(low, high)` as "253 to 330 ms"; empty without one."""
+    if not bounds or None in bounds:
+        return ""
+    low, high = (TOTALS[name][1](bound) for bound in bounds)
+    number, _, unit = low.partition(" ")
+    return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
+
+
+def error(value: float | None) -> str:
+    """A plan's relative error; an error that rounds to nothing has no sign."""
+    if value is None:
+        return units.NOT_KNOWN
+    text = units.signed_percent(value)
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
+def unbroken(text: str) -> str:
+    """With the last space non-breaking, so that a number and its unit stay on one line."""
+    head, space, unit = text.rpartition(" ")
+    return f"{head}\u00a0{unit}" if space else text
+
+
+def saved(value: float, show: Callable[[float | None], str]) -> str:
+    return f"saves {show(value)}" if value > 0 else f"costs {show(-value)}"
+
+
+def remedy_facts(remedy: Mapping[str, Any]) -> list[str]:
+    """What a remedy is planned to save, in seconds and bytes, and what it touches."""
+    share = "" if remedy["name"] == "memory" else f" ({units.percent(remedy['gain'])})"
+    facts = [f"{saved(remedy['total_seconds_saved'], units.seconds)} of the run{share}"]
+    if remedy["step_seconds_saved"]:
+        facts.append(f"{saved(remedy['step_seconds_saved'], units.seconds)} per step")
+    if abs(remedy["bytes_saved"]) >= 2**20:
+        facts.append(f"{saved(remedy['bytes_saved'], units.bytes_)} at the peak")
+    return [*facts, remedy["effect"]]
+
+
+def dig(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """A nested value, or None where any level is missing."""
+    value: Any = document
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def verdict(met: bool | None) -> str:
+    return {True: "met", False: "MISSED", None: NOT_MEASURED}[met]

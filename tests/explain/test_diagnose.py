@@ -1,0 +1,120 @@
+"""Every rule fires on the fault planted for it, is named first, and stays silent on a healthy run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from synthetic import make_config, make_profile, make_run
+
+from ironlaw.explain.diagnose import Diagnosis, diagnose
+from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.gap import subtract_ledgers
+from ironlaw.explain.rules import RULES, Axis
+from ironlaw.ledger import Ledger
+from ironlaw.plan.estimate import plan_run
+
+
+def verdict(plan: Ledger, gains: dict[str, float] | None = None, **changes: Any) -> Diagnosis:
+    run = make_run(plan, **changes)
+    return diagnose(Evidence(plan, run, subtract_ledgers(plan, run), gains or {}))
+
+
+def wall(**seconds: float) -> dict[str, Any]:
+    return {"facts": {"wall_seconds": {"training": 60.0, "evaluation": 1.0, "checkpoint": 0.3} | seconds}}
+
+
+PLANTED: dict[str, dict[str, Any]] = {
+    "input_bound": {"phases": {"data": 0.1}},
+    "host_bound": {"phases": {"host": 0.1}},
+    "machine_slow": {"facts": {"machine_speed": 0.8}},
+    "irregular_steps": {"facts": {"slow_steps_fraction": 0.3}},
+    "unattributed": {"unattributed": 0.12},
+    "evaluation_frequent": wall(evaluation=15.0),
+    "checkpoint_frequent": wall(checkpoint=8.0),
+    "off_plan": {"kinds": {"matmul": 1.4}},
+    "slower_throughout": {"kinds": dict.fromkeys(("matmul", "attention", "elementwise", "norm", "loss"), 1.6)},
+    "precision": {"gains": {"precision": 0.4}},
+}
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_planted_fault_is_named_first(plan: Ledger, rule: str) -> None:
+    diagnosis = verdict(plan, **PLANTED[rule])
+    assert diagnosis.findings[0].rule == rule
+    assert not diagnosis.healthy and not diagnosis.abstained
+    assert diagnosis.sentence == diagnosis.findings[0].sentence and diagnosis.sentence.endswith(".")
+    assert diagnosis.evidence and diagnosis.advice
+
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "overhead_bound": ({"small": 1e-3}, {"hidden": 64, "heads": 2}),
+    "attention_slow": ({"attention": 1e-8}, {}),
+    "model_narrow": ({"dilution": 1e-9}, {"hidden": 64, "heads": 2}),
+}
+
+
+@pytest.mark.parametrize("rule", SHAPES)
+def test_a_fault_of_shape_is_found(rule: str) -> None:
+    machine, model = SHAPES[rule]
+    profile = make_profile(**machine)
+    diagnosis = verdict(plan_run(make_config(model), profile))
+    assert rule in {f.rule for f in diagnosis.findings if f.fault}
+    assert diagnosis.findings[0].rule == rule
+
+
+def test_every_rule_is_planted_or_a_ceiling() -> None:
+    assert {rule.name for rule in RULES if rule.fault} == set(PLANTED) | set(SHAPES)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.source and rule.advice and 0 < rule.threshold < 1 for rule in RULES)
+
+
+@pytest.mark.parametrize("speed", [0.95, 1.0, 1.04, None])
+def test_a_healthy_run_is_called_healthy(plan: Ledger, speed: float | None) -> None:
+    diagnosis = verdict(plan, facts={"machine_speed": speed}, kinds={"norm": 1.2})
+    assert diagnosis.healthy and diagnosis.axis is Axis.ALGORITHM
+    assert [f.rule for f in diagnosis.findings] == ["compute_bound"]
+
+
+def test_streaming_binds_when_it_takes_the_most(plan: Ledger) -> None:
+    profile = make_profile()
+    for curves in profile.curves.values():
+        for name, curve in curves.items():
+            curves[name] = type(curve)(curve.elements, tuple(90 * s for s in curve.seconds))
+    diagnosis = verdict(plan_run(make_config(), profile))
+    assert diagnosis.findings[0].rule == "memory_bound" and "Memory traffic" in diagnosis.sentence
+
+
+def test_the_slower_machine_is_not_blamed_on_the_plan(plan: Ledger) -> None:
+    slow = dict.fromkeys(("matmul", "attention", "norm", "elementwise", "embedding", "loss", "optimizer"), 1.25)
+    rules = {f.rule for f in verdict(plan, kinds=slow, facts={"machine_speed": 0.8}).findings}
+    assert "machine_slow" in rules and "off_plan" not in rules
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"unattributed": 0.5}, "50% of the step has no name"), ({"facts": {"steps": 4}}, "4 steps")],
+)
+def test_it_abstains_on_too_little(plan: Ledger, changes: dict[str, Any], why: str) -> None:
+    diagnosis = verdict(plan, **changes)
+    assert diagnosis.abstained and diagnosis.axis is Axis.UNKNOWN and diagnosis.confidence == "none"
+    assert why in diagnosis.sentence
+
+
+def test_it_abstains_when_nothing_was_timed(plan: Ledger) -> None:
+    run = Ledger("run")
+    diagnosis = diagnose(Evidence(plan, run, subtract_ledgers(plan, run)))
+    assert diagnosis.abstained and "not timed" in diagnosis.sentence
+    assert len(diagnosis.not_tested) == len(RULES)
+
+
+def test_rules_without_evidence_are_listed(plan: Ledger) -> None:
+    diagnosis = verdict(plan, facts={"machine_speed": None, "wall_seconds": {"training": 60.0}})
+    assert {"machine_slow", "evaluation_frequent", "checkpoint_frequent", "precision"} <= set(diagnosis.not_tested)
+
+
+def test_confidence_falls_near_the_threshold(plan: Ledger) -> None:
+    step = make_run(plan).totals["step_seconds"].value
+    sure, unsure = (verdict(plan, phases={"data": share * step}) for share in (0.4, 0.125))
+    assert sure.findings[0].rule == unsure.findings[0].rule == "input_bound"
+    assert (sure.confidence, unsure.confidence) == ("high", "medium")
