@@ -16,6 +16,7 @@ COLUMNS = {
     "ffn": "8192", "gated_ffn": "False", "vocab": "51200", "tied": "True", "seq": "2048", "global_batch": "64",
     "micro_batch": "4", "accelerator": "a100-sxm-80gb", "accelerators": "8", "per_node": "8", "tp": "1", "pp": "1",
     "dp": "8", "zero": "1", "recompute": "none", "attention": "flash", "precision": "bf16", "step_seconds": "2.0",
+    "interconnect": "",
     "peak_bytes": "3e10", "status": "ok", "checks": "memory+time",
 }  # fmt: skip
 
@@ -55,6 +56,19 @@ def test_what_a_row_leaves_open_is_said(tmp_path):
     document = validate(write(tmp_path / "runs.csv", [{"dp": "", "recompute": ""}])).to_json()
     assumed = " ".join(document["rows"][0]["assumed"])
     assert "dp = 8" in assumed and "recompute = none" in assumed
+
+
+def test_hardware_that_too_little_is_known_of_does_not_stop_the_others(tmp_path):
+    document = validate(write(tmp_path / "runs.csv", [{}, {"precision": "fp8"}, {"accelerator": "gaudi2"}])).to_json()
+    assert [row["id"] for row in document["rows"]] == ["r0"]
+    assert len(document["not_planned"]) == 2 and document["groups"]["made-up"]["not_planned"] == 2
+
+
+def test_a_described_network_replaces_the_usual_one(tmp_path):
+    rows = [{"accelerators": "16", "dp": "16", "interconnect": words} for words in
+            ("", "NVLink in node; 100 Gb/s IB per node", "NVLink in node; 8x HDR200 IB per node")]  # fmt: skip
+    planned = [r["predicted_step_seconds"] for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]
+    assert planned[0] == pytest.approx(planned[2]) and planned[1] > 1.05 * planned[0]
 
 
 def test_errors_of_known_numbers():

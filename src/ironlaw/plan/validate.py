@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.plan.evaluate import Prediction, evaluate, settled
+from ironlaw.plan.evaluate import Prediction, evaluate, plannable, settled
 from ironlaw.plan.intervals import memory_interval, time_interval
 from ironlaw.plan.jobs import Array, Jobs, jobs_of_columns
 from ironlaw.plan.runs import Run, read_runs
@@ -72,7 +72,8 @@ def validate(path: Path) -> Record:
 
 
 def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> Record:
-    runs = settled(runs)
+    known, unknown = plannable(runs)
+    runs, rejected = settled(known), [*rejected, *unknown]
     jobs = jobs_of_columns([run.columns for run in runs])
     prediction = evaluate(runs)
     record = Record(
@@ -81,7 +82,7 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
         baseline_seconds=baseline_seconds(jobs, prediction.peak_flops_per_second),
         step_interval=time_interval(runs, jobs, prediction.step_seconds),
         peak_interval=memory_interval(runs, jobs, prediction.reported_bytes),
-        rejected=list(rejected),
+        rejected=rejected,
     )
     names = dict.fromkeys([run.group for run in runs] + [group for _, group, _ in rejected])
     for name in names:
