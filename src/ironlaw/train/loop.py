@@ -105,7 +105,7 @@ class Trainer:
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
-        self._probe = Probe(profile)
+        self._probe = Probe()
         self._setup()
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Trainer:
         """Is the machine still as fast as when it was measured?"""
         now = time.perf_counter()
         if self.device.type == "cpu" and now - self._last_probe > PROBE_EVERY_SECONDS:
-            self.observed.probes.append(self._probe.sample())
+            self.observed.probes.append(self._probe.ratios(self.profile))
             self._last_probe = now
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
