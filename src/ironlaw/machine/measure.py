@@ -32,6 +32,7 @@ from ironlaw.machine.kernels import (
     elementwise_builders,
     engine_builder,
     matmul_builders,
+    step_builder,
     tiny_builder,
     update_builder,
 )
@@ -184,6 +185,8 @@ def _samplers(device: torch.device) -> list[Sampler]:
         samplers.append(_sampler(key, partial(update_builder, pool, tensors), 2**24))
     for layers, backward in itertools.product((1, 5), (False, True)):
         samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward)]))
+    for precision, dtype in PRECISIONS.items():
+        samplers.append(Sampler(("step", precision), [step_builder(dtype)]))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
@@ -216,6 +219,7 @@ def _profile(
         copy_bytes_per_second=0.0,
         small_operation_seconds=0.0,
         tiny_block_seconds={},
+        reference_step_seconds={},
         storage_bytes_per_second=storage,
         tokenizer_tokens_per_second=tokenizer,
     )
@@ -250,6 +254,7 @@ def _profile(
         for backward in (False, True)
     }
     profile.tiny_block_seconds = {"forward": tiny[False], "backward": tiny[True] - tiny[False]}
+    profile.reference_step_seconds = {precision: by_key[("step", precision)].best() for precision in PRECISIONS}
     profile.interference = {kind: _rounds(samplers, keys) for kind, keys in KINDS.items()}
     profile.probe = {kind: by_key[("probe", kind)].best() for kind in KINDS}
     profile.best_seconds = {sampler.name: sampler.best() for sampler in samplers}
