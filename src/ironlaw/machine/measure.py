@@ -56,7 +56,7 @@ MATMUL_SHAPES = (
     (2048, 2048, 512),
     (128, 128, 4096),
 )
-ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (32, 64, 128)
+ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
 KINDS = {"compute": ("matmul", "attention"), "memory": ("curve",)}  # by the first part of a sampler's key
