@@ -27,7 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt untied": GPT | {"tied": False},
     "gpt without biases": GPT | {"bias": False},
     "gpt exact gelu": GPT | {"activation": "gelu"},
+    "gpt of many words": GPT | {"vocab": 2000, "layers": 1},
+    "gpt of wide blocks": GPT | {"ffn": 700, "vocab": 60},
     "llama": LLAMA,
+    "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60},
     "llama tied": LLAMA | {"tied": True},
     "llama all heads": LLAMA | {"kv_heads": 4},
     "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
@@ -69,8 +72,11 @@ def test_saved_bytes_are_those_of_autograd(name: str, precision: Precision) -> N
     assert abs(planned - saved_by_autograd(config, precision)) <= LOSS_SCALARS
 
 
-def highest_moment(config: ModelConfig, precision: str) -> int:
-    """Bytes allocated by one forward and backward pass at its highest moment, by the profiler's record."""
+def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = False) -> int:
+    """Bytes allocated by one forward and backward pass at its highest moment, by the profiler's record.
+
+    `gradients_held`: gradients of an earlier micro-batch are there, and not counted.
+    """
     model, tokens, autocast = step(config, precision)
     targets = tokens.roll(-1, 1)
 
@@ -80,7 +86,8 @@ def highest_moment(config: ModelConfig, precision: str) -> int:
         loss.backward()
 
     once()  # caches and one-time buffers
-    model.zero_grad(set_to_none=True)
+    if not gradients_held:
+        model.zero_grad(set_to_none=True)
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with silent_stderr():
         recorded.start()
@@ -100,13 +107,23 @@ def highest_moment(config: ModelConfig, precision: str) -> int:
 
 
 # In reduced precision oneDNN's workspaces and autocast's cache add a little that the plan does not list.
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.01), ("bf16", 0.02)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.01), ("bf16", 0.03)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Precision, tolerance: float) -> None:
     config = ModelConfig(**CASES[name])
     peak = walk(training_operations(Shape(config, BATCH, SEQUENCE, precision)), config.layers)
     planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
     assert planned == pytest.approx(highest_moment(config, precision), rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt of wide blocks", "llama", "llama tied"])
+def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name: str) -> None:
+    config = ModelConfig(**CASES[name])
+    held = 4 * config.parameters
+    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE)), config.layers, gradients_held=held)
+    assert peak.gradient_bytes == held
+    planned = peak.saved_bytes + peak.temporary_bytes
+    assert planned == pytest.approx(highest_moment(config, "fp32", gradients_held=True), rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

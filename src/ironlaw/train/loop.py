@@ -208,19 +208,17 @@ class Trainer:
             )
         return times
 
-    def _update(self, recording: bool) -> float | None:
+    def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
         rate = learning_rate(self.config.train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        norm = None
-        if self.config.train.clip is not None:
-            with operation_scope(recording, "clip"):
-                norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+        with operation_scope(recording, "clip"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         with operation_scope(recording, "adamw"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return None if norm is None else float(norm)
+        return float(norm)
 
     def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
