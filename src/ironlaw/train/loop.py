@@ -89,6 +89,7 @@ class Trainer:
         dataset: Dataset,
         profile: Profile,
         *,
+        start: checkpoint.Checkpoint | None = None,
         watch: Callable[[StepReport], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -106,31 +107,22 @@ class Trainer:
         self._interrupted: str | None = None
         self._last_probe = 0.0
         self._probe = Probe()
-        self._setup()
+        self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
 
-    def _setup(self) -> None:
+    def _setup(self, start: checkpoint.Checkpoint | None) -> None:
         config = self.config
-        if self.dataset.vocab > config.model.vocab:
-            raise UserError(
-                f"the tokenizer has {self.dataset.vocab} entries, model.vocab = {config.model.vocab}: "
-                f"set model.vocab = {self.dataset.vocab}"
-            )
-        checkpoint.check_space(self.run.checkpoints, config.model)
         host.keep_freed_memory()
         torch.set_num_threads(self.profile.threads)
         self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
-        # Fails now rather than at the first validation.
-        next(iter(evaluation_batches(self.dataset.validation, config.sequence, config.train.global_batch, 1)))
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
         self.optimizer = build_optimizer(self.model, config.train)
-        found = checkpoint.newest(self.run.checkpoints, warn=self.say)
-        if found is not None:
-            checkpoint.load(found, self.model, config.model, self.optimizer)
-            self.step, self.tokens = found.step, found.tokens
-            self.say(f"resumed from step {found.step}")
+        if start is not None:
+            checkpoint.load(start, self.model, config.model, self.optimizer)
+            self.step, self.tokens = start.step, start.tokens
+            self.say(f"resumed from step {start.step}")
         self.run.forget_after(self.step)
         wanted = config.train.compile
         self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
@@ -216,19 +208,17 @@ class Trainer:
             )
         return times
 
-    def _update(self, recording: bool) -> float | None:
+    def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
         rate = learning_rate(self.config.train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        norm = None
-        if self.config.train.clip is not None:
-            with operation_scope(recording, "clip"):
-                norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+        with operation_scope(recording, "clip"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         with operation_scope(recording, "adamw"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return None if norm is None else float(norm)
+        return float(norm)
 
     def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
