@@ -54,9 +54,9 @@ def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) ->
     lines = ["## Step time", ""]
     rows = []
     for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
-        if "time" not in entry:
+        if not entry["time"]["n"]:
             continue
-        t, b = entry["time"], entry["baseline"]
+        t, b = entry["time"], entry["time"]["baseline"]
         left = np.array(out.get((group, "time"), [])) if group != "**all**" else np.concatenate(
             [np.array(v) for (_, kind), v in out.items() if kind == "time"]
         )  # fmt: skip
@@ -73,7 +73,7 @@ def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) ->
     lines += ["", "## Peak memory", ""]
     rows = []
     for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
-        if "memory" not in entry:
+        if not entry["memory"]["n"]:
             continue
         m = entry["memory"]
         left = np.array(out.get((group, "memory"), []))
@@ -91,8 +91,8 @@ def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) ->
     for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
         f = entry["fits"]
         counts = [str(f[k]) for k in ("ran_said_to_fit", "ran_denied", "failed_said_to_fit", "failed_denied")]
-        rows.append([group, percent(entry.get("regret")), percent(entry.get("worst_regret")),
-                     percent(entry.get("rank_correlation")), *counts, str(entry["not_planned"])])  # fmt: skip
+        rows.append([group, percent(entry["regret"]["mean"]), percent(entry["regret"]["worst"]),
+                     percent(entry["regret"]["rank_correlation"]), *counts, str(entry["not_planned"])])  # fmt: skip
     head = ["group", "regret", "worst", "rank correlation", "ran, fits", "ran, denied", "failed, fits",
             "failed, denied", "not planned"]  # fmt: skip
     return lines + table(head, rows)

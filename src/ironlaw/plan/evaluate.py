@@ -48,9 +48,10 @@ class Prediction:
 
 def alike(runs: Sequence[Run]) -> list[list[int]]:
     """Indices of the runs that share accelerator, node, engine and precision."""
-    found: dict[tuple[str, str, Node, str], list[int]] = {}
+    found: dict[tuple[str, str, Node, str, bool], list[int]] = {}
     for index, run in enumerate(runs):
-        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision)
+        several = run.cluster.count > 1  # one accelerator needs no link
+        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several)
         found.setdefault(key, []).append(index)
     return list(found.values())
 
