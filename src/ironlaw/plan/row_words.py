@@ -160,7 +160,9 @@ def _one_port(clause: str, bits: float, words: list[str]) -> bool:
 def _bits_per_second(clause: str, words: list[str]) -> float | None:
     """Rate of one clause, all its ports together; None where it names none between 1 Gbit/s and 100 Tbit/s."""
     # `NVLink4` and `EFAv2` hold digits that are versions; `ConnectX-7` too.
-    plain = re.sub(r"(nvlink|nvl|efa\s*v|roce\s*v|connectx-?|cx-?|slingshot-?|pcie\s*(gen)?)\s*\d+", " ", clause.lower())
+    plain = re.sub(
+        r"(nvlink|nvl|efa\s*v|roce\s*v|connectx-?|cx-?|slingshot-?|pcie\s*(gen)?)\s*\d+", " ", clause.lower()
+    )
     count = _COUNT.search(plain)
     ports = int(count["count"]) if count else 1
     if not count and (several := re.search(r"(\d+)\s*(nics?|rails|ports|hcas?|cards)\b", plain)):
