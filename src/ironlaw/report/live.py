@@ -125,6 +125,7 @@ class LiveRun:
         assert self._plan is not None
         parts = [f"{report.step:>7,}/{report.steps:,}", f"loss {report.loss:.3f}"]
         seconds = self._step_seconds
+        extras: list[str] = []
         if seconds is not None:
             totals = self._plan.totals
             tokens = totals["tokens_per_second"].value * totals["step_seconds"].value
@@ -133,12 +134,12 @@ class LiveRun:
             parts += [
                 f"{units.count(tokens / seconds)} tok/s",
                 f"step {units.seconds(seconds)} (plan {units.signed_percent(off, 0)})",
-                f"MFU {units.percent(mfu, 0)}",
             ]
+            extras.append(f"MFU {units.percent(mfu, 0)}")
         left = (report.steps - report.step) * (seconds or self._plan.totals["step_seconds"].value)
         parts.append(f"{units.seconds(left)} left")
         # On a narrow terminal the last of these go first: a line that wraps cannot be drawn over.
-        for extra in (units.bytes_(report.resident_bytes), f"wait {units.seconds(report.data_seconds)}"):
+        for extra in (*extras, units.bytes_(report.resident_bytes), f"wait {units.seconds(report.data_seconds)}"):
             if len("  ".join([*parts, extra])) <= self.console.width:
                 parts.insert(-1, extra)
         return Text("  ".join(parts), no_wrap=True, overflow="ignore")
