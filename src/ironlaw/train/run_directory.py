@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
@@ -88,6 +91,8 @@ def create_run(run: RunDirectory, config: RunConfig) -> None:
     """Make the directory and write its config: the first trace of a run on disk, once its input is known to work."""
     try:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_torn(run.path)
+        remove_torn(run.checkpoints)
         write_atomically(run.config_file, config.to_toml())
     except OSError as error:
         raise UserError(
@@ -101,8 +106,19 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
+def remove_torn(folder: Path) -> None:
+    """Delete what processes that are gone left half-written: after many kills they would fill the disk."""
+    for path in folder.glob(".*.partial"):
+        process = path.name.split(".")[-2]
+        if _is_torn(path) and not (process.isdigit() and psutil.pid_exists(int(process))):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def _is_torn(path: Path) -> bool:
-    """What `write_atomically` leaves when it is killed."""
+    """What an atomic write leaves when it is killed: `.NAME.PROCESS.partial`."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 
 
