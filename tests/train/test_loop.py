@@ -183,7 +183,7 @@ def test_the_wall_time_of_the_run_is_accounted_for(tiny_config: Config, train: T
 
 def test_a_loss_that_is_not_finite_ends_the_run(tiny_config: Config, train: Train, tmp_path: Path) -> None:
     config = tiny_config(train={"lr": 1e30, "clip": float("inf"), "warmup_steps": 0})
-    with pytest.raises(UserError, match="lower train.lr") as error:
+    with pytest.raises(UserError, match=r"lower train\.lr") as error:
         train(config, tmp_path / "run")
     assert "\n" not in str(error.value)
 

@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_model_without_its_config(tiny_config: Config, t
     for path in (tmp_path / "run").iterdir():
         if path.is_file():
             path.unlink()
-    with pytest.raises(UserError, match="is of another model .*hidden 32 there, 64 here"):
+    with pytest.raises(UserError, match=r"is of another model .*hidden 32 there, 64 here"):
         train(tiny_config({"hidden": 64}), tmp_path / "run", resume=True)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
 
@@ -221,7 +221,7 @@ def test_a_folder_of_something_else_is_not_taken_over(tiny_config: Config, train
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine", encoding="utf-8")
     for resume in (False, True):
-        with pytest.raises(UserError, match="another --out|new directory"):
+        with pytest.raises(UserError, match=r"another --out|new directory"):
             train(tiny_config(), tmp_path / "run", resume=resume)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 

@@ -75,8 +75,9 @@ def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
     Raises UserError when it exists without `resume`, or holds something else than this run.
     """
     run = RunDirectory(path)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file: give --out a directory")
+    for there in (path, *path.parents):
+        if there.exists() and not there.is_dir():
+            raise UserError(f"{there} is a file: give --out a directory")
     if path.exists() and any(path.iterdir()):
         if not resume:
             raise UserError(f"{path} exists: add --resume to continue it, or give another --out")
