@@ -48,9 +48,7 @@ def test_the_same_config_twice_gives_the_same_losses_to_the_bit(
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_another_seed_gives_other_losses(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
-) -> None:
+def test_another_seed_gives_other_losses(tiny_config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
     for seed in (0, 1):
         train(tiny_config(train={"seed": seed, "steps": 3}), tmp_path / str(seed))
     assert losses(tmp_path / "0") != losses(tmp_path / "1")

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the answer is no, 2 wrong input, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -65,6 +66,12 @@ def main() -> None:
     except BrokenPipeError:  # `ironlaw catalog | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"ironlaw: the disk is full{where}: free some space; a run goes on with --resume", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

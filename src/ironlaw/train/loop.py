@@ -172,6 +172,8 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        if self.step >= config.train.steps:  # a signal during the last step ended nothing early
+            self._interrupted = None
         return Outcome(self._finish(), self.step, self._interrupted)
 
     def _enough_steps_left(self) -> bool:

@@ -46,6 +46,9 @@ def run_training(
         )
     dataset = prepare(config.data, config.model.vocab, data_progress)
     start = _check_start(config, dataset, run, say)
+    if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
+        say(f"{out} has done its {start.step} steps already: set train.steps higher to go on")
+        return Outcome(Ledger.load(run.ledger_file), start.step, None)
     create_run(run, config)
     plan.save(run.plan_file)
     if dataset.tokenizer_path is not None:
