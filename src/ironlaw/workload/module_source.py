@@ -90,7 +90,7 @@ def resolve_module(spec: str) -> Callable[..., Any]:
             raise UserError(f"{where} has no '{part}': {did_you_mean(part, public)}")
         found = getattr(found, part)
     if not callable(found):
-        raise UserError(f"{spec} is a {type(found).__name__}: name a torch module or a function that returns one")
+        raise UserError(f"{spec} is not callable but {found!r:.40}: name what builds a torch module")
     resolved: Callable[..., Any] = found
     return resolved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.operations import Operation
@@ -43,7 +44,12 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
         _add(memory[born], f"{kind}_bytes", life.bytes)
         if died is not None and kind != "gradient":
             _add(memory[died], f"frees_{kind}_bytes", life.bytes)
-    return [replace(op, **sizes) for op, sizes in zip(operations, memory, strict=True)]
+    return [_with(op, sizes) for op, sizes in zip(operations, memory, strict=True)]
+
+
+def _with(op: TracedOperation, sizes: dict[str, int]) -> TracedOperation:
+    fields: dict[str, Any] = dict(sizes)
+    return replace(op, **fields)
 
 
 def _add(sizes: dict[str, int], name: str, amount: int) -> None:
