@@ -16,7 +16,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.search import Found, search
 
 MOST_ACCELERATORS = 16_384
-MOST_DOUBLINGS = 4
+MOST_DOUBLINGS = 8
 STOP_BELOW = 0.5
 """Doubling the accelerators pays while it speeds the step up by at least this share; 1 would be twice as fast."""
 
@@ -108,11 +108,10 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
     if half is not None:
         rows[0]["gain"] = half / step_seconds - 1
         rows.insert(0, {"accelerators": count // 2, "step_seconds": half, "gain": None})
-    stop, reason = None, ""
+    stop, reason = None, "every doubling planned still pays"
     for _ in range(MOST_DOUBLINGS):
         double = rows[-1]["accelerators"] * 2
         if double > MOST_ACCELERATORS:
-            reason = f"not planned beyond {MOST_ACCELERATORS:,}"
             break
         seconds = _best(ask, int(double))
         if seconds is None:

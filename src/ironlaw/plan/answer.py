@@ -19,6 +19,9 @@ from ironlaw.plan.utilisation import other_conventions
 
 SHOWN = 5
 
+SURE_AT_MOST = 1.03
+"""A layout that fits for sure is chosen over the fastest, which may not, if it is at most this many times slower."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -41,9 +44,7 @@ def answer_on_cluster(ask: Ask) -> Answer:
         assert ask.layout is not None
         layout = ask.layout
     else:
-        chosen = found.best[0] if found.best else found.nearest_miss
-        assert chosen is not None
-        layout = chosen.layout
+        layout = chosen(found).layout
     ledger = plan_layout(ask, layout)
     fits = bool(ledger.facts["fits"])
     more: dict[str, Any] = {
@@ -67,6 +68,20 @@ def answer_on_cluster(ask: Ask) -> Answer:
     return Answer(ledger, fits, more)
 
 
+def chosen(found: Found) -> Candidate:
+    """The fastest layout, or one hardly slower whose memory fits with the interval's upper end; else the nearest miss.
+
+    Out of memory after a day in the queue costs more than a percent of speed.
+    """
+    if not found.best:
+        assert found.nearest_miss is not None
+        return found.nearest_miss
+    fastest, sure = found.best[0], found.safest
+    if sure is not None and sure.step_seconds <= SURE_AT_MOST * fastest.step_seconds:
+        return sure
+    return fastest
+
+
 def _add_totals(ask: Ask, layout: Layout, ledger: Ledger) -> None:
     """Total time and the other conventions of MFU."""
     step = ledger.totals["step_seconds"]
@@ -85,9 +100,12 @@ def _when_it_fits(ask: Ask, layout: Layout, ledger: Ledger, found: Found | None,
     upper = ledger.totals["peak_bytes"].high
     tight = upper is not None and upper > limit
     safest = found.safest if found else None
+    slower = None
+    if found and found.best[0].layout != layout:
+        slower = ledger.totals["step_seconds"].value / found.best[0].step_seconds - 1
     return {
         "budget": estimates | costs.facts,
-        "margin": {"limit_bytes": limit, "tight": tight},
+        "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(ask, safest) if tight and safest else None,
         "first_change": first_change(ask, layout, ledger),
         "scaling": scaling(ask, ledger.totals["step_seconds"].value) if ask.layout is None else None,

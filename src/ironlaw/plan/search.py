@@ -28,7 +28,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.setting import setting
 
 CHUNK = 50_000  # jobs planned at once: bounds memory at a few hundred MiB
-MAX_TP = 64
+MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
 _COLUMNS = ("dp", "zero", "tp", "sp", "pp", "virtual", "cp", "micro_batch", "recompute")
@@ -64,14 +64,16 @@ def divisors(number: int) -> list[int]:
 
 
 def grids(
-    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int]
+    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int
 ) -> Iterator[tuple[int, ...]]:
     """Every (dp, tp, pp, cp) whose product is `count` and that can run; the others are counted by reason."""
     for tp, pp, cp in product(divisors(count), repeat=3):
         if count % (tp * pp * cp):
             continue
         dp = count // (tp * pp * cp)
-        if model.heads % tp or model.ffn_size % tp or tp > MAX_TP:
+        if tp > widest_tp:
+            reason = "tensor parallelism across the network"
+        elif model.heads % tp or model.ffn_size % tp:
             reason = "heads or feed-forward width not divisible by tp"
         elif model.key_value_heads % tp and tp % model.key_value_heads:
             reason = "key/value heads not divisible by tp"
@@ -88,10 +90,10 @@ def grids(
 
 
 def layouts(
-    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int]
+    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int = MAX_TP
 ) -> Iterator[tuple[int, ...]]:
     """Rows of `_COLUMNS`: every combination that can run."""
-    for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out):
+    for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         zeros = [z for z in (0, 1, 2, 3) if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
         parallel = (0, 1) if tp > 1 else (0,)
@@ -124,7 +126,8 @@ def search(
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     where = setting(cluster, chosen, precision)
     found = Found([], 0, 0)
-    rows = list(layouts(model, cluster.count, sequence, global_batch, found.ruled_out))
+    widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
+    rows = list(layouts(model, cluster.count, sequence, global_batch, found.ruled_out, widest_tp))
     if excluded is not None:
         rows = _permitted(rows, excluded, found.ruled_out)
     if not rows:
