@@ -54,9 +54,9 @@ def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) ->
     lines = ["## Step time", ""]
     rows = []
     for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
-        if "time" not in entry:
+        if not entry["time"]["n"]:
             continue
-        t, b = entry["time"], entry["baseline"]
+        t, b = entry["time"], entry["time"]["baseline"]
         left = np.array(out.get((group, "time"), [])) if group != "**all**" else np.concatenate(
             [np.array(v) for (_, kind), v in out.items() if kind == "time"]
         )  # fmt: skip
@@ -73,7 +73,7 @@ def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) ->
     lines += ["", "## Peak memory", ""]
     rows = []
     for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
-        if "memory" not in entry:
+        if not entry["memory"]["n"]:
             continue
         m = entry["memory"]
         left = np.array(out.get((group, "memory"), []))
@@ -91,8 +91,8 @@ def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) ->
     for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
         f = entry["fits"]
         counts = [str(f[k]) for k in ("ran_said_to_fit", "ran_denied", "failed_said_to_fit", "failed_denied")]
-        rows.append([group, percent(entry.get("regret")), percent(entry.get("worst_regret")),
-                     percent(entry.get("rank_correlation")), *counts, str(entry["not_planned"])])  # fmt: skip
+        rows.append([group, percent(entry["regret"]["mean"]), percent(entry["regret"]["worst"]),
+                     percent(entry["regret"]["rank_correlation"]), *counts, str(entry["not_planned"])])  # fmt: skip
     head = ["group", "regret", "worst", "rank correlation", "ran, fits", "ran, denied", "failed, fits",
             "failed, denied", "not planned"]  # fmt: skip
     return lines + table(head, rows)
@@ -118,13 +118,73 @@ def constants() -> list[str]:
     return lines + table(["constant", "unit", "meaning", "neutral", *shipped], rows)
 
 
+def scatter(points: list[tuple[str, float, float]], unit: str) -> str:
+    """Planned over measured, both logarithmic, as SVG: a dot per run, a colour per group, lines at +-10%."""
+    size, edge = 640, 48
+    values = np.log10(np.array([[m, p] for _, m, p in points]))
+    low, high = np.floor(values.min()), np.ceil(values.max())
+    groups = list(dict.fromkeys(g for g, _, _ in points))
+
+    def at(value: float) -> float:
+        return edge + (size - 2 * edge) * (value - low) / (high - low)
+
+    def line(offset: float, style: str) -> str:
+        ends = at(low), size - at(low + offset), at(high), size - at(high + offset)
+        return '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="#888" {}/>'.format(*ends, style)
+
+    shapes = [line(0, ""), *(line(np.log10(f), 'stroke-dasharray="4 4"') for f in (0.9, 1.1))]
+    for tick in range(int(low), int(high) + 1):
+        label = f"{10.0**tick:g}"
+        shapes.append(f'<text x="{at(tick):.0f}" y="{size - edge / 3:.0f}" text-anchor="middle">{label}</text>')
+        shapes.append(f'<text x="{edge * 0.8:.0f}" y="{size - at(tick) + 4:.0f}" text-anchor="end">{label}</text>')
+    for (group, _, _), (m, p) in zip(points, values, strict=True):
+        hue = 360 * groups.index(group) // len(groups)
+        shapes.append(f'<circle cx="{at(m):.1f}" cy="{size - at(p):.1f}" r="2" fill="hsl({hue},65%,45%)"/>')
+    for row, group in enumerate(groups):
+        hue = 360 * row // len(groups)
+        shapes.append(f'<text x="{edge + 8}" y="{edge + 14 * row}" fill="hsl({hue},65%,35%)">{group}</text>')
+    title = f'<text x="{size / 2}" y="20" text-anchor="middle">planned over measured, {unit}; dashed: 10%</text>'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" font-family="sans-serif" font-size="11">'
+    )
+    return "\n".join([head, f'<rect width="{size}" height="{size}" fill="white"/>', title, *shapes, "</svg>"]) + "\n"
+
+
+def plots(document: dict[str, Any], path: Path) -> list[str]:
+    """Write both scatter plots; lines that show them."""
+    read, _ = read_runs(path)
+    checks = {run.id: (run.checks, run.ran) for run in read}
+    lines = []
+    for kind, measured, planned, unit in (
+        ("time", "step_seconds", "predicted_step_seconds", "s per step"),
+        ("memory", "peak_bytes", "predicted_peak_bytes", "bytes"),
+    ):
+        rows = [r for r in document["rows"] if r[measured] and checks[r["id"]][1] and kind in checks[r["id"]][0]]
+        svg = scatter([(r["group"], r[measured], r[planned]) for r in rows], unit)
+        (ROOT / "docs" / "plots").mkdir(exist_ok=True)
+        (ROOT / "docs" / "plots" / f"planner_{kind}.svg").write_text(svg, encoding="utf-8")
+        lines.append(f"![planned over measured, {unit}](plots/planner_{kind}.svg)")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("csv", type=Path)
     path = parser.parse_args().csv
     document = validate(path).to_json()
     text = (ROOT / "benchmarks" / "accuracy_head.md").read_text(encoding="utf-8").rstrip().splitlines()
-    lines = [*text, "", *record(document, unseen(path)), "", *constants(), "", "## Intervals", ""]
+    lines = [
+        *text,
+        "",
+        *plots(document, path),
+        "",
+        *record(document, unseen(path)),
+        "",
+        *constants(),
+        "",
+        "## Intervals",
+        "",
+    ]
     lines += ["10th and 90th percentile of ln(measured / planned) of runs whose group was left out of the fit.", ""]
     rows = [
         [q, kind, f"{low:+.3f}", f"{high:+.3f}"]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ironlaw.catalog.models import model_names
+from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
@@ -36,7 +36,7 @@ class TrainConfig(_Section):
     beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)  # on matrices only; norms, biases and embeddings are not decayed
-    clip: float | None = Field(1.0, gt=0)  # global gradient norm
+    clip: float = Field(1.0, gt=0)  # global gradient norm; inf clips nothing
     precision: Precision = "auto"  # auto: what this machine multiplies fastest, measured
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
     threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
@@ -125,10 +125,15 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
         if "name" in model and (model["name"] in model_names() or "layers" not in model):
             overrides = {key: value for key, value in model.items() if key != "name"}
             _check_keys(overrides, ModelConfig, "model")
-            document = document | {"model": ModelConfig.named(model["name"], **overrides)}
+            document = document | {"model": _named_model(model["name"], overrides)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None
+
+
+def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
+    """A catalogued model's table, so that its problems are reported as those of the `model` section."""
+    return model_figures(name) | {"name": name} | overrides
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
@@ -137,14 +142,29 @@ def _apply(document: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not equals or len(parts) != 2 or not all(parts):
         raise UserError(f"--set {override!r} is not section.key=value: write for example --set train.lr=3e-4")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+    value = _toml_value(text)
+    if not isinstance(value, str) and _is_text(*parts):
+        value = text  # data.path=2024 is a folder
     section = document.setdefault(parts[0], {})
     if not isinstance(section, dict):
         raise UserError(f"--set {override!r}: {parts[0]} is not a section")
     section[parts[1]] = value
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _is_text(section: str, key: str) -> bool:
+    """Whether this key holds any text (unknown keys do not: they are refused later, by name)."""
+    known = RunConfig.model_fields.get(section)
+    kind = known.annotation if known else None
+    field = kind.model_fields.get(key) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return field is not None and field.annotation in (str, str | None)
 
 
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
@@ -154,12 +174,15 @@ def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> N
 
 
 def _nearest(section: str, key: str, kind: type[BaseModel]) -> str:
-    return did_you_mean(f"{section}.{key}", (f"{section}.{name}" for name in kind.model_fields))
+    return did_you_mean(key, kind.model_fields, prefix=f"{section}.")
 
 
 def _explain(error: ValidationError) -> str:
-    """The first problem, with its key and, for an unknown key, the nearest valid one."""
-    problem = error.errors()[0]
+    """The first problem, with its key and, for an unknown key, the nearest valid one.
+
+    Unknown keys come first: what seems to be missing is often there, misspelt.
+    """
+    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":

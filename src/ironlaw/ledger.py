@@ -191,7 +191,7 @@ class Ledger:
     def load(path: Path) -> Ledger:
         try:
             return Ledger.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, KeyError) as error:
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a ledger of Ironlaw ({error}): point to a run directory") from None
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 _DECIMAL = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 NOT_KNOWN = "–"
 
 
+def _rounded(value: float, digits: int = 3) -> float:
+    """As it will be printed: units are chosen by this, so that 999.7 k is 1.00 M and not 1,000 k."""
+    return float(f"{value:.{digits}g}")
+
+
 def _significant(value: float, digits: int = 3) -> str:
     """Three significant digits without an exponent: 0.0123, 1.23, 12.3, 123, 1,234."""
-    if value == 0:
+    magnitude = abs(_rounded(value, digits))
+    if magnitude == 0:
         return "0"
-    magnitude = abs(value)
-    if magnitude >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    decimals = digits - 1
-    while magnitude < 1 and decimals < 12:
-        magnitude *= 10
-        decimals += 1
-    return f"{value:.{decimals - (1 if magnitude >= 10 else 0)}f}"
+    decimals = digits - 1 - math.floor(math.log10(magnitude))
+    return f"{value:,.{max(0, decimals)}f}"
 
 
 def si(value: float | None, unit: str = "") -> str:
@@ -26,7 +28,7 @@ def si(value: float | None, unit: str = "") -> str:
     if value is None:
         return NOT_KNOWN
     for factor, prefix in _DECIMAL:
-        if abs(value) >= factor:
+        if abs(_rounded(value)) >= factor:
             return f"{_significant(value / factor)} {prefix}{unit}".rstrip()
     return f"{_significant(value)} {unit}".rstrip()
 
@@ -36,7 +38,7 @@ def bytes_(value: float | None) -> str:
     if value is None:
         return NOT_KNOWN
     for factor, prefix in _BINARY:
-        if abs(value) >= factor:
+        if abs(value) >= factor * (1 - 0.5 / 1024):  # below, it is not yet printed as 1,024 of the smaller unit
             return f"{_significant(value / factor)} {prefix}"
     return f"{value:.0f} B"
 
@@ -51,7 +53,7 @@ def seconds(value: float | None) -> str:
         return NOT_KNOWN
     if value == 0:
         return "0 s"
-    magnitude = abs(value)
+    magnitude = abs(_rounded(value))
     for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (120.0, 1.0, "s")):
         if magnitude < limit:
             return f"{_significant(value * factor)} {unit}"
@@ -78,3 +80,30 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 
 def signed_percent(fraction: float | None, digits: int = 1) -> str:
     return NOT_KNOWN if fraction is None else f"{100 * fraction:+.{digits}f}%"
+
+
+def dollars(value: float | None) -> str:
+    """US dollars: cents below 100, then whole, thousands and millions."""
+    if value is None:
+        return NOT_KNOWN
+    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"${_significant(value / factor)}{suffix}"
+    return f"${value:.2f}"
+
+
+def mass(kilograms: float | None) -> str:
+    """Kilograms below a tonne, tonnes above."""
+    if kilograms is None:
+        return NOT_KNOWN
+    return f"{_significant(kilograms)} kg" if abs(kilograms) < 1000 else f"{_significant(kilograms / 1000)} t"
+
+
+def tokens(value: float | None) -> str:
+    """Billions and trillions as people write them: 1.00T, 500B."""
+    if value is None:
+        return NOT_KNOWN
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{_significant(value / factor)}{suffix}"
+    return f"{value:.0f}"

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the answer is no, 2 wrong input, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -19,6 +20,8 @@ from ironlaw.errors import UserError
 VERBS = {
     "measure": "Find this machine's real ceilings: matmul, memory, attention, storage, tokenizer.",
     "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
+    "validate": "The planner's record on measured runs, yours or anybody's.",
+    "calibrate": "Fit the planner's constants to a handful of your own runs.",
     "train": "Train a config into a run directory, beside its plan.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "generate": "Continue a prompt with a trained run.",
@@ -65,6 +68,12 @@ def main() -> None:
     except BrokenPipeError:  # `ironlaw catalog | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"ironlaw: the disk is full{where}: free some space; a run goes on with --resume", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

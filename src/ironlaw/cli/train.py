@@ -27,12 +27,12 @@ def train(
     from ironlaw.machine import interference
     from ironlaw.machine.profile import Profile, load_profile, profile_path, save_profile
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.run_directory import default_name, open_run
+    from ironlaw.train.run_directory import default_name, find_run
     from ironlaw.train.session import run_training
 
     say = messages()
     folder = out or default_name(settings.model.name)
-    open_run(folder, settings, resume)  # before a minute is spent on anything else
+    find_run(folder, settings, resume)  # before a minute is spent on anything else
 
     def machine_profile() -> Profile:
         if profile_path().is_file():
@@ -49,7 +49,7 @@ def train(
     live = LiveRun(say, folder)
     with live:
         outcome = run_training(
-            settings, folder, machine_profile(), resume=True,
+            settings, folder, machine_profile(), resume=resume,
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
     summary = {

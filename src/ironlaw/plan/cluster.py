@@ -23,7 +23,7 @@ from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.ingredients import Parts, step_parts
-from ironlaw.plan.intervals import factors, kind_of_layout
+from ironlaw.plan.intervals import interval_factors, kind_of_layout
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.setting import Setting, setting
@@ -114,16 +114,17 @@ def _totals(
 ) -> dict[str, Estimate]:
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(jobs.model_flops()[0]))
-    columns = {"pp": float(layout.pp), "tp": float(layout.tp)}
-    kind = kind_of_layout(columns, cluster.nodes)
+    kind = kind_of_layout({"pp": float(layout.pp), "tp": float(layout.tp)}, cluster.nodes)
     basis = f"engine {where.engine.name}; 80% of runs left out of the fit, {kind.replace('_', ' ')}"
-    step = _estimate(seconds, "time", kind, basis)
+    step = bounded(seconds, "time", layout, cluster.nodes, basis)
     assert step.low is not None and step.high is not None
     peak_flops = where.hardware.peak(where.precision) * cluster.count
     exact = Origin.CALCULATED
     return {
         "step_seconds": step,
-        "peak_bytes": _estimate(peak_bytes, "memory", kind, f"stage {int(outcome.peak.stage[0])}, see memory lines"),
+        "peak_bytes": bounded(
+            peak_bytes, "memory", layout, cluster.nodes, f"stage {int(outcome.peak.stage[0])}, see memory lines"
+        ),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
         "tokens_per_second": _inverse(step, tokens, f"{tokens:,} tokens per step over step time"),
@@ -135,9 +136,9 @@ def _totals(
     }
 
 
-def _estimate(value: float, quantity: str, kind: str, basis: str) -> Estimate:
-    known = factors().get(quantity, {})
-    low, high = known.get(kind, known.get("any", [-0.2, 0.2]))
+def bounded(value: float, quantity: str, layout: Layout, nodes: int, basis: str) -> Estimate:
+    """A planned "time" or "memory" with the interval of its kind of layout."""
+    low, high = interval_factors(quantity, {"pp": float(layout.pp), "tp": float(layout.tp)}, nodes)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 

@@ -71,7 +71,7 @@ class Engine:
     reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
     partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
     stream_bytes: float = 2.0  # the residual stream, per element
-    activation_extra: float = 0.0  # bytes per hidden element and layer beyond the tensors autograd must keep
+    attention_extra_bytes: float = 0.0  # per token and head beyond the tensors autograd must keep
     gathered_inputs: float = 0.0  # share of norm outputs kept after gathering over tp
     activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
     dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts

@@ -34,7 +34,10 @@ MEANING: dict[str, tuple[str, str]] = {
     "moment_bytes": ("B/parameter", "both Adam moments"),
     "gradient_communication_bytes": ("B/parameter", "in the reduction over data parallel ranks"),
     "stream_bytes": ("B/element", "residual stream"),
-    "activation_extra": ("B/element", "per hidden element and block beyond what autograd must keep"),
+    "attention_extra_bytes": (
+        "B",
+        "per token, head and block beyond what autograd must keep: copies in the attention path",
+    ),
     "activation_saves": ("1", "element-wise intermediates kept in the feed-forward network: 1 fused, 2 eager"),
     "gathered_inputs": ("1", "of norm outputs kept after gathering over tp"),
     "entrance_bytes": ("B/element", "first stage, per token and hidden element, not divided by tp"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ironlaw.catalog.nodes import Node
+from ironlaw.errors import UserError
 from ironlaw.plan.ingredients import step_parts
 from ironlaw.plan.jobs import Array, jobs_of_columns
 from ironlaw.plan.runs import Run
@@ -45,17 +46,34 @@ class Prediction:
         return self.highest_bytes <= self.limit_bytes
 
 
-def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
-    """Runs that share accelerator, node, engine and precision, as indices, with that setting."""
-    found: dict[tuple[str, str, Node, str], list[int]] = {}
+def alike(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of the runs that share accelerator, node, engine and precision."""
+    found: dict[tuple[str, str, Node, str, bool], list[int]] = {}
     for index, run in enumerate(runs):
-        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision)
+        several = run.cluster.count > 1  # one accelerator needs no link
+        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several)
         found.setdefault(key, []).append(index)
-    result = []
-    for indices in found.values():
-        first = runs[indices[0]]
-        result.append((setting(first.cluster, first.engine, first.precision), indices))
-    return result
+    return list(found.values())
+
+
+def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
+    """The same with the setting that they share."""
+    first = [(runs[indices[0]], indices) for indices in alike(runs)]
+    return [(setting(run.cluster, run.engine, run.precision), indices) for run, indices in first]
+
+
+def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]]]:
+    """The runs on hardware that enough is known of, and (id, group, reason) of the others."""
+    good: list[int] = []
+    rejected = []
+    for indices in alike(runs):
+        try:
+            evaluate([runs[indices[0]]])
+        except UserError as error:
+            rejected += [(runs[i].id, runs[i].group, str(error)) for i in indices]
+        else:
+            good += indices
+    return [runs[i] for i in sorted(good)], rejected
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:

@@ -57,10 +57,18 @@ class Parts:
 
 
 def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
-    """`function` on the distinct rows of the columns only: layouts share most of their shapes."""
-    table = np.stack(np.broadcast_arrays(*columns), axis=1)
-    shapes, back = np.unique(table, axis=0, return_inverse=True)
-    return np.asarray(function(*shapes.T))[back.reshape(-1)]
+    """`function` on the distinct rows of the columns only: layouts share most of their shapes.
+
+    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
+    """
+    spread = np.broadcast_arrays(*columns)
+    row_number = np.zeros(len(spread[0]), dtype=np.int64)
+    for column in spread:
+        if column[0] != column.min() or column[0] != column.max():
+            values, code = np.unique(column, return_inverse=True)
+            _, row_number = np.unique(row_number * len(values) + code.reshape(-1), return_inverse=True)
+    _, first, back = np.unique(row_number, return_index=True, return_inverse=True)
+    return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
 
 
 def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:

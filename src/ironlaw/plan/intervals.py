@@ -38,6 +38,13 @@ def kind_of_layout(columns: dict[str, float], nodes: int) -> str:
     return f"{where}_data"
 
 
+def interval_factors(quantity: str, columns: dict[str, float], nodes: int) -> tuple[float, float]:
+    """Logarithms of lower and upper bound over the planned value, for one layout."""
+    known = factors().get(quantity, {})
+    low, high = known.get(kind_of_layout(columns, nodes), known.get("any", UNKNOWN))
+    return float(low), float(high)
+
+
 def _bounds(quantity: str, kinds: Sequence[str], planned: Array) -> tuple[Array, Array]:
     known = factors().get(quantity, {})
     pairs = np.array([known.get(kind, known.get("any", UNKNOWN)) for kind in kinds])

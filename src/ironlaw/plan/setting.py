@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,12 +36,22 @@ NETWORK_OF_NODE = {
 ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
 """Per accelerator, where a node's network is not known: one 400 Gbit/s card each, the rule of current platforms."""
 
+ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND = 25e9
+"""The same per node of PCIe cards without links between them: one 200 Gbit/s card."""
+
+ALL_LINKS_TO_ONE = ("nvidia", "google")
+"""Vendors whose collectives use every link at once: through NVSwitch, or around the rings of a torus."""
+
 POWER_EXPONENT = 0.5
 """Attained rate over power limit: a lower limit lowers clock and voltage together, so it costs less than it saves.
 Dynamic power grows with the cube of the clock where voltage follows it, less where it does not; between 1/3 and 1."""
 
-UNITS_OF_GENERATION = {"blackwell": 148}
-"""Compute units of packages whose own count is not published."""
+UNITS_OF_GENERATION = {
+    "blackwell": 148,
+    "tpu-v4": 8, "tpu-v5e": 4, "tpu-v5p": 8, "tpu-v6e": 2, "gaudi2": 2, "gaudi3": 8,
+}  # fmt: skip
+"""Units that work on tiles of a matmul side by side, of packages whose catalogue entry has no count: compute units of a
+Blackwell package; matrix units of a TPU (tensor cores x matrix units each) and of a Gaudi."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +75,8 @@ def setting(cluster: Cluster, engine: Engine, precision: str) -> Setting:
     acc = cluster.accelerator
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
-    return Setting(
-        hardware_of(acc), fabric_of(acc, cluster.node), engine.on(acc.generation), precision, acc.memory_bytes.value
-    )
+    fabric = fabric_of(acc, cluster.node) if cluster.count > 1 else alone(acc)
+    return Setting(hardware_of(acc), fabric, engine.on(acc.generation), precision, acc.memory_bytes.value)
 
 
 @lru_cache(maxsize=64)
@@ -88,21 +98,21 @@ def _network(fabric: str, node: str) -> NetworkConstants:
 def hardware_of(acc: Accelerator) -> Hardware:
     """Nominal figures of the catalogue with the fitted constants of the generation."""
     units = acc.compute_units.value if acc.compute_units else UNITS_OF_GENERATION.get(acc.generation)
-    wanted = {
-        "memory_bytes_per_second": acc.memory_bytes_per_second,
-        "compute_units": units,
-        "tdp_watts": acc.tdp_watts,
-    }
+    wanted = {"memory_bytes_per_second": acc.memory_bytes_per_second, "compute_units": units}
     for name, value in wanted.items():
         if value is None:
             raise UserError(f"{name} of {acc.name} is not known: a plan needs it")
-    assert acc.memory_bytes_per_second and units and acc.tdp_watts
+    assert acc.memory_bytes_per_second and units
+    peaks = {dtype: value.value for dtype, value in acc.peak_flops_per_second.items()}
+    if "fp4" in peaks:  # the catalogue's name for the block-scaled format, the kernels' own name
+        peaks["nvfp4"] = peaks["fp4"]
     return Hardware(
         name=acc.name,
-        peak_flops_per_second={dtype: value.value for dtype, value in acc.peak_flops_per_second.items()},
+        peak_flops_per_second=peaks,
         memory_bytes_per_second=acc.memory_bytes_per_second.value,
         compute_units=int(units),
-        power_watts=effective_power_watts(acc.generation, acc.tdp_watts.value),
+        # Without a known limit nothing is throttled.
+        power_watts=effective_power_watts(acc.generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
         efficiency=_efficiency(acc.generation),
         l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
         clock_hertz=acc.clock_hz.value if acc.clock_hz else None,
@@ -124,19 +134,35 @@ def effective_power_watts(generation: str, limit_watts: float) -> float:
 
 
 def fabric_of(acc: Accelerator, node: Node) -> Fabric:
-    """Scale-up island of the node, joined by its network cards."""
+    """Scale-up island of the node, joined by its network cards; cards without a link of their own talk over PCIe."""
     link = acc.link_bytes_per_second or acc.pcie_bytes_per_second
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
     efficiency = _efficiency(acc.generation)
     island = efficiency.collectives or provisional_efficiency(acc.generation).collectives
     assert island is not None
-    network = node.network_bytes_per_second or ASSUMED_NETWORK_BYTES_PER_SECOND * node.accelerators
+    ranks, rate, topology = max(node.scale_up_accelerators, 1), link.value, "mesh"
+    if acc.link_bytes_per_second and acc.vendor in ALL_LINKS_TO_ONE:
+        topology = "switch"
+    if ranks == 1 and node.accelerators > 1 and acc.pcie_bytes_per_second:
+        ranks, rate, topology = node.accelerators, acc.pcie_bytes_per_second.value, "switch"
+    network = node.network_bytes_per_second
+    if network is None:
+        network = ASSUMED_NETWORK_BYTES_PER_SECOND * node.accelerators
+        if not acc.link_bytes_per_second:
+            network = ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND
     return Fabric(
-        island_ranks=max(node.scale_up_accelerators, 1),
-        island_bytes_per_second=link.value,
+        island_ranks=ranks,
+        island_bytes_per_second=rate,
         island=island,
-        topology="switch" if acc.vendor == "nvidia" and acc.link_bytes_per_second else "mesh",
+        topology=topology,
         network_bytes_per_second=network / node.accelerators,
         network=_network(node.fabric, node.name),
     )
+
+
+def alone(acc: Accelerator) -> Fabric:
+    """The fabric of one accelerator: nothing to talk to, so its rate is never used."""
+    island = provisional_efficiency(acc.generation).collectives
+    assert island is not None
+    return Fabric(1, 1e9, island, network_bytes_per_second=1e9, network=provisional_network())

@@ -54,7 +54,7 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     eager = engine.activation_saves - 1
     ffn = tokens * jobs.ffn / tp * HALF * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
-    extra = tokens * jobs.hidden / tp * engine.activation_extra
+    extra = tokens * jobs.heads / tp * engine.attention_extra_bytes
     return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
 
 

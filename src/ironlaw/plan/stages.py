@@ -25,7 +25,7 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     """Layers per stage: "equal", or "cost" where a stage takes layers until its share of the parameters is full.
 
     "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
-    which the running cost passes its share; the output layer costs hidden x vocabulary, a block its matrices.
+    which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
     """
     stages = int(jobs.pp.max(initial=1))
     counts = np.zeros((len(jobs), stages))
@@ -77,6 +77,6 @@ def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[l
             counts[stage] += 1
         if index == len(costs) - 1:
             head_stage = stage
-        if stage < pp - 1 and running > total * (stage + 1) / pp:
+        if stage < pp - 1 and running >= total * (stage + 1) / pp:
             stage += 1
     return counts, head_stage

@@ -66,7 +66,7 @@ class _Place:
     time_factors: tuple[float, float]
     time_basis: str
     memory_interval: float
-    fragmentation: float  # upper end of what the allocator holds over the tensors
+    fragmentation: float  # of the tensors: how much more the allocator may hold
     facts: dict[str, Any]
 
 
@@ -144,7 +144,7 @@ def _this_machine(profile: Profile, precision: str) -> _Place:
         time_factors=(low, high),
         time_basis=f"the machine's measured curves, bytes at copy rate where there is none; {basis}",
         memory_interval=MEMORY_INTERVAL,
-        fragmentation=1.5,
+        fragmentation=1.0,
         facts={"device": profile.device, "threads": profile.threads, "measured": profile.created, "slowdown": slowdown},
     )
 
@@ -177,7 +177,7 @@ def _accelerator(on: str, precision: str) -> _Place:
         time_factors=ACCELERATOR_FACTORS,
         time_basis=f"eager kernels by the constants of {found.generation}; interval assumed",
         memory_interval=ACCELERATOR_MEMORY_INTERVAL,
-        fragmentation=1.2,
+        fragmentation=0.2,
         facts={"device": found.name, "assumptions": list(hardware.efficiency.assumptions())},
     )
 
@@ -264,7 +264,7 @@ def _totals(ledger: Ledger, traced: Trace, place: _Place) -> dict[str, Estimate]
                                tensors * (1 - wide), tensors * (1 + wide)),
         "resident_bytes": Estimate(resident, calculated,
                                    "tensors, and what the process or the driver holds without any",
-                                   resident * (1 - wide), resident * place.fragmentation),
+                                   resident * (1 - wide), resident + tensors * place.fragmentation),
     }  # fmt: skip
 
 

@@ -57,11 +57,11 @@ class ThisMachine:
         if op.attention is not None:
             return self.machine.time(op, precision)
         if op.kernel in PART_OF_LOSS:
-            return self._slowed(profile.small_operation_seconds, "overhead", "memory")
+            return self._slowed(profile.small_operation_seconds, "overhead", "memory", precision)
         curves = profile.curves.get(precision, {}).keys() | profile.curves["fp32"].keys()
         if op.kernel in curves:
             return self.machine.time(op, precision if precision in profile.curves else "fp32")
-        return self._by_bytes(op)
+        return self._by_bytes(op, precision)
 
     def _product(self, op: Operation, precision: str) -> Timing:
         """A batch counts as more rows; a convolution as its implicit product."""
@@ -70,22 +70,24 @@ class ThisMachine:
         fits = self.machine.profile.matmul[precision]
         convolution = op.kernel.startswith("convolution")
         if convolution and min(n, k) < NARROW and _batch(op) > 1:
-            return self._by_bytes(op)
+            return self._by_bytes(op, precision)
         known = "matmul_weight_gradient" if op.kernel == "convolution_weight_gradient" else "matmul"
         fit = fits[op.kernel if op.kernel in fits else known]
         seconds = fit.at(m * _batch(op), n, k)
         bound = AS_MATMUL if op.kernel not in fits else "compute"
         if seconds < 4 * self.machine.profile.small_operation_seconds:
             bound = "overhead"
-        return self._slowed(seconds, bound, "compute")
+        return self._slowed(seconds, bound, "compute", precision)
 
-    def _by_bytes(self, op: Operation) -> Timing:
+    def _by_bytes(self, op: Operation, precision: str) -> Timing:
         profile = self.machine.profile
         seconds = op.bytes_moved / profile.copy_bytes_per_second + profile.small_operation_seconds
-        return self._slowed(seconds, COPY_RATE, "memory")
+        return self._slowed(seconds, COPY_RATE, "memory", precision)
 
-    def _slowed(self, seconds: float, bound: str, kind: str) -> Timing:
-        return Timing(seconds * self.machine.slowdown[kind], bound, Origin.MEASURED)
+    def _slowed(self, seconds: float, bound: str, kind: str, precision: str) -> Timing:
+        """As `MeasuredMachine.time` does: neighbours on the machine, and what kernels take longer together."""
+        factor = self.machine.slowdown[kind] * self.machine.composition.get(precision, 1.0)
+        return Timing(seconds * factor, bound, Origin.MEASURED)
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
         return calls * self.machine.dispatch_seconds(phase)

@@ -25,7 +25,7 @@ from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.run_directory import write_atomically
+from ironlaw.train.run_directory import existing_folder, write_atomically
 
 SCHEMA_VERSION = 1
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"
@@ -46,13 +46,14 @@ def checkpoint_bytes(model: ModelConfig) -> int:
     return 12 * model.parameters
 
 
-def check_space(folder: Path, model: ModelConfig) -> None:
-    """Before any work is lost: is there room for two checkpoints (the old one goes when the new one is complete)?"""
-    needed, free = 2 * checkpoint_bytes(model), shutil.disk_usage(folder).free
+def check_space(folder: Path, model: ModelConfig, keep: int) -> None:
+    """Before any work is lost: is there room for all that is kept, and one more while it is written?"""
+    there = min(keep, len(_complete(folder)))
+    needed, free = (keep + 1 - there) * checkpoint_bytes(model), shutil.disk_usage(existing_folder(folder)).free
     if free < needed:
         raise UserError(
             f"the disk of {folder} has {units.bytes_(free)} free, checkpoints need {units.bytes_(needed)}: "
-            "free some space or give --out on another disk"
+            "free some space, lower checkpoint.keep, or give --out on another disk"
         )
 
 
@@ -70,13 +71,14 @@ def save(
         if torch.cuda.is_available():
             state["cuda_random"] = torch.cuda.get_rng_state_all()
         torch.save(state, partial / STATE)
-        index = {
+        index: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "step": step,
             "tokens": tokens,
             "model": config.model_dump(mode="json"),
             "sha256": {name: _sha256(partial / name) for name in (WEIGHTS, STATE)},
         }
+        index["index_sha256"] = _index_sha256(index)
         write_atomically(partial / INDEX, json.dumps(index, indent=1) + "\n")
         _sync(partial)
         if final.exists():  # a resumed run came to the same step again
@@ -103,7 +105,7 @@ def newest(folder: Path, warn: Any = None) -> Checkpoint | None:
             return read_index(path)
         except UserError as error:
             if warn is not None:
-                warn(str(error))
+                warn(f"{error}, so it is passed over")
     return None
 
 
@@ -111,18 +113,17 @@ def read_index(path: Path) -> Checkpoint:
     """Check a checkpoint's files against its checksums; UserError if anything is missing or changed."""
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-        intact = all(_sha256(path / name) == digest for name, digest in index["sha256"].items())
-    except (OSError, json.JSONDecodeError, KeyError):
+        intact = index["index_sha256"] == _index_sha256(index)
+        intact = intact and all(_sha256(path / name) == digest for name, digest in index["sha256"].items())
+    except (OSError, ValueError, KeyError, TypeError):
         intact = False
     if not intact:
-        raise UserError(f"the checkpoint {path} is damaged: delete it to fall back to an earlier one")
+        raise UserError(f"the checkpoint {path} is damaged")
     return Checkpoint(path, index["step"], index["tokens"], index)
 
 
-def load(
-    checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Restore weights, and with an optimizer also its moments and the random generators."""
+def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """UserError when the checkpoint is of another model than `config`."""
     saved = ModelConfig(**checkpoint.index["model"])
     if saved.model_dump(exclude={"name", "dropout"}) != config.model_dump(exclude={"name", "dropout"}):
         fields = [f for f in ModelConfig.model_fields if getattr(saved, f) != getattr(config, f)]
@@ -130,6 +131,13 @@ def load(
             f"the checkpoint {checkpoint.path} is of another model ({_differences(saved, config, fields)}): "
             "use the config it was trained with, or another --out"
         )
+
+
+def load(
+    checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Restore weights, and with an optimizer also its moments and the random generators."""
+    check_model(checkpoint, config)
     weights = load_file(checkpoint.path / WEIGHTS)
     missing = model.load_state_dict(weights, strict=False).missing_keys
     assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
@@ -165,6 +173,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _index_sha256(index: dict[str, Any]) -> str:
+    """The index vouches for the files; this vouches for the index, whose step decides where a run goes on."""
+    rest = {key: value for key, value in index.items() if key != "index_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def _sync(folder: Path) -> None:
     """Wait until the files are on the disk: a rename must not overtake its content."""
     for path in folder.iterdir():
@@ -176,7 +190,7 @@ def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
     """The newest checkpoint's model, in evaluation mode."""
     found = newest(folder)
     if found is None:
-        raise UserError(f"no checkpoint in {folder}: train the run first")
+        raise UserError(f"no intact checkpoint in {folder}: train the run first")
     model = Transformer(config)
     load(found, model, config, optimizer=None)
     return model.eval()

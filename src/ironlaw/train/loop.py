@@ -36,7 +36,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
-from ironlaw.observe.measured import WARMUP_STEPS, Observations, held_bytes, measured_ledger
+from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
 from ironlaw.observe.profile import (
     named_modules_recorded,
     operation_scope,
@@ -89,6 +89,7 @@ class Trainer:
         dataset: Dataset,
         profile: Profile,
         *,
+        start: checkpoint.Checkpoint | None = None,
         watch: Callable[[StepReport], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -105,32 +106,23 @@ class Trainer:
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
-        self._probe = Probe(profile)
-        self._setup()
+        self._probe = Probe()
+        self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
 
-    def _setup(self) -> None:
+    def _setup(self, start: checkpoint.Checkpoint | None) -> None:
         config = self.config
-        if self.dataset.vocab > config.model.vocab:
-            raise UserError(
-                f"the tokenizer has {self.dataset.vocab} entries, model.vocab = {config.model.vocab}: "
-                f"set model.vocab = {self.dataset.vocab}"
-            )
-        checkpoint.check_space(self.run.checkpoints, config.model)
         host.keep_freed_memory()
         torch.set_num_threads(self.profile.threads)
         self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
-        # Fails now rather than at the first validation.
-        next(iter(evaluation_batches(self.dataset.validation, config.sequence, config.train.global_batch, 1)))
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
         self.optimizer = build_optimizer(self.model, config.train)
-        found = checkpoint.newest(self.run.checkpoints, warn=self.say)
-        if found is not None:
-            checkpoint.load(found, self.model, config.model, self.optimizer)
-            self.step, self.tokens = found.step, found.tokens
-            self.say(f"resumed from step {found.step}")
+        if start is not None:
+            checkpoint.load(start, self.model, config.model, self.optimizer)
+            self.step, self.tokens = start.step, start.tokens
+            self.say(f"resumed from step {start.step}")
         self.run.forget_after(self.step)
         wanted = config.train.compile
         self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
@@ -158,7 +150,7 @@ class Trainer:
         energy = EnergyMeter()
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        first_step = self.step
+        first_step, warmup = self.step, warmup_steps(config.train.steps)
         try:
             with (
                 self.run.metrics_file.open("a", encoding="utf-8") as metrics,
@@ -166,11 +158,11 @@ class Trainer:
             ):
                 while self.step < config.train.steps and self._interrupted is None:
                     done = self.step - first_step
-                    if config.train.profile_steps and done == WARMUP_STEPS and self._enough_steps_left():
+                    if config.train.profile_steps and done == warmup and self._enough_steps_left():
                         self._record_steps(batches, metrics)
                     else:
                         times = self._timed_step(batches, recording=False)
-                        if done >= WARMUP_STEPS:
+                        if done >= warmup:
                             observed.steps.append(times)
                         self._after_step(times, metrics, recorded=False)
                     self._probe_sometimes()
@@ -180,6 +172,8 @@ class Trainer:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        if self.step >= config.train.steps:  # a signal during the last step ended nothing early
+            self._interrupted = None
         return Outcome(self._finish(), self.step, self._interrupted)
 
     def _enough_steps_left(self) -> bool:
@@ -216,19 +210,17 @@ class Trainer:
             )
         return times
 
-    def _update(self, recording: bool) -> float | None:
+    def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
         rate = learning_rate(self.config.train, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        norm = None
-        if self.config.train.clip is not None:
-            with operation_scope(recording, "clip"):
-                norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+        with operation_scope(recording, "clip"):
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         with operation_scope(recording, "adamw"):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return None if norm is None else float(norm)
+        return float(norm)
 
     def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
@@ -260,7 +252,8 @@ class Trainer:
             "step": step, "loss": self.train_loss, "tokens": self.tokens, "seconds": times.wall_seconds,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         }  # fmt: skip
-        self.observed.wall_seconds["training"] += times.wall_seconds
+        if not recorded:  # recorded steps are counted with the profiling that slows them
+            self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
         if _due(step, config.evaluation.every) or step == config.train.steps:
             entry["evaluation_seconds"] = self._evaluate()
@@ -321,7 +314,7 @@ class Trainer:
         """Is the machine still as fast as when it was measured?"""
         now = time.perf_counter()
         if self.device.type == "cpu" and now - self._last_probe > PROBE_EVERY_SECONDS:
-            self.observed.probes.append(self._probe.sample())
+            self.observed.probes.append(self._probe.ratios(self.profile))
             self._last_probe = now
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

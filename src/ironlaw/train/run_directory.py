@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
@@ -66,25 +69,58 @@ def default_name(model: str) -> Path:
     return Path("runs") / f"{model}-{stamp}"
 
 
-def open_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
-    """Create the directory, or with `resume` take up the one that is there, if it is of the same run.
+def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
+    """The directory of a new run, or with `resume` also of the run that is there. Only looks: nothing is written.
 
-    Raises UserError when it exists without `resume`, or holds a run of another model or data order.
+    Raises UserError when it exists without `resume`, or holds something else than this run.
     """
     run = RunDirectory(path)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file: give --out a directory")
+    for there in (path, *path.parents):
+        if there.exists() and not there.is_dir():
+            raise UserError(f"{there} is a file: give --out a directory")
     if path.exists() and any(path.iterdir()):
         if not resume:
             raise UserError(f"{path} exists: add --resume to continue it, or give another --out")
         if run.config_file.is_file():
             check_same_run(load_config(run.config_file), config, path)
+        elif any(entry.name != run.checkpoints.name and not _is_torn(entry) for entry in path.iterdir()):
+            raise UserError(f"{path} holds files but no config.toml, so it is no run: give --out a new directory")
+    return run
+
+
+def create_run(run: RunDirectory, config: RunConfig) -> None:
+    """Make the directory and write its config: the first trace of a run on disk, once its input is known to work."""
     try:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
+        remove_torn(run.path)
+        remove_torn(run.checkpoints)
         write_atomically(run.config_file, config.to_toml())
     except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror}; give --out a directory you can write to") from None
-    return run
+        raise UserError(
+            f"cannot write to {run.path}: {error.strerror}; give --out a directory you can write to"
+        ) from None
+
+
+def existing_folder(path: Path) -> Path:
+    """`path` or the nearest folder above it that exists."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def remove_torn(folder: Path) -> None:
+    """Delete what processes that are gone left half-written: after many kills they would fill the disk."""
+    for path in folder.glob(".*.partial"):
+        process = path.name.split(".")[-2]
+        if _is_torn(path) and not (process.isdigit() and psutil.pid_exists(int(process))):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _is_torn(path: Path) -> bool:
+    """What an atomic write leaves when it is killed: `.NAME.PROCESS.partial`."""
+    return path.name.startswith(".") and path.name.endswith(".partial")
 
 
 def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ironlaw.config import RunConfig
+from ironlaw.data.batches import Batches, evaluation_batches
 from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
@@ -14,8 +15,9 @@ from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.plan import record
 from ironlaw.plan.estimate import fits, plan_run
+from ironlaw.train import checkpoint
 from ironlaw.train.loop import Outcome, StepReport, Trainer
-from ironlaw.train.run_directory import RunDirectory, open_run
+from ironlaw.train.run_directory import RunDirectory, create_run, find_run
 
 DataProgress = Callable[[int, int], None]
 
@@ -33,26 +35,50 @@ def run_training(
 ) -> Outcome:
     """Train `config` into the directory `out`; `planned` is shown the plan before the first step.
 
-    Raises UserError before any work is done when the input cannot work: no text, no room, another model.
+    Raises UserError when the input cannot work (no text, no room, another model), before anything is written to `out`.
     """
+    say = say or (lambda message: None)
+    run = find_run(out, config, resume)
     plan = plan_run(config, profile)
     if not fits(plan):
         raise UserError(
             "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
         )
     dataset = prepare(config.data, config.model.vocab, data_progress)
-    run = open_run(out, config, resume)
+    start = _check_start(config, dataset, run, say)
+    if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
+        say(f"{out} has done its {start.step} steps already: set train.steps higher to go on")
+        return Outcome(Ledger.load(run.ledger_file), start.step, None)
+    create_run(run, config)
     plan.save(run.plan_file)
     if dataset.tokenizer_path is not None:
         shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
     if planned is not None:
         planned(plan, dataset)
-    trainer = Trainer(config, run, plan, dataset, profile, watch=watch, say=say)
+    trainer = Trainer(config, run, plan, dataset, profile, start=start, watch=watch, say=say)
     outcome = trainer.train()
     outcome.ledger.save(run.ledger_file)
     interference.remember(profile, trainer.observed.probes)
     _remember(plan, outcome, profile, run)
     return outcome
+
+
+def _check_start(
+    config: RunConfig, dataset: Dataset, run: RunDirectory, say: Callable[[str], None]
+) -> checkpoint.Checkpoint | None:
+    """Everything that can be wrong before the first step; returns the checkpoint to start from, if there is one."""
+    if dataset.vocab > config.model.vocab:
+        raise UserError(
+            f"the tokenizer has {dataset.vocab} entries, model.vocab = {config.model.vocab}: "
+            f"set model.vocab = {dataset.vocab}"
+        )
+    Batches(dataset.train, config.sequence, config.train.global_batch, config.train.seed)
+    next(evaluation_batches(dataset.validation, config.sequence, config.micro_batch, 1))
+    start = checkpoint.newest(run.checkpoints, warn=say)
+    if start is not None:
+        checkpoint.check_model(start, config.model)
+    checkpoint.check_space(run.checkpoints, config.model, config.checkpoint.keep)
+    return start
 
 
 def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:

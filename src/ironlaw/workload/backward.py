@@ -47,7 +47,7 @@ def block_backward(shape: Shape) -> list[Operation]:
     cast_dy = tokens * model.hidden * w if shape.casts or model.dropout else 0
     operations = []
     if shape.casts:
-        operations.append(cast_gradient(shape))
+        operations.append(cast_gradient(shape, "ffn_down"))
     operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "ffn_down", "block", layers, model.ffn_size, model.hidden,
@@ -88,7 +88,7 @@ def block_backward(shape: Shape) -> list[Operation]:
         )
     operations += norm_backward(shape, "ffn_norm", "block", layers, residual=True)
     if shape.casts:
-        operations.append(cast_gradient(shape))
+        operations.append(cast_gradient(shape, "attention_out"))
     operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "attention_out", "block", layers, model.query_size, model.hidden,
@@ -192,7 +192,7 @@ def linear_backward(
     if shape.casts:
         operations.append(
             Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
+                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
                 elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
                 gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
             )
@@ -208,7 +208,7 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual:
     if shape.casts:
         operations.append(
             Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
+                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
                 bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
                 frees_temporary_bytes=tokens * hidden * w,
             )
@@ -233,9 +233,9 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual:
     return operations
 
 
-def cast_gradient(shape: Shape) -> Operation:
+def cast_gradient(shape: Shape, name: str) -> Operation:
     elements = shape.tokens * shape.model.hidden
     return Operation(
-        "residual_cast", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
+        name, Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
         bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
     )  # fmt: skip

@@ -85,7 +85,7 @@ def block(shape: Shape) -> list[Operation]:
     operations.append(elementwise(shape, "activation", f"{model.activation}_forward", ffn, 2, saved=ffn * w))
     if model.gated_ffn:
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
-            operations.append(elementwise(shape, "ffn_norm_cast", "cast", tokens * model.hidden, 3, saved=normed))
+            operations.append(elementwise(shape, "ffn_up", "cast", tokens * model.hidden, 3, saved=normed))
         operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
         operations.append(elementwise(shape, "gate_product", "multiply", ffn, 3, saved=ffn * w))
     operations += linear(shape, "ffn_down", "block", layers, model.ffn_size, model.hidden, keep=False, bias=model.bias)
@@ -130,7 +130,7 @@ def linear(
         weights = inputs * outputs
         operations.append(
             Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+                name, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
                 elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
             )
         )  # fmt: skip
@@ -163,7 +163,7 @@ def norm(shape: Shape, name: str, group: str, repeat: int) -> list[Operation]:
     return [
         norm,
         Operation(
-            f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+            name, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
             elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
         ),
     ]  # fmt: skip

@@ -1,0 +1,182 @@
+"""What a run observes has the plan's names, the plan's memory parts, and adds up to the clock's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ironlaw.config import RunConfig
+from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.machine.profile import Profile
+from ironlaw.observe.clock import StepClock, StepTimes
+from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.measured import typical
+from ironlaw.train.session import run_training
+
+Config = Callable[..., RunConfig]
+# Large enough that arithmetic counts, small enough for a second.
+GPT: dict[str, Any] = {"layers": 2, "hidden": 96, "heads": 4, "context": 64}
+LLAMA: dict[str, Any] = GPT | {
+    "kv_heads": 2, "ffn": 160, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
+    "bias": False, "tied": False,
+}  # fmt: skip
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "qwen": LLAMA | {"qk_norm": True}}
+
+
+@pytest.fixture(params=[(f, p) for f in FAMILIES for p in ("fp32", "bf16")], ids=lambda param: "-".join(param))
+def ledgers(
+    request: pytest.FixtureRequest, tiny_config: Config, user_cache: Path, machine_profile: Profile, tmp_path: Path
+) -> tuple[Ledger, Ledger]:
+    """Plan and run of one family in one precision."""
+    family, precision = request.param
+    config = tiny_config(FAMILIES[family], train={"steps": 14, "profile_steps": 3, "precision": precision})
+    plans: list[Ledger] = []
+    outcome = run_training(config, tmp_path / "run", machine_profile, planned=lambda plan, data: plans.append(plan))
+    return plans[0], outcome.ledger
+
+
+def keys(ledger: Ledger) -> dict[tuple[Phase, Kind, str], float]:
+    return {(line.phase, line.kind, line.operation): line.seconds or 0.0 for line in ledger.lines}
+
+
+def test_every_planned_operation_is_found_and_nothing_large_besides(ledgers: tuple[Ledger, Ledger]) -> None:
+    plan, run = (keys(ledger) for ledger in ledgers)
+    compute = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+    planned = sum(seconds for key, seconds in plan.items() if key[0] in compute)
+    for key, seconds in plan.items():
+        if key[0] in compute and seconds > 0.01 * planned:
+            assert key in run, f"planned and never measured: {key}, {seconds / planned:.1%}"
+    measured = sum(run.values())
+    for key, seconds in run.items():
+        if seconds > 0.03 * measured:
+            assert key in plan, f"measured and never planned: {key}, {seconds / measured:.1%}"
+    # What has no name of the plan is little altogether.
+    assert sum(s for key, s in run.items() if key not in plan) < 0.1 * measured
+
+
+def test_lines_stay_within_their_phases(ledgers: tuple[Ledger, Ledger]) -> None:
+    _, run = ledgers
+    recorded = {phase: sum(line.seconds or 0 for line in run.select(phase=phase)) for phase in Phase}
+    assert all(recorded[phase] > 0 for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+    assert sum(recorded.values()) <= 1.1 * run.facts["profiled_step_seconds"]
+    assert all((line.seconds or 0) >= 0 for line in run.lines)
+
+
+def test_matrix_products_are_called_as_often_as_planned(ledgers: tuple[Ledger, Ledger]) -> None:
+    plan, run = ledgers
+    for name in ("qkv", "attention_out", "ffn_up", "ffn_down", "head"):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            planned = next(plan.select(operation=name, phase=phase, kind=Kind.MATMUL)).count
+            assert next(run.select(operation=name, phase=phase, kind=Kind.MATMUL)).count == planned, (name, phase)
+
+
+def test_measured_memory_is_the_planned(ledgers: tuple[Ledger, Ledger]) -> None:
+    plan, run = ledgers
+    planned, measured = plan.memory_bytes(), run.memory_bytes()
+    assert planned["weights"] == measured["weights"]
+    assert planned["batch"] == measured["batch"]
+    # AdamW keeps one step counter of 4 bytes per parameter tensor.
+    assert measured["optimizer"] - planned["optimizer"] < 2000
+    tolerance = 0.01 if plan.facts["precision"] == "fp32" else 0.03
+    peak = measured["activations"] + measured["gradients"] + measured["temporaries"]
+    expected = planned["activations"] + planned["gradients"] + planned["temporaries"]
+    assert expected == pytest.approx(peak, rel=tolerance)
+    for component in ("activations", "gradients", "temporaries"):
+        assert abs(planned[component] - measured[component]) < 0.03 * peak, component
+    assert plan.totals["peak_bytes"].value == pytest.approx(run.totals["peak_bytes"].value, rel=0.02)
+
+
+def test_phases_and_the_rest_are_the_step(ledgers: tuple[Ledger, Ledger]) -> None:
+    _, run = ledgers
+    step, phases = run.totals["step_seconds"].value, sum(run.seconds_by_phase().values())
+    assert -0.001 * step <= step - phases < 0.1 * step
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+def test_accumulation_is_observed_as_planned(
+    tiny_config: Config, user_cache: Path, machine_profile: Profile, tmp_path: Path, micro_batch: int
+) -> None:
+    config = tiny_config(GPT, train={"steps": 14, "profile_steps": 3, "micro_batch": micro_batch})
+    plans: list[Ledger] = []
+    run = run_training(
+        config, tmp_path / "run", machine_profile, planned=lambda plan, data: plans.append(plan)
+    ).ledger
+    assert plans[0].totals["peak_bytes"].value == pytest.approx(run.totals["peak_bytes"].value, rel=0.02)
+    lines = list(run.select(phase=Phase.BACKWARD, operation="accumulate"))
+    assert bool(lines) == (micro_batch == 2)
+
+
+def test_a_run_that_was_not_recorded_claims_no_operations(
+    tiny_config: Config, user_cache: Path, machine_profile: Profile, tmp_path: Path
+) -> None:
+    run = run_training(tiny_config(), tmp_path / "run", machine_profile).ledger
+    assert run.lines == []
+    assert "peak_bytes" not in run.totals
+    by_name = {line.component: line.bytes for line in run.memory}
+    assert by_name["activations"] is None and by_name["gradients"] is None
+    assert by_name["weights"] is not None
+
+
+# -- clock -------------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_adds_phases_and_keeps_what_is_left_over() -> None:
+    clock = StepClock()
+    work = torch.randn(200, 200)
+    with clock.step() as times:
+        for _ in range(3):
+            with clock.phase(Phase.FORWARD):
+                work @ work
+        with clock.phase(Phase.BACKWARD):
+            work @ work
+    assert set(times.phase_seconds) == {Phase.FORWARD, Phase.BACKWARD}
+    assert times.unattributed_seconds == pytest.approx(times.wall_seconds - sum(times.phase_seconds.values()))
+    assert 0 <= times.unattributed_seconds < times.wall_seconds
+    with clock.step() as again:
+        pass
+    assert again.phase_seconds == {} and times.phase_seconds
+
+
+def test_a_phase_costs_next_to_nothing() -> None:
+    """Two readings of the clock: a step of milliseconds must not notice five of them."""
+    clock = StepClock()
+    import timeit
+
+    def once() -> None:
+        with clock.phase(Phase.HOST):
+            pass
+
+    assert min(timeit.repeat(once, number=200, repeat=7)) / 200 < 20e-6
+
+
+def test_typical_steps_leave_out_a_tenth_at_either_end() -> None:
+    steps = [StepTimes(float(n)) for n in range(1, 21)]
+    assert [step.wall_seconds for step in typical(steps)] == [float(n) for n in range(3, 19)]
+    assert typical([]) == []
+    assert [step.wall_seconds for step in typical(steps[:3])] == [1.0, 2.0, 3.0]
+
+
+# -- energy ------------------------------------------------------------------------------------------------------
+
+
+def rapl(folder: Path, packages: dict[str, int], limit: int = 1_000_000) -> None:
+    for name, energy in packages.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "max_energy_range_uj").write_text(f"{limit}\n")
+        (folder / name / "energy_uj").write_text(f"{energy}\n")
+
+
+def test_energy_sums_packages_and_survives_wrap_around(tmp_path: Path) -> None:
+    rapl(tmp_path, {"intel-rapl:0": 900_000, "intel-rapl:1": 0, "intel-rapl:0:0": 5})
+    meter = EnergyMeter(tmp_path)
+    assert meter.joules() == 0
+    rapl(tmp_path, {"intel-rapl:0": 100_000, "intel-rapl:1": 50_000, "intel-rapl:0:0": 999})
+    assert meter.joules() == pytest.approx(0.25)  # 0.2 J past the wrap, 0.05 J of the other package
+
+
+def test_no_counters_is_no_measurement(tmp_path: Path) -> None:
+    assert EnergyMeter(tmp_path).joules() is None

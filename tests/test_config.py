@@ -1,0 +1,151 @@
+"""One configuration: from TOML, from --set, from a catalogued model; out again, and back the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ironlaw.config import RunConfig, build_config, load_config
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+
+MODEL = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 300, "context": 16}
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
+
+
+def write(folder: Path, text: str = "") -> Path:
+    path = folder / "config.toml"
+    path.write_text(text or RunConfig(model=ModelConfig(**MODEL)).to_toml(), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_load(path: Path) -> None:
+    assert load_config(path).model.parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"model": MODEL | {"hiden": 3}}, "unknown key model.hiden: did you mean model.hidden?"),
+        ({"model": MODEL, "train": {"learning_rate": 1}}, "unknown key train.learning_rate"),
+        ({"model": MODEL, "train": {"micro_bach": 1}}, "did you mean train.micro_batch"),
+        ({"model": MODEL, "trian": {}}, "unknown section trian: did you mean train?"),
+        ({"model": {"name": "gpt2", "contxt": 3}}, "unknown key model.contxt: did you mean model.context?"),
+        ({"model": {"name": "gpt3"}}, "unknown model 'gpt3': did you mean gpt2"),
+        ({}, "has no [model] table"),
+        ({"model": "gpt2"}, "model must be a table"),
+        ({"model": {"layers": 2}}, "model.hidden is missing"),
+        ({"model": MODEL, "train": 3}, "train = 3: input should be"),
+        ({"model": MODEL, "train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
+        ({"model": MODEL, "train": {"steps": 1.5}}, "train.steps = 1.5"),
+        ({"model": MODEL, "train": {"precision": "fp8"}}, "'auto', 'fp32' or 'bf16'"),
+        ({"model": MODEL | {"heads": 5}}, "use heads = 4 or give head_size"),
+        ({"model": MODEL | {"heads": 8, "kv_heads": 3}}, "use kv_heads = 2"),
+        ({"model": {"name": "gpt2", "layers": -1}}, "model.layers = -1: input should be greater than 0"),
+        ({"model": {"name": "gpt2", "heads": 7}}, "hidden = 768 is not divisible by heads = 7: use heads = 6"),
+        ({"model": MODEL | {"positions": "rope", "head_size": 5}}, "even head size"),
+        ({"model": MODEL, "train": {"global_batch": 8, "micro_batch": 3}}, "use train.global_batch = 9"),
+        ({"model": MODEL, "train": {"sequence": 17}}, "use train.sequence = 16 or a larger model.context"),
+    ],
+)
+def test_every_mistake_has_one_line_that_says_what_to_write(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        build_config(document)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no config file at"):
+        load_config(tmp_path / "nothing.toml")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(write(tmp_path, "[model\n"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.lr=3e-4", "train", "lr", 3e-4),
+        ("train.steps=7", "train", "steps", 7),
+        (" train.steps = 7", "train", "steps", 7),
+        ("data.path=./my texts", "data", "path", "./my texts"),
+        ('data.path="./quoted"', "data", "path", "./quoted"),
+        ("data.path=a=b", "data", "path", "a=b"),
+        ("data.path=2024", "data", "path", "2024"),  # a folder of that name
+        ("data.path=true", "data", "path", "true"),
+        ("data.mock=true", "data", "mock", True),
+        ("train.precision=bf16", "train", "precision", "bf16"),
+        ("model.tied=false", "model", "tied", False),
+        ("evaluation.every=0", "evaluation", "every", 0),
+    ],
+)
+def test_set(tmp_path: Path, override: str, section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load_config(write(tmp_path), [override]), section), key) == value
+
+
+def test_the_last_set_wins(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path), ["train.steps=3", "train.steps=4"]).train.steps == 4
+
+
+@pytest.mark.parametrize("override", ["train.lr", "lr=3", "train.=3", ".lr=3", "a.b.c=3", "=", ""])
+def test_set_of_another_form_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(UserError, match=r"is not section.key=value: write for example --set train.lr=3e-4"):
+        load_config(write(tmp_path), [override])
+
+
+def test_set_of_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"unknown key train.stps: did you mean train.steps"):
+        load_config(write(tmp_path), ["train.stps=3"])
+
+
+def test_set_cannot_smuggle_in_other_keys(tmp_path: Path) -> None:
+    """The value is one TOML value; text behind it makes it a plain string."""
+    with pytest.raises(UserError, match=r"train\.steps"):
+        load_config(write(tmp_path), ["train.steps=3\nvalue2 = 4"])
+
+
+def test_a_named_model_takes_overrides() -> None:
+    config = build_config({"model": {"name": "llama3-8b", "layers": 3, "context": 128}}).model
+    assert (config.layers, config.context, config.hidden, config.kv_heads) == (3, 128, 4096, 8)
+    assert config == ModelConfig.named("llama3-8b", layers=3, context=128)
+
+
+def test_a_name_of_ones_own_needs_no_catalog() -> None:
+    assert build_config({"model": MODEL | {"name": "mine"}}).model.name == "mine"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"model": MODEL},
+        {"model": {"name": "gpt2", "layers": 3}},
+        {"model": {"name": "llama3-8b"}},
+        {"model": {"name": "qwen3-8b", "layers": 1}},
+        {"model": {"name": "mistral-7b", "sliding_window": 128}},
+        {"model": MODEL, "data": {"path": 'a "quoted" \\ path', "seed": 3}, "train": {"micro_batch": 2, "clip": 0.5}},
+        {"model": MODEL, "checkpoint": {"every": 0}, "evaluation": {"batches": 1}},
+    ],
+)
+def test_to_toml_round_trip(tmp_path: Path, document: dict[str, Any]) -> None:
+    config = build_config(document)
+    path = write(tmp_path, config.to_toml())
+    assert load_config(path) == config
+    assert load_config(tmp_path) == config  # a run directory stands for its config
+
+
+def test_a_run_without_clipping_survives_its_own_config(tmp_path: Path) -> None:
+    config = build_config({"model": MODEL, "train": {"clip": float("inf")}})
+    assert load_config(write(tmp_path, config.to_toml())) == config
+
+
+def test_derived_figures() -> None:
+    config = build_config({"model": MODEL, "train": {"global_batch": 8, "micro_batch": 2, "sequence": 12}})
+    assert (config.micro_batch, config.accumulation, config.sequence, config.tokens_per_step) == (2, 4, 12, 96)
+    plain = build_config({"model": MODEL, "train": {"global_batch": 8}})
+    assert (plain.micro_batch, plain.accumulation, plain.sequence) == (8, 1, 16)
