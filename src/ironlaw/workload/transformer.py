@@ -144,8 +144,8 @@ def _norm_saved_bytes(shape: Shape, rows: int, width: int) -> int:
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
 
 
-def _norm(shape: Shape, name: str, group: str, repeat: int) -> list[Operation]:
-    """x (already held by the residual stream) to y; y is saved by the linear layer that reads it."""
+def _norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
+    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
     hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
     full, cast = tokens * hidden * FP32, tokens * hidden * w
     kernel = f"{shape.model.norm}_forward"
@@ -160,13 +160,13 @@ def _norm(shape: Shape, name: str, group: str, repeat: int) -> list[Operation]:
     return [
         norm,
         Operation(
-            f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+            f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
             elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
         ),
     ]  # fmt: skip
 
 
-def _norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual: bool) -> list[Operation]:
+def _norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
     """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
     hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
     full = tokens * hidden * FP32
@@ -174,7 +174,7 @@ def _norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual
     if shape.casts:
         operations.append(
             Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
+                f"{reader}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
                 bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
                 frees_temporary_bytes=tokens * hidden * w,
             )
@@ -336,7 +336,7 @@ def _block(shape: Shape) -> list[Operation]:
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
-    operations = _norm(shape, "attention_norm", "block", layers)
+    operations = _norm(shape, "attention_norm", "block", layers, reader="qkv")
     operations += _linear(shape, "qkv", "block", layers, model.hidden, qkv, keep=True, bias=model.has_qkv_bias)
     if model.qk_norm:
         operations.append(
@@ -355,7 +355,7 @@ def _block(shape: Shape) -> list[Operation]:
         shape, "attention_out", "block", layers, model.query_size, model.hidden, keep=False, bias=model.bias
     )
     operations.append(_residual(shape, layers))
-    operations += _norm(shape, "ffn_norm", "block", layers)
+    operations += _norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
     if model.gated_ffn:
         operations += _linear(
             shape, "ffn_gate", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias
@@ -367,7 +367,7 @@ def _block(shape: Shape) -> list[Operation]:
     operations.append(_elementwise(shape, "activation", f"{model.activation}_forward", ffn, 2, saved=ffn * w))
     if model.gated_ffn:
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
-            operations.append(_elementwise(shape, "ffn_norm_cast", "cast", tokens * model.hidden, 3, saved=normed))
+            operations.append(_elementwise(shape, "ffn_up_cast", "cast", tokens * model.hidden, 3, saved=normed))
         operations += _linear(
             shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias
         )
@@ -425,7 +425,7 @@ def _block_backward(shape: Shape) -> list[Operation]:
                 shape, "ffn_norm", "add_in_place", tokens * model.hidden, 3, backward=True, frees_temporary=normed
             )
         )
-    operations += _norm_backward(shape, "ffn_norm", "block", layers, residual=True)
+    operations += _norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
     if shape.casts:
         operations.append(_cast_gradient(shape))
     operations += _linear_backward(
@@ -457,7 +457,7 @@ def _block_backward(shape: Shape) -> list[Operation]:
     operations += _linear_backward(
         shape, "qkv", "block", layers, model.hidden, qkv, frees=normed, bias=model.has_qkv_bias
     )
-    operations += _norm_backward(shape, "attention_norm", "block", layers, residual=True)
+    operations += _norm_backward(shape, "attention_norm", "block", layers, reader="qkv", residual=True)
     return operations
 
 
@@ -475,7 +475,7 @@ def _cast_gradient(shape: Shape) -> Operation:
 def _head(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     logits = tokens * model.vocab
-    operations = _norm(shape, "final_norm", "head", 1)
+    operations = _norm(shape, "final_norm", "head", 1, reader="head")
     operations += _linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=False)
     if shape.casts:
         operations.append(
@@ -515,7 +515,7 @@ def _head_backward(shape: Shape) -> list[Operation]:
     operations += _linear_backward(
         shape, "head", "head", 1, model.hidden, model.vocab, frees=tokens * model.hidden * w, bias=False
     )
-    operations += _norm_backward(shape, "final_norm", "head", 1, residual=False)
+    operations += _norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)
     return operations
 
 
