@@ -23,6 +23,7 @@ from torch.autograd.profiler import record_function
 from ironlaw.ledger import Kind, Line, Origin, Phase
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+_PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
@@ -203,7 +204,7 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             continue
         key = (span.phase, *_classify(span))
         nanoseconds[key][step] += span.self_ns
-        counts[key] += 1
+        counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
     return [
         Line(*key, count=round(counts[key] / steps), seconds=median(times) / 1e9, origin=Origin.MEASURED)
         for key, times in sorted(nanoseconds.items())
@@ -217,7 +218,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
-    if operation == "copy_" and span.inside == "aten::addmm":
+    if operation == "copy_" and span.inside == _PRODUCT_WITH_BIAS:
         return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
     if span.scope in _OWN_WORK:
