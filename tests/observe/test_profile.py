@@ -45,17 +45,11 @@ def keys(ledger: Ledger) -> dict[tuple[Phase, Kind, str], float]:
 
 def test_every_planned_operation_is_found_and_nothing_large_besides(ledgers: tuple[Ledger, Ledger]) -> None:
     plan, run = (keys(ledger) for ledger in ledgers)
-    compute = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-    planned = sum(seconds for key, seconds in plan.items() if key[0] in compute)
-    for key, seconds in plan.items():
-        if key[0] in compute and seconds > 0.01 * planned:
-            assert key in run, f"planned and never measured: {key}, {seconds / planned:.1%}"
+    assert set(plan) <= set(run), "planned and never measured"
+    # What is measured under no name of the plan: the scaling of the loss, some copies.
     measured = sum(run.values())
-    for key, seconds in run.items():
-        if seconds > 0.03 * measured:
-            assert key in plan, f"measured and never planned: {key}, {seconds / measured:.1%}"
-    # What has no name of the plan is little altogether.
-    assert sum(s for key, s in run.items() if key not in plan) < 0.1 * measured
+    unnamed = {key: f"{seconds / measured:.2%}" for key, seconds in run.items() if key not in plan}
+    assert sum(run[key] for key in unnamed) < 0.02 * measured, unnamed
 
 
 def test_lines_stay_within_their_phases(ledgers: tuple[Ledger, Ledger]) -> None:
@@ -102,9 +96,7 @@ def test_accumulation_is_observed_as_planned(
 ) -> None:
     config = tiny_config(GPT, train={"steps": 14, "profile_steps": 3, "micro_batch": micro_batch})
     plans: list[Ledger] = []
-    run = run_training(
-        config, tmp_path / "run", machine_profile, planned=lambda plan, data: plans.append(plan)
-    ).ledger
+    run = run_training(config, tmp_path / "run", machine_profile, planned=lambda plan, data: plans.append(plan)).ledger
     assert plans[0].totals["peak_bytes"].value == pytest.approx(run.totals["peak_bytes"].value, rel=0.02)
     lines = list(run.select(phase=Phase.BACKWARD, operation="accumulate"))
     assert bool(lines) == (micro_batch == 2)

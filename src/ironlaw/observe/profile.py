@@ -20,9 +20,9 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Kind, Line, Origin, Phase
-from ironlaw.model.transformer import Attention
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+_PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
@@ -34,10 +34,24 @@ _KINDS = {
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 
+# What touches no data: views, allocations and the outer layers of composed operations. Their time is the host's.
+_NO_WORK = frozenset({
+    "alias", "as_strided", "chunk", "cross_entropy_loss", "detach", "dropout", "empty", "empty_like", "empty_strided",
+    "expand", "flatten", "layer_norm", "linear", "matmul", "narrow", "reshape", "resize_", "resolve_conj",
+    "resolve_neg", "result_type", "rms_norm", "select", "slice", "split", "split_with_sizes", "t", "to", "_to_copy",
+    "transpose", "unflatten", "unsafe_split", "_unsafe_view", "unsqueeze", "view", "view_as", "zeros", "zeros_like",
+})  # fmt: skip
+_LINEARS = frozenset({"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head"})
+# Backward nodes of a container that belong to one of its operations.
+_NODE_SCOPES = {
+    ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
+    ("Transformer", "AddBackward0"): "positions",
+    ("Transformer", "SliceBackward0"): "positions",
+}
+
 # Where a module computes something itself, outside its named children.
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
-    "Attention": {Kind.ATTENTION: "attention", None: "qkv"},  # gathering the gradients of query, key and value
-    "RotaryAttention": {Kind.ATTENTION: "attention", None: "rotary"},
+    "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
     "FeedForward": {None: "activation"},
     "Block": {None: "residual"},
     "Transformer": {Kind.EMBEDDING: "positions", Kind.LOSS: "loss", None: "loss"},
@@ -54,6 +68,7 @@ class Span:
     sequence: int
     self_ns: int = 0
     scope: str = ""
+    inside: str = ""  # name of the span around it
     phase: Phase | None = None
 
 
@@ -99,10 +114,8 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     for path, module in model.named_modules():
         parts = path.split(".")
         leaf = parts[-1]
-        kind = type(module).__name__
-        if kind in _OWN_WORK:
-            rotary = isinstance(module, Attention) and module.config.positions == "rope"
-            names[module] = "RotaryAttention" if rotary else kind
+        if type(module).__name__ in _OWN_WORK:
+            names[module] = type(module).__name__
         elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
             parent = parts[-2] if len(parts) > 1 else ""
             name = {"query_norm": "qk_norm", "key_norm": "qk_norm"}.get(leaf, leaf)
@@ -163,13 +176,14 @@ def _nest(spans: list[Span]) -> None:
         span.self_ns = span.end_ns - span.start_ns
         if parent is not None:
             parent.self_ns -= span.self_ns
-            span.scope, span.phase = parent.scope, parent.phase
+            span.scope, span.phase, span.inside = parent.scope, parent.phase, parent.name
         if span.name.startswith(PHASE_SCOPE):
             span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
         elif span.name.startswith(MODULE_SCOPE):
             span.scope = span.name.removeprefix(MODULE_SCOPE)
         elif span.name.startswith(_BACKWARD_NODE):
-            span.scope = forward_scope.get(span.sequence, "")
+            scope, node = forward_scope.get(span.sequence, ""), span.name.removeprefix(_BACKWARD_NODE)
+            span.scope = _NODE_SCOPES.get((scope, node), scope)
             if "AccumulateGrad" in span.name:
                 span.scope = "accumulate"
         elif span.phase is Phase.FORWARD and span.sequence >= 0:
@@ -192,7 +206,7 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             continue
         key = (span.phase, *_classify(span))
         nanoseconds[key][step] += span.self_ns
-        counts[key] += 1
+        counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
     return [
         Line(*key, count=round(counts[key] / steps), seconds=min(times) / 1e9, origin=Origin.MEASURED)
         for key, times in sorted(nanoseconds.items())
@@ -202,31 +216,54 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
     operation = span.name.removeprefix("aten::")
-    if span.phase is Phase.OPTIMIZER:
-        if operation == span.name and operation not in _KIND_OF:
-            return Kind.HOST, "dispatch"
+    if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
-    if operation == span.name:  # not a PyTorch operation: Python, module calls, the autograd engine
+    if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
+    if operation == "copy_" and span.inside == _PRODUCT_WITH_BIAS:
+        return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    if span.scope in _OWN_WORK:
+        return _own_work(span, kind, operation)
+    if kind is Kind.ELEMENTWISE:
+        return _elementwise(span, operation)
+    return kind, span.scope or "other"
+
+
+def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
+    """What a container computes outside its named children."""
+    own = _OWN_WORK[span.scope]
+    if span.scope == "FeedForward" and operation.startswith("mul"):
+        return kind, "gate_product"
+    if span.scope == "Block" and span.phase is Phase.BACKWARD and _is_cast(span, operation):
+        return kind, "residual_cast"
+    if span.scope == "Transformer":
+        if kind is Kind.EMBEDDING or operation == "add":
+            return Kind.EMBEDDING, "positions"
+        return Kind.LOSS, "loss"
+    return kind, own.get(kind, own[None])
+
+
+def _elementwise(span: Span, operation: str) -> tuple[Kind, str]:
+    """Work without a kind of its own, by the module it happens in."""
     scope = span.scope
-    if scope in _OWN_WORK:
-        own = _OWN_WORK[scope]
-        if scope == "RotaryAttention" and span.phase is Phase.BACKWARD and operation == "cat":
-            return kind, "qkv"
-        if scope == "FeedForward" and operation.startswith("mul"):
-            return kind, "gate_product"
-        name = own.get(kind, own[None])
-        if scope == "Transformer":
-            return (Kind.LOSS, "loss") if kind is not Kind.EMBEDDING and operation != "add" else (
-                Kind.EMBEDDING, "positions"
-            )  # fmt: skip
-        return kind, name
-    if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm") and kind is Kind.ELEMENTWISE:
-        return (Kind.NORM, scope) if operation not in ("copy_", "add_", "_to_copy") else (kind, scope)
-    if scope in ("embedding", "positions") and kind is Kind.ELEMENTWISE:
-        kind = Kind.EMBEDDING
-    return kind, scope or "other"
+    # Where two gradients of one tensor meet, the engine adds them in the node that delivers the second.
+    gradients_meet = span.phase is Phase.BACKWARD and operation in ("add", "add_")
+    if scope in ("embedding", "positions"):
+        return Kind.EMBEDDING, scope
+    if scope in _LINEARS:
+        if _is_cast(span, operation):
+            return Kind.ELEMENTWISE, f"{scope}_cast"
+        return Kind.ELEMENTWISE, "ffn_norm" if gradients_meet and scope in ("ffn_gate", "ffn_up") else scope
+    if scope in ("attention_norm", "ffn_norm") and gradients_meet:
+        return Kind.ELEMENTWISE, "residual"
+    if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm"):
+        return Kind.NORM, scope
+    return Kind.ELEMENTWISE, scope or "other"
+
+
+def _is_cast(span: Span, operation: str) -> bool:
+    return operation == "copy_" and span.inside == "aten::_to_copy"
 
 
 def _find_peak(recorded: Any, spans: list[Span], gradient_pointers: set[int], result: StepProfile) -> None:

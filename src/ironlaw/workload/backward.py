@@ -33,7 +33,7 @@ def head_backward(shape: Shape) -> list[Operation]:
     operations += linear_backward(
         shape, "head", "head", 1, model.hidden, model.vocab, frees=tokens * model.hidden * w, bias=False
     )
-    operations += norm_backward(shape, "final_norm", "head", 1, residual=False)
+    operations += norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)
     return operations
 
 
@@ -47,7 +47,7 @@ def block_backward(shape: Shape) -> list[Operation]:
     cast_dy = tokens * model.hidden * w if shape.casts or model.dropout else 0
     operations = []
     if shape.casts:
-        operations.append(cast_gradient(shape, "ffn_down"))
+        operations.append(cast_gradient(shape))
     operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "ffn_down", "block", layers, model.ffn_size, model.hidden,
@@ -86,9 +86,9 @@ def block_backward(shape: Shape) -> list[Operation]:
                 shape, "ffn_norm", "add_in_place", tokens * model.hidden, 3, backward=True, frees_temporary=normed
             )
         )
-    operations += norm_backward(shape, "ffn_norm", "block", layers, residual=True)
+    operations += norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
     if shape.casts:
-        operations.append(cast_gradient(shape, "attention_out"))
+        operations.append(cast_gradient(shape))
     operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "attention_out", "block", layers, model.query_size, model.hidden,
@@ -119,7 +119,7 @@ def block_backward(shape: Shape) -> list[Operation]:
     operations += linear_backward(
         shape, "qkv", "block", layers, model.hidden, qkv, frees=normed, bias=model.has_qkv_bias
     )
-    operations += norm_backward(shape, "attention_norm", "block", layers, residual=True)
+    operations += norm_backward(shape, "attention_norm", "block", layers, reader="qkv", residual=True)
     return operations
 
 
@@ -192,7 +192,7 @@ def linear_backward(
     if shape.casts:
         operations.append(
             Operation(
-                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
+                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
                 elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
                 gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
             )
@@ -200,7 +200,7 @@ def linear_backward(
     return operations
 
 
-def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual: bool) -> list[Operation]:
+def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
     """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
     hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
     full = tokens * hidden * FP32
@@ -208,7 +208,7 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual:
     if shape.casts:
         operations.append(
             Operation(
-                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
+                f"{reader}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
                 bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
                 frees_temporary_bytes=tokens * hidden * w,
             )
@@ -233,9 +233,9 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, residual:
     return operations
 
 
-def cast_gradient(shape: Shape, name: str) -> Operation:
+def cast_gradient(shape: Shape) -> Operation:
     elements = shape.tokens * shape.model.hidden
     return Operation(
-        name, Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
+        "residual_cast", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
         bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
     )  # fmt: skip

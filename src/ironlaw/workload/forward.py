@@ -45,7 +45,7 @@ def block(shape: Shape) -> list[Operation]:
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
-    operations = norm(shape, "attention_norm", "block", layers)
+    operations = norm(shape, "attention_norm", "block", layers, reader="qkv")
     operations += linear(
         shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias
     )
@@ -75,7 +75,7 @@ def block(shape: Shape) -> list[Operation]:
         operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
     operations += dropout(shape, Phase.FORWARD)
     operations.append(residual(shape, layers))
-    operations += norm(shape, "ffn_norm", "block", layers)
+    operations += norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
     if model.gated_ffn:
         operations += linear(
             shape, "ffn_gate", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias
@@ -85,7 +85,7 @@ def block(shape: Shape) -> list[Operation]:
     operations.append(elementwise(shape, "activation", f"{model.activation}_forward", ffn, 2, saved=ffn * w))
     if model.gated_ffn:
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
-            operations.append(elementwise(shape, "ffn_up", "cast", tokens * model.hidden, 3, saved=normed))
+            operations.append(elementwise(shape, "ffn_up_cast", "cast", tokens * model.hidden, 3, saved=normed))
         operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
         operations.append(elementwise(shape, "gate_product", "multiply", ffn, 3, saved=ffn * w))
     operations += linear(shape, "ffn_down", "block", layers, model.ffn_size, model.hidden, keep=False, bias=model.bias)
@@ -97,7 +97,7 @@ def block(shape: Shape) -> list[Operation]:
 def head(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     logits = tokens * model.vocab
-    operations = norm(shape, "final_norm", "head", 1)
+    operations = norm(shape, "final_norm", "head", 1, reader="head")
     operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=False)
     if shape.casts:
         operations.append(
@@ -130,7 +130,7 @@ def linear(
         weights = inputs * outputs
         operations.append(
             Operation(
-                name, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+                f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
                 elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
             )
         )  # fmt: skip
@@ -147,8 +147,8 @@ def linear(
     return operations
 
 
-def norm(shape: Shape, name: str, group: str, repeat: int) -> list[Operation]:
-    """x (already held by the residual stream) to y; y is saved by the linear layer that reads it."""
+def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
+    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
     hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
     full, cast = tokens * hidden * FP32, tokens * hidden * w
     kernel = f"{shape.model.norm}_forward"
@@ -163,7 +163,7 @@ def norm(shape: Shape, name: str, group: str, repeat: int) -> list[Operation]:
     return [
         norm,
         Operation(
-            name, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+            f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
             elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
         ),
     ]  # fmt: skip

@@ -1,0 +1,115 @@
+"""The plan of a run on a machine: it adds up, follows the machine, and its interval follows the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger, Phase
+from ironlaw.machine.profile import MatmulFit, Profile
+from ironlaw.plan import record
+from ironlaw.plan.estimate import choose_precision, fits, plan_run
+
+Config = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def plan(tiny_config: Config, machine_profile: Profile, user_cache: Path) -> Callable[..., Ledger]:
+    return lambda *args, **sections: plan_run(tiny_config(*args, **sections), machine_profile)
+
+
+def test_totals_are_the_sums_of_the_table(plan: Callable[..., Ledger]) -> None:
+    ledger = plan()
+    assert ledger.totals["step_seconds"].value == pytest.approx(sum(line.seconds or 0 for line in ledger.lines))
+    assert ledger.totals["peak_bytes"].value == sum(ledger.memory_bytes().values())
+    assert ledger.totals["flops_per_step"].value == ledger.flops()
+    assert sum(ledger.seconds_by_phase().values()) == pytest.approx(ledger.totals["step_seconds"].value)
+    assert set(ledger.seconds_by_phase()) == {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
+    keys = [(line.phase, line.kind, line.operation) for line in ledger.lines]
+    assert len(keys) == len(set(keys))
+
+
+def test_accumulation_does_the_same_work_in_less_memory(plan: Callable[..., Ledger]) -> None:
+    whole, parts = plan(), plan(train={"micro_batch": 2})
+    assert parts.totals["flops_per_step"].value == whole.totals["flops_per_step"].value
+    assert parts.memory_bytes()["activations"] < whole.memory_bytes()["activations"] / 2
+    one, four = (next(ledger.select(operation="qkv", phase=Phase.FORWARD)).count for ledger in (whole, parts))
+    assert one is not None and four == 4 * one
+
+
+def test_a_slower_machine_takes_longer(tiny_config: Config, machine_profile: Profile, user_cache: Path) -> None:
+    config = tiny_config()
+    plain = plan_run(config, machine_profile).totals["step_seconds"].value
+    disturbed = replace(machine_profile, interference={"compute": [2.0], "memory": [2.0]})
+    undisturbed = replace(machine_profile, interference={"compute": [1.0], "memory": [1.0]})
+    slow, fast = (plan_run(config, profile).totals["step_seconds"].value for profile in (disturbed, undisturbed))
+    assert slow == pytest.approx(2 * fast, rel=0.01)
+    assert fast < plain < slow
+
+
+def test_precision_is_chosen_by_time_and_only_for_a_clear_gain(
+    tiny_config: Config, machine_profile: Profile, user_cache: Path
+) -> None:
+    config = tiny_config({"hidden": 512}, train={"precision": "auto", "global_batch": 64})
+    assert choose_precision(config, machine_profile).value == "fp32"  # no gain
+
+    def faster(fit: MatmulFit) -> MatmulFit:
+        names = ("fixed_seconds", "seconds_per_flop", "per_m", "per_n", "per_k")
+        return replace(fit, **{name: getattr(fit, name) / 20 for name in names})
+
+    bf16 = {kernel: faster(fit) for kernel, fit in machine_profile.matmul["bf16"].items()}
+    fast = replace(machine_profile, matmul=machine_profile.matmul | {"bf16": bf16})
+    choice = choose_precision(config, fast)
+    assert choice.value == "bf16" and "fp32" in choice.reason
+    wanted = tiny_config(train={"precision": "bf16"})
+    assert choose_precision(wanted, machine_profile).reason == "train.precision in the config"
+
+
+def test_fits_compares_the_process_with_the_memory(
+    tiny_config: Config, machine_profile: Profile, user_cache: Path
+) -> None:
+    ledger = plan_run(tiny_config(), machine_profile)
+    needed = ledger.totals["resident_bytes"].value
+    assert needed == ledger.totals["peak_bytes"].value + machine_profile.runtime_bytes
+    for memory, answer in ((needed + 1, True), (needed - 1, False)):
+        assert fits(plan_run(tiny_config(), replace(machine_profile, memory_bytes=int(memory)))) is answer
+
+
+def test_other_threads_than_measured_are_refused(
+    tiny_config: Config, machine_profile: Profile, user_cache: Path
+) -> None:
+    with pytest.raises(UserError, match="ironlaw measure --threads 3"):
+        plan_run(tiny_config(train={"threads": 3}), machine_profile)
+
+
+def test_the_interval_is_learned_from_ones_own_runs(plan: Callable[..., Ledger]) -> None:
+    before = plan().totals["step_seconds"]
+    assert (before.low, before.high) == pytest.approx((0.88 * before.value, 1.15 * before.value))
+    for number in range(11):
+        record.remember("2026", planned_seconds=1.0, measured_seconds=1.0 + number / 100, run=f"run{number}")
+    after = plan().totals["step_seconds"]
+    assert after.value == before.value
+    assert (after.low, after.high) == pytest.approx((after.value, 1.09 * after.value))
+    assert "11 past runs" in after.basis
+
+
+def test_a_few_runs_are_not_enough_and_torn_lines_are_none(user_cache: Path, machine_profile: Profile) -> None:
+    record.remember("2026", 1.0, 5.0, "run")
+    with record.record_path().open("a", encoding="utf-8") as file:
+        file.write('{"planned_step_seconds": 0, "measured_step_seconds": 1}\n{"plan\n\n')
+    assert record.past_ratios() == [5.0]
+    assert record.time_interval(machine_profile)[:2] == (record.DEFAULT_LOW, record.DEFAULT_HIGH)
+
+
+def test_energy_is_a_range_of_a_known_processor_and_absent_for_another(
+    tiny_config: Config, machine_profile: Profile, user_cache: Path
+) -> None:
+    energy = plan_run(tiny_config(), machine_profile).totals["energy_joules"]
+    assert energy.low is not None and energy.high is not None and energy.low < energy.value < energy.high
+    unknown = replace(machine_profile, name="Abacus 3000")
+    assert "energy_joules" not in plan_run(tiny_config(), unknown).totals
