@@ -67,10 +67,7 @@ def matmul_records(folder: Path, only: str | None) -> list[Record]:
         if only and generation != only:
             continue
         # one library version was much slower on B300's block-scaled fp8 than all later ones: held out
-        old = [
-            generation == "blackwell_ultra" and key == "fp8_block/sglang" and "0.5.10" in s
-            for s in table.source
-        ]
+        old = [generation == "blackwell_ultra" and key == "fp8_block/sglang" and "0.5.10" in s for s in table.source]
         current = table.pick(~np.array(old))
         held = current.held_out()
         train, test = subsample(current.pick(~held)), current.pick(held)
@@ -103,9 +100,7 @@ def predict_attention(table: Table, constants: AttentionConstants) -> Array:
     """Seconds of every row of an attention table: causal, forward, half precision."""
 
     def one(part: Table, name: str) -> Array:
-        return np.asarray(
-            attention_seconds(**part.columns, hardware=device(name, attention={"trial": constants}))
-        )
+        return np.asarray(attention_seconds(**part.columns, hardware=device(name, attention={"trial": constants})))
 
     return by_accelerator(table, one)
 
@@ -136,9 +131,7 @@ def attention_records(folder: Path, only: str | None) -> list[Record]:
     tables, dropped = attention_tables(folder)
     print("attention rows above peak:", dropped)
     softmax: dict[str, float] = {}  # kernels measured at both head sizes first, others take their value
-    for (generation, kernel), table in sorted(
-        tables.items(), key=lambda item: -len(set(item[1].columns["head_size"]))
-    ):
+    for (generation, kernel), table in sorted(tables.items(), key=lambda item: -len(set(item[1].columns["head_size"]))):
         if only and generation != only:
             continue
         held = table.held_out()

@@ -85,9 +85,7 @@ def collective_records(folder: Path, only: str | None) -> tuple[list[Record], li
         if noisy.any():
             rest = table.pick(noisy)
             record.transfer = {
-                "CUDA graph": float(
-                    np.median(np.abs(predict_collectives(rest, constants) / rest.seconds - 1))
-                )
+                "CUDA graph": float(np.median(np.abs(predict_collectives(rest, constants) / rest.seconds - 1)))
             }
         records.append(record)
         if len(rack.seconds):

@@ -148,9 +148,7 @@ def matmul_tables(folder: Path) -> dict[tuple[str, str], Table]:
         key = dtype if dtype == "bf16" else f"{dtype}/{library}"
         shape = {k: float(row[k]) for k in ("m", "n", "k")}
         generation = REFERENCES[row["accelerator"]].generation
-        groups[generation, key].append(
-            (shape, float(row["time_ms"]) / 1e3, row["accelerator"], row["source"])
-        )
+        groups[generation, key].append((shape, float(row["time_ms"]) / 1e3, row["accelerator"], row["source"]))
     return {key: _table("/".join(key), rows) for key, rows in sorted(groups.items())}
 
 
@@ -163,9 +161,7 @@ def attention_tables(folder: Path) -> tuple[dict[tuple[str, str], Table], int]:
         if float(row["causal_tflops"]) > reference.tflops["bf16"]:
             dropped += 1
             continue
-        kernel = {"torch_flow": "trtllm", "vllm_flash_attn": "flash_attention"}.get(
-            row["kernel"], row["kernel"]
-        )
+        kernel = {"torch_flow": "trtllm", "vllm_flash_attn": "flash_attention"}.get(row["kernel"], row["kernel"])
         names = {
             "batch": "batch",
             "seq": "sequence",
@@ -175,9 +171,7 @@ def attention_tables(folder: Path) -> tuple[dict[tuple[str, str], Table], int]:
         }
         shape = {new: float(row[old]) for old, new in names.items()}
         source = f"{row['framework']} {row['source']}"
-        groups[reference.generation, kernel].append(
-            (shape, float(row["time_ms"]) / 1e3, row["accelerator"], source)
-        )
+        groups[reference.generation, kernel].append((shape, float(row["time_ms"]) / 1e3, row["accelerator"], source))
     return {key: _table("/".join(key), rows) for key, rows in sorted(groups.items())}, dropped
 
 
@@ -206,9 +200,7 @@ def collective_rows(folder: Path) -> tuple[Table, Table, dict[str, int]]:
         if row["n_nodes"] == "1" or (accelerator == "GB200" and n <= 72):
             inside.append((values, seconds, accelerator, source))
             continue
-        names = [
-            name for name, (words, _) in NETWORKS.items() if any(w in row["interconnect"] for w in words)
-        ]
+        names = [name for name, (words, _) in NETWORKS.items() if any(w in row["interconnect"] for w in words)]
         if "EKS" in row["source"]:
             left["network libraries of 2023, twice as slow as the same machines later"] += 1
             continue
@@ -220,9 +212,7 @@ def collective_rows(folder: Path) -> tuple[Table, Table, dict[str, int]]:
     return _table("island", inside), _table("network", between), dict(left)
 
 
-KIND_INDEX = {
-    k: i for i, k in enumerate(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"))
-}
+KIND_INDEX = {k: i for i, k in enumerate(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"))}
 
 
 def streaming_rows(folder: Path) -> tuple[Table, int]:

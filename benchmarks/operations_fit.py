@@ -51,9 +51,7 @@ def fit(
     return at(best.x)
 
 
-def device(
-    name: str, matmul: Mapping[str, Any] | None = None, attention: Mapping[str, Any] | None = None
-) -> Hardware:
+def device(name: str, matmul: Mapping[str, Any] | None = None, attention: Mapping[str, Any] | None = None) -> Hardware:
     """A reference accelerator carrying trial constants."""
     reference = REFERENCES[name]
     efficiency = Efficiency(reference.generation, matmul or {}, attention or {}, "trial", NO_STREAM, None)
@@ -77,9 +75,7 @@ def subsample(table: Table, rows: int = MAX_ROWS) -> Table:
     return table.pick(keep)
 
 
-def transfer(
-    table: Table, learn: Callable[[Table], Any], predict: Callable[[Table, Any], Array]
-) -> dict[str, float]:
+def transfer(table: Table, learn: Callable[[Table], Any], predict: Callable[[Table, Any], Array]) -> dict[str, float]:
     """Median absolute error on each source, and accelerator, when it took no part in the fit."""
     out = {}
     for column, names in (("source", table.source), ("accelerator", table.accelerator)):

@@ -98,9 +98,7 @@ def error_lines(records: list[Record]) -> list[str]:
     lines = []
     for operation in dict.fromkeys(r.operation for r in records):
         lines += ["", f"### {operation}", ""]
-        lines.append(
-            "| generation | group | accelerator | rows | in sample | held out | baseline | not in the fit |"
-        )
+        lines.append("| generation | group | accelerator | rows | in sample | held out | baseline | not in the fit |")
         lines.append("|---|---|---|---:|---:|---:|---:|---|")
         for r in (r for r in records if r.operation == operation):
             moved = ", ".join(f"{k} {100 * v:.1f}" for k, v in r.transfer.items())
@@ -151,9 +149,7 @@ def write_tomls(records: list[Record]) -> None:
     for generation in sorted({r.generation for r in records} | set(INHERITS)):
         mine = [r for r in [*records, *assumed] if r.generation == generation]
         lines = [f"# Constants of {generation}: written by benchmarks/fit_operations.py, do not edit."]
-        lines.append(
-            "# Fractions are of the nominal figures under [accelerators]; see docs/notes/operations.md."
-        )
+        lines.append("# Fractions are of the nominal figures under [accelerators]; see docs/notes/operations.md.")
         if generation in INHERITS:
             parent, note = INHERITS[generation]
             lines += [f'inherits = "{parent}"', f"inherits_note = {_value(note)}"]
@@ -163,9 +159,7 @@ def write_tomls(records: list[Record]) -> None:
         libraries.update({k: v for k, v in PREFERRED.items() if any(r.key == f"{k}/{v}" for r in mine)})
         lines += [f"default_library = {_value(libraries)}"] * bool(libraries)
         for r in mine:
-            title = {"matmul": f'matmul."{r.key}"', "attention": f"attention.{r.key}"}.get(
-                r.operation, r.operation
-            )
+            title = {"matmul": f'matmul."{r.key}"', "attention": f"attention.{r.key}"}.get(r.operation, r.operation)
             lines += _section(title, r)
         for name, reference in REFERENCES.items():
             if reference.generation == generation:
@@ -186,18 +180,14 @@ def assumed_records(records: list[Record]) -> list[Record]:
         ratio = rate / hopper_stream.constants.fraction["elementwise"]
         fraction = {k: v * ratio for k, v in hopper_stream.constants.fraction.items()}
         constants = replace(hopper_stream.constants, fraction=fraction)
-        note = (
-            "bandwidth seen in this generation's skinny matmuls; kinds of kernel relative to it as on Hopper"
-        )
+        note = "bandwidth seen in this generation's skinny matmuls; kinds of kernel relative to it as on Hopper"
         out.append(_assumed(hopper_stream, generation, constants, note, 0.25))
     racks = [r for r in records if r.operation == "collectives_nvl72"]
     for r in records:
         if r.operation == "collectives" and r.generation == "blackwell_ultra" and racks:
             constants = replace(r.constants, switch_fraction=racks[0].constants.switch_fraction)
             note = "in-switch share of GB200 in a rack of 72"
-            out.append(
-                replace(_assumed(r, r.generation, constants, note, 0.25), operation="collectives_nvl72")
-            )
+            out.append(replace(_assumed(r, r.generation, constants, note, 0.25), operation="collectives_nvl72"))
     constants = replace(hopper_matmul.constants, attainable_fraction=0.7, joules_per_flop=750 / 782e12)
     note = (
         "shape constants of Hopper; level from 781.9 TFLOP/s at 4096x10240x4864, ROCm 6.2, "

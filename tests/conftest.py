@@ -61,6 +61,7 @@ def build_profile(*, flops_per_second: float = 1e11, elements_per_second: float 
         attention={"fp32": attention, "bf16": attention},
         copy_bytes_per_second=2e10, small_operation_seconds=1e-6,
         tiny_block_seconds={"forward": 2e-4, "backward": 3e-4},
+        reference_step_seconds={"fp32": 0.0, "bf16": 0.0},  # no more than the sum of its kernels
         storage_bytes_per_second=5e8, tokenizer_tokens_per_second=1e6,
         interference={"compute": [1.0, 1.1, 1.2], "memory": [1.0, 1.05, 1.1]},
         probe={"compute": 3e-3, "memory": 5e-4},

@@ -80,3 +80,30 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 
 def signed_percent(fraction: float | None, digits: int = 1) -> str:
     return NOT_KNOWN if fraction is None else f"{100 * fraction:+.{digits}f}%"
+
+
+def dollars(value: float | None) -> str:
+    """US dollars: cents below 100, then whole, thousands and millions."""
+    if value is None:
+        return NOT_KNOWN
+    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"${_significant(value / factor)}{suffix}"
+    return f"${value:.2f}"
+
+
+def mass(kilograms: float | None) -> str:
+    """Kilograms below a tonne, tonnes above."""
+    if kilograms is None:
+        return NOT_KNOWN
+    return f"{_significant(kilograms)} kg" if abs(kilograms) < 1000 else f"{_significant(kilograms / 1000)} t"
+
+
+def tokens(value: float | None) -> str:
+    """Billions and trillions as people write them: 1.00T, 500B."""
+    if value is None:
+        return NOT_KNOWN
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{_significant(value / factor)}{suffix}"
+    return f"{value:.0f}"

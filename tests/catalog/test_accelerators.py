@@ -125,9 +125,7 @@ def test_ridge_points(name: str, ridge: int) -> None:
     assert round(peak(acc, "bf16").value / acc.memory_bytes_per_second.value) == ridge
 
 
-@pytest.mark.parametrize(
-    ("name", "rate"), [("a100-sxm-80gb", 300e9), ("h100-sxm-80gb", 450e9), ("b200-sxm", 900e9)]
-)
+@pytest.mark.parametrize(("name", "rate"), [("a100-sxm-80gb", 300e9), ("h100-sxm-80gb", 450e9), ("b200-sxm", 900e9)])
 def test_links_are_one_direction(name: str, rate: float) -> None:
     link = accelerator(name).link_bytes_per_second
     assert link is not None and link.value == rate

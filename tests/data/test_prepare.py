@@ -85,9 +85,7 @@ def test_a_second_run_reuses_and_a_fresh_one_repeats(
     assert again.reused and again.folder == dataset.folder and again.unigram_loss == dataset.unigram_loss
 
 
-def test_whatever_changes_the_tokens_changes_the_folder(
-    dataset: Dataset, config: DataConfig, tmp_path: Path
-) -> None:
+def test_whatever_changes_the_tokens_changes_the_folder(dataset: Dataset, config: DataConfig, tmp_path: Path) -> None:
     assert dataset.tokenizer_path is not None
     own = tmp_path / "tokenizer.json"
     shutil.copy(dataset.tokenizer_path, own)
@@ -219,9 +217,7 @@ def test_mock_data_needs_no_files(tmp_path: Path) -> None:
     mock = prepare(DataConfig(mock=True, path="absent", cache=str(tmp_path / "c")), 1000)
     assert int(mock.train.max()) == 999 and mock.folder is None and not (tmp_path / "c").exists()
     assert mock.unigram_loss == pytest.approx(math.log(1000))
-    assert unigram_loss(mock.train[:100_000], mock.validation, 1000) == pytest.approx(
-        math.log(1000), rel=1e-2
-    )
+    assert unigram_loss(mock.train[:100_000], mock.validation, 1000) == pytest.approx(math.log(1000), rel=1e-2)
 
 
 def test_tokens_fit_their_type() -> None:

@@ -42,9 +42,7 @@ def test_pieces_have_the_tokens_of_the_whole_text(trained: tokenizers.Tokenizer)
     assert parts == trained.encode(text)
 
 
-def test_padding_and_truncation_of_a_foreign_file_are_undone(
-    trained: tokenizers.Tokenizer, tmp_path: Path
-) -> None:
+def test_padding_and_truncation_of_a_foreign_file_are_undone(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     foreign = Tokenizer.from_file(str(trained.path))

@@ -34,7 +34,7 @@ def matmul_fits(rate: float, dilution: float) -> dict[str, MatmulFit]:
 
 
 def make_profile(
-    *, bf16_factor: float = 1.0, attention: float = 2e-10, small: float = 1e-6, dilution: float = 1e-11
+    *, bf16_factor: float = 1.0, attention: float = 2e-9, small: float = 1e-6, dilution: float = 1e-11
 ) -> Profile:
     """A machine of 100 GFLOP/s (times the factor in bf16) that streams 10 Gelement/s."""
 
@@ -49,6 +49,7 @@ def make_profile(
         attention={"fp32": directions, "bf16": directions},
         copy_bytes_per_second=2e10, small_operation_seconds=small, storage_bytes_per_second=5e8,
         tokenizer_tokens_per_second=1e6, tiny_block_seconds={"forward": 1e-6, "backward": 1e-6},
+        reference_step_seconds={"fp32": 0.0, "bf16": 0.0},
         interference={"compute": [1.0], "memory": [1.0]},
     )  # fmt: skip
 

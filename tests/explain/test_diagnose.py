@@ -33,6 +33,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "evaluation_frequent": wall(evaluation=15.0),
     "checkpoint_frequent": wall(checkpoint=8.0),
     "off_plan": {"kinds": {"matmul": 1.4}},
+    "slower_throughout": {"kinds": dict.fromkeys(("matmul", "attention", "elementwise", "norm", "loss"), 1.6)},
     "precision": {"gains": {"precision": 0.4}},
 }
 
@@ -79,7 +80,7 @@ def test_streaming_binds_when_it_takes_the_most(plan: Ledger) -> None:
     profile = make_profile()
     for curves in profile.curves.values():
         for name, curve in curves.items():
-            curves[name] = type(curve)(curve.elements, tuple(60 * s for s in curve.seconds))
+            curves[name] = type(curve)(curve.elements, tuple(90 * s for s in curve.seconds))
     diagnosis = verdict(plan_run(make_config(), profile))
     assert diagnosis.findings[0].rule == "memory_bound" and "Memory traffic" in diagnosis.sentence
 

@@ -20,6 +20,8 @@ from ironlaw.errors import UserError
 VERBS = {
     "measure": "Find this machine's real ceilings: matmul, memory, attention, storage, tokenizer.",
     "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
+    "validate": "The planner's record on measured runs, yours or anybody's.",
+    "calibrate": "Fit the planner's constants to a handful of your own runs.",
     "train": "Train a config into a run directory, beside its plan.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "generate": "Continue a prompt with a trained run.",

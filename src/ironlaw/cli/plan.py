@@ -2,37 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import output, print_json
-from ironlaw.ledger import Ledger
+from ironlaw.cli.console import messages, output, print_json
+
+if TYPE_CHECKING:
+    from ironlaw.plan.answer import Answer
 
 
 def plan(
-    what: Annotated[str, typer.Argument(metavar="CONFIG|MODEL", help="A config file, or a catalogued model.")],
-    on: Annotated[str, typer.Option(help="this, h100-sxm-80gb, 64xh100-sxm-80gb, ...")] = "this",
+    what: Annotated[
+        str, typer.Argument(metavar="CONFIG|MODEL", help="A config file, a catalogued model, a Hugging Face config.")
+    ],
+    on: Annotated[str, typer.Option(help="this, h100-sxm-80gb, 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")] = "this",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
-    layout: Annotated[str | None, typer.Option(help='Such as "dp=8 zero=3 micro_batch=2".')] = None,
+    tokens: Annotated[str | None, typer.Option(help="To train on in all: 1T, 500B, 2e12.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimizer step.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp8, mxfp8; on this machine fp32, bf16.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Training framework whose constants are used.")] = None,
+    layout: Annotated[str | None, typer.Option(help='Planned as given, such as "dp=8 zero=3 micro_batch=2".')] = None,
+    emit: Annotated[
+        str | None, typer.Option(help="Print options for torchtitan, megatron, deepspeed, accelerate or ironlaw.")
+    ] = None,
+    price_per_hour: Annotated[float | None, typer.Option(min=0.0001, help="US dollars per accelerator-hour.")] = None,
+    grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
+    pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.request import plan_request
-    from ironlaw.report.terminal import show_plan, show_why
+    from ironlaw.plan.budget import Prices
+    from ironlaw.plan.request import Options, plan_request
+    from ironlaw.plan.work import Wishes
 
-    answer = plan_request(what, on=on, overrides=set_ or [], layout=layout)
+    options = Options(
+        Wishes(tokens, seq, global_batch, steps), precision, engine, layout, emit, Prices(price_per_hour, grid, pue)
+    )
+    answer = plan_request(what, on=on, overrides=set_ or [], options=options)
     if json:
-        print_json(plan_document(answer.ledger, answer.fits))
+        print_json(answer.to_json())
+    elif answer.fits and "emit" in answer.more:
+        _print_emitted(answer.more)
     else:
-        console = output()
-        show_plan(console, answer.ledger, answer.fits)
-        if why:
-            show_why(console, answer.ledger)
+        _show(answer, why)
     if not answer.fits:
         raise typer.Exit(1)
 
 
-def plan_document(ledger: Ledger, fits: bool) -> dict[str, object]:
-    """`fits` and the totals at the top, each {value, interval, origin, basis}; the whole ledger below."""
-    return {"fits": fits} | {name: e.to_json() for name, e in ledger.totals.items()} | {"ledger": ledger.to_json()}
+def _print_emitted(more: dict[str, Any]) -> None:
+    """Options alone on stdout, so that they can be sent to a file; what belongs to them on stderr."""
+    console = messages()
+    console.print(f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}")
+    for note in more["emit"]["notes"]:
+        console.print(note)
+    print(more["emit"]["text"], end="")
+
+
+def _show(answer: Answer, why: bool) -> None:
+    from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
+    from ironlaw.report.cluster_why import show_cluster_why
+    from ironlaw.report.terminal import show_plan, show_why
+
+    console = output()
+    if "cluster" not in answer.more:
+        show_plan(console, answer.ledger, answer.fits)
+        show_assumed(console, answer.more.get("assumed", []))
+        if why:
+            show_why(console, answer.ledger)
+        return
+    show_cluster_plan(console, answer.ledger, answer.fits, answer.more)
+    if why:
+        show_cluster_why(console, answer.ledger, answer.more)

@@ -9,6 +9,9 @@ from typing import Any
 from ironlaw.explain.gap import Gap, OperationRow
 from ironlaw.ledger import Kind, Ledger, Phase
 
+LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
+CLEARLY_OVER = 1.15  # times the plan
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -109,6 +112,21 @@ class Evidence:
             if row.measured is not None and row.planned is not None
         ]
         return max(both, key=lambda item: item[1] - item[2], default=None)
+
+    def slower_throughout(self) -> tuple[float, float] | None:
+        """(measured, planned at the machine's speed) seconds of the step when every kind that matters is over plan.
+
+        0 above the plan when some kind is not: then the cause is not the machine as a whole.
+        """
+        planned, speed = self.gap.step.planned, self.machine_speed or 1.0
+        if planned is None or self.step is None:
+            return None
+        large = [row for row in self.gap.kinds if (row.planned or 0.0) > LARGE_KIND * planned]
+        ratios = [row.measured * speed / row.planned for row in large if row.measured is not None and row.planned]
+        if not ratios:
+            return None
+        everywhere = len(ratios) >= 2 and min(ratios) > CLEARLY_OVER
+        return self.step, planned / speed if everywhere else self.step
 
     def slowest_of(self, bound: str) -> OperationRow | None:
         timed = [row for row in self.gap.operations if row.bound == bound and row.measured is not None]

@@ -49,6 +49,11 @@ def _off_plan(evidence: Evidence) -> float | None:
     return max(0.0, worst[1] - worst[2]) / evidence.step
 
 
+def _throughout(evidence: Evidence) -> float | None:
+    both = evidence.slower_throughout()
+    return None if both is None else max(0.0, both[0] - both[1]) / both[0]
+
+
 def _attention_excess(evidence: Evidence) -> float | None:
     return evidence.excess_share(Kind.ATTENTION, evidence.rate(Kind.MATMUL))
 
@@ -89,6 +94,15 @@ def _slow_machine_says(evidence: Evidence, value: float) -> Statement:
         f"The machine was slower than it typically is: the same kernels ran at "
         f"{units.percent(evidence.machine_speed, 0)} of the speed that was planned with.",
         [f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed"],
+    )
+
+
+def _throughout_says(evidence: Evidence, value: float) -> Statement:
+    measured, planned = evidence.slower_throughout() or (0.0, 1.0)
+    return (
+        f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
+        "kind of operation.",
+        [f"step {units.seconds(measured)}, planned {units.seconds(planned)} at the speed seen; every kind is over"],
     )
 
 
@@ -210,6 +224,11 @@ RULES: tuple[Rule, ...] = (
         "machine_slow", Axis.MACHINE, 0.07, _slowdown, _slow_machine_says,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
         "the plan already allows for the interference that is typical here; what is left over stays under 7%",
+    ),
+    Rule(
+        "slower_throughout", Axis.MACHINE, 0.15, _throughout, _throughout_says,
+        "look for other programs on the same cores (`top`), and for more threads than free cores",
+        "no single operation explains it, and it is more than what plan and machine vary by",
     ),
     Rule(
         "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"), _irregular_says,

@@ -31,7 +31,11 @@ def remember(profile: Profile, ratios: Iterable[dict[str, float]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for ratio in ratios:
-            entry = {"machine": profile.machine, "anchor": anchors(profile)} | ratio
+            entry = {
+                "machine": profile.machine,
+                "kernels": len(profile.best_seconds),
+                "anchor": anchors(profile),
+            } | ratio
             file.write(json.dumps(entry) + "\n")
 
 
@@ -47,7 +51,7 @@ def typical(profile: Profile) -> dict[str, float]:
     try:
         for text in history_path().read_text(encoding="utf-8").splitlines()[-ENTRIES_KEPT:]:
             entry = json.loads(text)
-            if entry["machine"] == profile.machine:
+            if (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds)):
                 # Its ratios are to the best that was known then; today's may be better.
                 seen.append({kind: entry[kind] * entry["anchor"][kind] / now[kind] for kind in KINDS})
     except (OSError, KeyError, json.JSONDecodeError):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ironlaw.machine.profile import TINY
+from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer, rotary_tables, rotate
 
@@ -212,6 +212,23 @@ def tiny_builder(layers: int, backward: bool) -> Call:
             model.zero_grad(set_to_none=True)
 
     return call
+
+
+def step_builder(dtype: torch.dtype) -> Call:
+    """A training step of REFERENCE, as the trainer takes it."""
+    model = Transformer(REFERENCE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, REFERENCE.vocab, (REFERENCE_BATCH, REFERENCE.context))
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 def matmul_builders(pool: Pool, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:

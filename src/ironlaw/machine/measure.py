@@ -32,6 +32,7 @@ from ironlaw.machine.kernels import (
     elementwise_builders,
     engine_builder,
     matmul_builders,
+    step_builder,
     tiny_builder,
     update_builder,
 )
@@ -55,15 +56,10 @@ MATMUL_SHAPES = (
     (2048, 2048, 512),
     (128, 128, 4096),
 )
-ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (32, 64, 128)
+ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
 KINDS = {"compute": ("matmul", "attention"), "memory": ("curve",)}  # by the first part of a sampler's key
-# What a run repeats now and then, one kernel of each kind.
-PROBES: dict[str, tuple[Any, ...]] = {
-    "compute": ("matmul", "fp32", "matmul", (512, 512, 512)),
-    "memory": ("curve", "fp32", "gelu_tanh_forward", 2**19),
-}
 UPDATE_TENSORS = (8, 64, 256)
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
 MAX_COPIES = 4
@@ -144,16 +140,20 @@ def measure(
     say("preparing kernels", 0.1)
     samplers = _samplers(chosen)
     synchronize = torch.cuda.synchronize if chosen.type == "cuda" else (lambda: None)
+    probe, probed = Probe(), []
     rounds = 0
     spent = time.perf_counter() - started
     while rounds < 3 or time.perf_counter() - started < budget_seconds:
         for sampler in samplers:
             sampler.sample(synchronize)
+        probed.append(probe.seconds())
         rounds += 1
         say(f"round {rounds}", min(0.99, max(0.1, (time.perf_counter() - started) / budget_seconds)))
         round_seconds = (time.perf_counter() - started - spent) / rounds
         if rounds >= 3 and time.perf_counter() - started + round_seconds > budget_seconds:
             break
+    for kind in KINDS:
+        samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
     return _profile(chosen, samplers, storage, tokenizer, runtime_bytes, earlier)
 
 
@@ -185,6 +185,8 @@ def _samplers(device: torch.device) -> list[Sampler]:
         samplers.append(_sampler(key, partial(update_builder, pool, tensors), 2**24))
     for layers, backward in itertools.product((1, 5), (False, True)):
         samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward)]))
+    for precision, dtype in PRECISIONS.items():
+        samplers.append(Sampler(("step", precision), [step_builder(dtype)]))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
@@ -217,6 +219,7 @@ def _profile(
         copy_bytes_per_second=0.0,
         small_operation_seconds=0.0,
         tiny_block_seconds={},
+        reference_step_seconds={},
         storage_bytes_per_second=storage,
         tokenizer_tokens_per_second=tokenizer,
     )
@@ -251,8 +254,9 @@ def _profile(
         for backward in (False, True)
     }
     profile.tiny_block_seconds = {"forward": tiny[False], "backward": tiny[True] - tiny[False]}
+    profile.reference_step_seconds = {precision: by_key[("step", precision)].best() for precision in PRECISIONS}
     profile.interference = {kind: _rounds(samplers, keys) for kind, keys in KINDS.items()}
-    profile.probe = {kind: by_key[key].best() for kind, key in PROBES.items()}
+    profile.probe = {kind: by_key[("probe", kind)].best() for kind in KINDS}
     profile.best_seconds = {sampler.name: sampler.best() for sampler in samplers}
     return profile
 
@@ -277,26 +281,33 @@ def _rounds(samplers: list[Sampler], keys: tuple[str, ...]) -> list[float]:
 
 
 class Probe:
-    """One kernel of each kind, ready to be timed again while a run goes on: is the machine as fast as it was?"""
+    """One kernel of each kind, timed again while a run goes on: is the machine as fast as it was?
 
-    def __init__(self, profile: Profile) -> None:
+    Timed in the same way during the measurement, so that the two can be compared: in a row, in a warm cache.
+    """
+
+    def __init__(self) -> None:
         pool = Pool(torch.device("cpu"), elements=2**21)
-        matmul = matmul_builders(pool, torch.float32)["matmul"](512, 512, 512)
-        memory = elementwise_builders(pool)["gelu_tanh_forward"](2**19)
-        self._calls = {"compute": matmul, "memory": memory}
-        self._best = profile.probe
+        self._calls = {
+            "compute": matmul_builders(pool, torch.float32)["matmul"](512, 512, 512),
+            "memory": elementwise_builders(pool)["gelu_tanh_forward"](2**19),
+        }
 
-    def sample(self, repeats: int = 3) -> dict[str, float]:
-        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed. Takes some 10 ms."""
-        ratios = {}
+    def seconds(self, repeats: int = 3) -> dict[str, float]:
+        """Kind -> median seconds of its kernel now. Takes some 10 ms."""
+        result = {}
         for kind, call in self._calls.items():
             times = []
             for _ in range(repeats + 1):
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
-            ratios[kind] = float(np.median(times[1:])) / self._best[kind]
-        return ratios
+            result[kind] = float(np.median(times[1:]))
+        return result
+
+    def ratios(self, profile: Profile) -> dict[str, float]:
+        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed."""
+        return {kind: seconds / profile.probe[kind] for kind, seconds in self.seconds().items()}
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:

@@ -24,6 +24,9 @@ from ironlaw.model.config import ModelConfig
 SCHEMA_VERSION = 1
 # So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
+# A whole step, to see what kernels take together that they do not take alone: REFERENCE_BATCH sequences of it.
+REFERENCE = ModelConfig(layers=2, hidden=256, heads=4, vocab=2048, context=128)
+REFERENCE_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class Profile:
     copy_bytes_per_second: float  # read plus written
     small_operation_seconds: float  # one tiny operation, dispatched from Python
     tiny_block_seconds: dict[str, float]  # phase -> one block so small that only calling it takes time
+    reference_step_seconds: dict[str, float]  # precision -> forward, backward and update of REFERENCE
     storage_bytes_per_second: float | None
     tokenizer_tokens_per_second: float | None
     # Per round of the measurement, how much slower than at its best the machine was: kind of kernel -> ratios.

@@ -14,7 +14,13 @@ from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
 
-WARMUP_STEPS = 2  # the first steps allocate memory and fill caches
+
+def warmup_steps(steps: int) -> int:
+    """Steps that say nothing of the rest: the heap still grows, and every page of it is touched for the first time.
+
+    On two CPU cores resident memory settled after 8 or 9 steps; a short run cannot spare as many.
+    """
+    return min(10, max(2, steps // 8))
 
 
 @dataclass

@@ -75,7 +75,8 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     precision = choose_precision(config, profile)
     operations = step_operations(config, precision.value, cuda=profile.device == "cuda")
     slowdown = interference.typical(profile)
-    lines = _lines(operations, MeasuredMachine(profile, slowdown), precision.value)
+    machine = MeasuredMachine(profile, slowdown)
+    lines = _lines(operations, machine, precision.value)
     memory, peak_where = peak_memory(training_shape(config, precision.value), config.accumulation)
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = {
@@ -89,6 +90,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "precision_reason": precision.reason,
         "peak_at": peak_where,
         "slowdown": slowdown,
+        "composition": machine.composition[precision.value],
         "memory_bytes": profile.memory_bytes,
         "matmul_peak_flops_per_second": profile.matmul_peak(precision.value),
         "copy_bytes_per_second": profile.copy_bytes_per_second,
@@ -172,7 +174,7 @@ def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: 
     totals["resident_bytes"] = Estimate(
         resident, calculated,
         "tensors plus the measured size of a process that trains almost nothing; more when the allocator fragments",
-        resident * 0.95, resident * 1.5,
+        resident * 0.95, resident + tensors,
     )  # fmt: skip
     totals["total_seconds"] = _total_time(ledger, config, totals["step_seconds"])
     energy = _energy(profile, totals["total_seconds"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 from ironlaw.ledger import Origin, Phase
-from ironlaw.machine.profile import TINY, Profile
+from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.transformer import Shape, training_operations
+from ironlaw.workload.transformer import Precision, Shape, optimizer_operations, training_operations
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class MeasuredMachine:
 
     profile: Profile
     slowdown: Mapping[str, float]
+    whole_steps: bool = True  # apply `composition`; off where a kernel is looked at alone
 
     def dispatch_seconds(self, phase: Phase) -> float:
         """Cost of one operation beyond its kernel: Python, module calls, the autograd engine.
@@ -37,9 +40,24 @@ class MeasuredMachine:
         """
         shape = Shape(TINY, 1, TINY.context)
         operations = [op for op in training_operations(shape) if op.group == "block" and op.phase is phase]
-        kernels = sum(self.time(op, "fp32").seconds * op.repeat for op in operations) / TINY.layers
-        measured = self.profile.tiny_block_seconds[str(phase)] * self.slowdown["memory"]
-        return max(0.0, measured - kernels) / len(operations)
+        alone = MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), whole_steps=False)
+        kernels = sum(alone.time(op, "fp32").seconds * op.repeat for op in operations) / TINY.layers
+        extra = max(0.0, self.profile.tiny_block_seconds[str(phase)] - kernels) / len(operations)
+        return extra * self.slowdown["memory"]
+
+    @cached_property
+    def composition(self) -> dict[str, float]:
+        """Precision -> a whole step over the sum of its kernels timed alone: colder caches, a busier allocator."""
+        alone = MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), whole_steps=False)
+        ratios = {}
+        for precision, measured in self.profile.reference_step_seconds.items():
+            shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
+            operations = training_operations(shape) + optimizer_operations(REFERENCE)
+            kernels = sum(alone.time(op, precision).seconds * op.repeat for op in operations)
+            calls = {p: sum(op.repeat for op in operations if op.phase is p) for p in (Phase.FORWARD, Phase.BACKWARD)}
+            dispatch = sum(count * alone.dispatch_seconds(phase) for phase, count in calls.items())
+            ratios[precision] = max(1.0, measured / (kernels + dispatch))
+        return ratios
 
     def time(self, op: Operation, precision: str) -> Timing:
         profile = self.profile
@@ -58,4 +76,6 @@ class MeasuredMachine:
         if seconds < 4 * profile.small_operation_seconds:
             bound = "overhead"
         seconds *= self.slowdown["memory" if op.matmul is None and op.attention is None else "compute"]
+        if self.whole_steps:
+            seconds *= self.composition[precision]
         return Timing(seconds, bound, Origin.MEASURED)

@@ -152,7 +152,7 @@ def _loss_charts(document: Document, metrics: Sequence[Document]) -> dict[str, M
 
 
 def _time_charts(document: Document, metrics: Sequence[Document]) -> dict[str, Any]:
-    timed = [m for m in metrics if m.get("seconds") is not None]
+    timed = [m for m in metrics if m.get("seconds") is not None and not m.get("recorded")]
     if not timed:
         return {}
     step = document["time"]["step"]
@@ -172,7 +172,10 @@ def _time_charts(document: Document, metrics: Sequence[Document]) -> dict[str, A
     }  # fmt: skip
     shown = f"{beyond} steps" if beyond != 1 else "1 step"
     note = f"{shown} above {units.seconds(top)}, up to {units.seconds(max(seconds))}, drawn at the edge."
-    return charts | {"note": note if beyond else ""}
+    notes = [note] if beyond else []
+    if len(timed) < len(metrics):
+        notes.append("Steps that were profiled are left out: the profiler slows them.")
+    return charts | {"note": " ".join(notes)}
 
 
 def _provenance(document: Document) -> list[tuple[str, str]]:
@@ -194,4 +197,5 @@ def _provenance(document: Document) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("Machine speed in the run", units.percent(run.get("machine_speed"), 0) if run.get("machine_speed") else None),
     ]
-    return [(name, str(value)) for name, value in pairs if value not in (None, "")]
+    shown = [(name, {True: "on", False: "off"}[v] if isinstance(v, bool) else v) for name, v in pairs]
+    return [(name, str(value)) for name, value in shown if value not in (None, "")]

@@ -123,22 +123,26 @@ class LiveRun:
 
     def _line(self, report: Step) -> Text:
         assert self._plan is not None
-        parts = [f"  step {report.step:>6,}/{report.steps:,}", f"loss {report.loss:.3f}"]
+        parts = [f"{report.step:>7,}/{report.steps:,}", f"loss {report.loss:.3f}"]
         seconds = self._step_seconds
+        extras: list[str] = []
         if seconds is not None:
             totals = self._plan.totals
             tokens = totals["tokens_per_second"].value * totals["step_seconds"].value
             off = relative_error(totals["step_seconds"].value, seconds)
             mfu = totals["mfu"].value * totals["step_seconds"].value / seconds
             parts += [
-                f"{units.count(tokens / seconds)} tokens/s",
-                f"{units.seconds(seconds)}/step ({units.signed_percent(off, 0)} of plan)",
-                f"MFU {units.percent(mfu, 0)}",
+                f"{units.count(tokens / seconds)} tok/s",
+                f"step {units.seconds(seconds)} (plan {units.signed_percent(off, 0)})",
             ]
-        parts += [f"{units.bytes_(report.resident_bytes)}", f"data wait {units.seconds(report.data_seconds)}"]
+            extras.append(f"MFU {units.percent(mfu, 0)}")
         left = (report.steps - report.step) * (seconds or self._plan.totals["step_seconds"].value)
         parts.append(f"{units.seconds(left)} left")
-        return Text("  ".join(parts))
+        # On a narrow terminal the last of these go first: a line that wraps cannot be drawn over.
+        for extra in (*extras, units.bytes_(report.resident_bytes), f"wait {units.seconds(report.data_seconds)}"):
+            if len("  ".join([*parts, extra])) <= self.console.width:
+                parts.insert(-1, extra)
+        return Text("  ".join(parts), no_wrap=True, overflow="ignore")
 
     def summary(self, ledger: Ledger, console: Console) -> None:
         """After the run: where it stands, and what to do next."""

@@ -46,7 +46,7 @@ def bar_pair(planned: float | None, measured: float | None, largest: float, titl
         if value is not None and value > 0 and largest > 0:
             width = max(0.4, 100 * value / largest)
             bars.append(f'<rect class="fill-{style}" x="0" y="{y}" width="{width:.2f}" height="5"/>')
-    return _image(100, 11, title, "", "".join(bars), 'class="bars" preserveAspectRatio="none"')
+    return image(100, 11, title, "", "".join(bars), 'class="bars" preserveAspectRatio="none"')
 
 
 def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
@@ -60,7 +60,7 @@ def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, descri
         )
         x += width
     description = ", ".join(f"{name} {describe(value)}" for name, value in parts)
-    return _image(100, 10, title, description, "".join(drawn), 'class="stacked" preserveAspectRatio="none"')
+    return image(100, 10, title, description, "".join(drawn), 'class="stacked" preserveAspectRatio="none"')
 
 
 def line_chart(
@@ -89,7 +89,7 @@ def line_chart(
     body = [_grid(frame, y_ticks, y_text, x_name)]
     body += [_level(frame, level) for level in levels]
     body += [_series(frame, s) for s in thinned]
-    return _image(width, height, title, description, "".join(body), 'class="chart"')
+    return image(width, height, title, description, "".join(body), 'class="chart"')
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _ticks(low: float, high: float, wanted: int) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _image(width: float, height: float, title: str, description: str, body: str, attributes: str) -> Markup:
+def image(width: float, height: float, title: str, description: str, body: str, attributes: str) -> Markup:
     key = next(_ids)
     labels = f"t{key}" + (f" d{key}" if description else "")
     desc = f'<desc id="d{key}">{escape(description)}</desc>' if description else ""

@@ -36,7 +36,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
-from ironlaw.observe.measured import WARMUP_STEPS, Observations, held_bytes, measured_ledger
+from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
 from ironlaw.observe.profile import (
     named_modules_recorded,
     operation_scope,
@@ -106,7 +106,7 @@ class Trainer:
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
-        self._probe = Probe(profile)
+        self._probe = Probe()
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Trainer:
         energy = EnergyMeter()
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        first_step = self.step
+        first_step, warmup = self.step, warmup_steps(config.train.steps)
         try:
             with (
                 self.run.metrics_file.open("a", encoding="utf-8") as metrics,
@@ -158,11 +158,11 @@ class Trainer:
             ):
                 while self.step < config.train.steps and self._interrupted is None:
                     done = self.step - first_step
-                    if config.train.profile_steps and done == WARMUP_STEPS and self._enough_steps_left():
+                    if config.train.profile_steps and done == warmup and self._enough_steps_left():
                         self._record_steps(batches, metrics)
                     else:
                         times = self._timed_step(batches, recording=False)
-                        if done >= WARMUP_STEPS:
+                        if done >= warmup:
                             observed.steps.append(times)
                         self._after_step(times, metrics, recorded=False)
                     self._probe_sometimes()
@@ -254,7 +254,8 @@ class Trainer:
             "step": step, "loss": self.train_loss, "tokens": self.tokens, "seconds": times.wall_seconds,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         }  # fmt: skip
-        self.observed.wall_seconds["training"] += times.wall_seconds
+        if not recorded:  # recorded steps are counted with the profiling that slows them
+            self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
         if _due(step, config.evaluation.every) or step == config.train.steps:
             entry["evaluation_seconds"] = self._evaluate()
@@ -315,7 +316,7 @@ class Trainer:
         """Is the machine still as fast as when it was measured?"""
         now = time.perf_counter()
         if self.device.type == "cpu" and now - self._last_probe > PROBE_EVERY_SECONDS:
-            self.observed.probes.append(self._probe.sample())
+            self.observed.probes.append(self._probe.ratios(self.profile))
             self._last_probe = now
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -106,9 +106,7 @@ def test_published_best_shapes(name: str, m: int, n: int, k: int, tflops: float)
 
 def test_bounds_are_named() -> None:
     device = hardware("H100-SXM-80GB")
-    bounds = matmul_bound(
-        np.array([8.0, 8.0, 8192.0]), np.array([64.0, 16384, 8192]), 4096.0, hardware=device
-    )
+    bounds = matmul_bound(np.array([8.0, 8.0, 8192.0]), np.array([64.0, 16384, 8192]), 4096.0, hardware=device)
     assert list(bounds[:2]) == ["launch", "memory"] or bounds[1] == "memory"
     assert bounds[2] in ("power", "compute")
 

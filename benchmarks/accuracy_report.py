@@ -1,0 +1,201 @@
+"""Write the planner's record, docs/accuracy.md, from measured runs.
+
+    python benchmarks/accuracy_report.py runs.csv
+
+In-sample errors come from the shipped constants; errors of unseen groups from refitting the engine without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import fit_engines
+import numpy as np
+
+from ironlaw.plan.engine import engines
+from ironlaw.plan.engine_words import MEANING
+from ironlaw.plan.evaluate import settled
+from ironlaw.plan.intervals import factors
+from ironlaw.plan.runs import read_runs
+from ironlaw.plan.validate import validate
+
+ROOT = Path(__file__).parents[1]
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{100 * value:.{digits}f}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)] + ["| " + " | ".join(r) + " |" for r in rows]
+
+
+def unseen(path: Path) -> dict[tuple[str, str], list[float]]:
+    """Signed relative errors of runs planned by engines that were fitted without them, by group and quantity."""
+    read, _ = read_runs(path)
+    runs = settled(read)
+    result: dict[tuple[str, str], list[float]] = {}
+    for name, plan in fit_engines.PLAN.items():
+        chosen = [r for r in runs if r.engine.name == name]
+        for kind, names in zip(("time", "memory"), plan, strict=True):
+            if names:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    found = fit_engines.left_out(name, chosen, names, kind)
+                for u in found:
+                    result.setdefault((u.run.group, kind), []).append(float(np.exp(-u.log_error) - 1))
+    return result
+
+
+def record(document: dict[str, Any], out: dict[tuple[str, str], list[float]]) -> list[str]:
+    lines = ["## Step time", ""]
+    rows = []
+    for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
+        if not entry["time"]["n"]:
+            continue
+        t, b = entry["time"], entry["time"]["baseline"]
+        left = np.array(out.get((group, "time"), [])) if group != "**all**" else np.concatenate(
+            [np.array(v) for (_, kind), v in out.items() if kind == "time"]
+        )  # fmt: skip
+        shown = (
+            [percent(float(np.median(np.abs(left)))), percent(float(np.abs(left).mean()))] if left.size else ["", ""]
+        )
+        rows.append(
+            [group, str(t["n"]), percent(t["median"]), percent(t["mean"]), percent(t["p90"]), percent(t["bias"]),
+             *shown, percent(b["median"]), percent(b["mean"]), percent(t["coverage"], 0)]
+        )  # fmt: skip
+    head = ["group", "runs", "median", "mean", "p90", "bias", "unseen median", "unseen mean", "baseline median",
+            "baseline mean", "in 80% interval"]  # fmt: skip
+    lines += table(head, rows)
+    lines += ["", "## Peak memory", ""]
+    rows = []
+    for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
+        if not entry["memory"]["n"]:
+            continue
+        m = entry["memory"]
+        left = np.array(out.get((group, "memory"), []))
+        shown = (
+            [percent(float(np.median(np.abs(left)))), percent(float(np.abs(left).mean()))] if left.size else ["", ""]
+        )
+        rows.append(
+            [group, str(m["n"]), percent(m["median"]), percent(m["mean"]), percent(m["p90"]), percent(m["bias"]),
+             *shown, percent(m["coverage"], 0)]
+        )  # fmt: skip
+    head = ["group", "runs", "median", "mean", "p90", "bias", "unseen median", "unseen mean", "in 80% interval"]
+    lines += table(head, rows)
+    lines += ["", "## Choosing a layout, and what fits", ""]
+    rows = []
+    for group, entry in [*document["groups"].items(), ("**all**", document["overall"])]:
+        f = entry["fits"]
+        counts = [str(f[k]) for k in ("ran_said_to_fit", "ran_denied", "failed_said_to_fit", "failed_denied")]
+        rows.append([group, percent(entry["regret"]["mean"]), percent(entry["regret"]["worst"]),
+                     percent(entry["regret"]["rank_correlation"]), *counts, str(entry["not_planned"])])  # fmt: skip
+    head = ["group", "regret", "worst", "rank correlation", "ran, fits", "ran, denied", "failed, fits",
+            "failed, denied", "not planned"]  # fmt: skip
+    return lines + table(head, rows)
+
+
+def constants() -> list[str]:
+    lines = ["## Constants of the engines", ""]
+    lines += ["Where a cell is empty the neutral value of the first column holds. `generation:` marks an override.", ""]
+    fitted = {key for plan in fit_engines.PLAN.values() for names in plan for key in names}
+    keys = sorted({n.rpartition(".")[2] for n in fitted}, key=list(MEANING).index)
+    shipped = {name: e for name, e in engines().items() if name != "generic"}
+    neutral = engines()["generic"]
+    rows = []
+    for key in keys:
+        unit, meaning = MEANING[key]
+        cells = []
+        for name, engine in shipped.items():
+            own = {n.rpartition(".")[2] for names in fit_engines.PLAN.get(name, ([], [])) for n in names}
+            text = f"{getattr(engine, key):.3g}" if key in own else ""
+            extra = [f"{g}: {v[key]:.3g}" for g, v in engine.by_generation.items() if key in v]
+            cells.append("; ".join([text, *extra]).strip("; "))
+        rows.append([f"`{key}`", unit, meaning, f"{getattr(neutral, key):.3g}", *cells])
+    return lines + table(["constant", "unit", "meaning", "neutral", *shipped], rows)
+
+
+def scatter(points: list[tuple[str, float, float]], unit: str) -> str:
+    """Planned over measured, both logarithmic, as SVG: a dot per run, a colour per group, lines at +-10%."""
+    size, edge = 640, 48
+    values = np.log10(np.array([[m, p] for _, m, p in points]))
+    low, high = np.floor(values.min()), np.ceil(values.max())
+    groups = list(dict.fromkeys(g for g, _, _ in points))
+
+    def at(value: float) -> float:
+        return edge + (size - 2 * edge) * (value - low) / (high - low)
+
+    def line(offset: float, style: str) -> str:
+        ends = at(low), size - at(low + offset), at(high), size - at(high + offset)
+        return '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="#888" {}/>'.format(*ends, style)
+
+    shapes = [line(0, ""), *(line(np.log10(f), 'stroke-dasharray="4 4"') for f in (0.9, 1.1))]
+    for tick in range(int(low), int(high) + 1):
+        label = f"{10.0**tick:g}"
+        shapes.append(f'<text x="{at(tick):.0f}" y="{size - edge / 3:.0f}" text-anchor="middle">{label}</text>')
+        shapes.append(f'<text x="{edge * 0.8:.0f}" y="{size - at(tick) + 4:.0f}" text-anchor="end">{label}</text>')
+    for (group, _, _), (m, p) in zip(points, values, strict=True):
+        hue = 360 * groups.index(group) // len(groups)
+        shapes.append(f'<circle cx="{at(m):.1f}" cy="{size - at(p):.1f}" r="2" fill="hsl({hue},65%,45%)"/>')
+    for row, group in enumerate(groups):
+        hue = 360 * row // len(groups)
+        shapes.append(f'<text x="{edge + 8}" y="{edge + 14 * row}" fill="hsl({hue},65%,35%)">{group}</text>')
+    title = f'<text x="{size / 2}" y="20" text-anchor="middle">planned over measured, {unit}; dashed: 10%</text>'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size} {size}" font-family="sans-serif" font-size="11">'
+    )
+    return "\n".join([head, f'<rect width="{size}" height="{size}" fill="white"/>', title, *shapes, "</svg>"]) + "\n"
+
+
+def plots(document: dict[str, Any], path: Path) -> list[str]:
+    """Write both scatter plots; lines that show them."""
+    read, _ = read_runs(path)
+    checks = {run.id: (run.checks, run.ran) for run in read}
+    lines = []
+    for kind, measured, planned, unit in (
+        ("time", "step_seconds", "predicted_step_seconds", "s per step"),
+        ("memory", "peak_bytes", "predicted_peak_bytes", "bytes"),
+    ):
+        rows = [r for r in document["rows"] if r[measured] and checks[r["id"]][1] and kind in checks[r["id"]][0]]
+        svg = scatter([(r["group"], r[measured], r[planned]) for r in rows], unit)
+        (ROOT / "docs" / "plots").mkdir(exist_ok=True)
+        (ROOT / "docs" / "plots" / f"planner_{kind}.svg").write_text(svg, encoding="utf-8")
+        lines.append(f"![planned over measured, {unit}](plots/planner_{kind}.svg)")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("csv", type=Path)
+    path = parser.parse_args().csv
+    document = validate(path).to_json()
+    text = (ROOT / "benchmarks" / "accuracy_head.md").read_text(encoding="utf-8").rstrip().splitlines()
+    lines = [
+        *text,
+        "",
+        *plots(document, path),
+        "",
+        *record(document, unseen(path)),
+        "",
+        *constants(),
+        "",
+        "## Intervals",
+        "",
+    ]
+    lines += ["10th and 90th percentile of ln(measured / planned) of runs whose group was left out of the fit.", ""]
+    rows = [
+        [q, kind, f"{low:+.3f}", f"{high:+.3f}"]
+        for q, kinds in factors().items()
+        for kind, (low, high) in kinds.items()
+    ]
+    lines += table(["quantity", "kind of layout", "10%", "90%"], rows)
+    lines += ["", "## Runs that could not be planned", ""]
+    lines += table(["id", "reason"], [[e["id"], e["reason"]] for e in document["not_planned"]])
+    (ROOT / "docs" / "accuracy.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

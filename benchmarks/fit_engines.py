@@ -1,0 +1,409 @@
+"""Fit the constants of the engines in `src/ironlaw/plan/engines/` to measured runs.
+
+    python benchmarks/fit_engines.py runs.csv [--engine NAME] [--write]
+
+Step times and peak memory are fitted apart. Residuals are ln(predicted / measured) with a soft-L1 loss; every group
+weighs by the fourth root of its size, so that 720 runs of one machine do not decide for 10 of another. Each constant
+is bounded by what is physically possible and held near its starting value by a weak prior. Nothing is fitted per row
+or per group.
+`--intervals` refits without each group in turn, prints its error, the out-of-sample record, and keeps its spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine_words import MEANING
+from ironlaw.plan.evaluate import settings_of, settled, under_pressure
+from ironlaw.plan.ingredients import Parts, step_parts
+from ironlaw.plan.intervals import kind_of_layout
+from ironlaw.plan.jobs import Jobs, jobs_of_columns
+from ironlaw.plan.runs import Run, read_runs
+from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
+from ironlaw.plan.stages import StageLayers, stage_layers
+from ironlaw.plan.timeline import assemble
+
+# name: (lowest, highest, scale of the prior in the fitted variable)
+TIME_BOUNDS: dict[str, tuple[float, float]] = {
+    "host_layer_seconds": (2e-5, 3e-3),
+    "host_backward_ratio": (0.5, 3.0),
+    "host_collective_seconds": (1e-6, 6e-4),
+    "host_microbatch_seconds": (1e-4, 3e-2),
+    "host_step_seconds": (1e-3, 0.5),
+    "matmul_slowdown": (0.95, 1.6),
+    "cdna3.matmul_slowdown": (0.95, 2.4),
+    "attention_slowdown": (0.7, 2.5),
+    "streaming_traffic": (0.8, 5.0),
+    "score_traffic": (0.8, 5.0),
+    "optimizer_traffic": (0.6, 5.0),
+    "tp_hidden": (0.0, 0.95),
+    "dp_hidden": (0.0, 1.0),
+    "fsdp_hidden": (0.7, 1.0),
+    "pp_hidden": (0.0, 0.98),
+    "cp_hidden": (0.0, 0.98),
+    "shard_traffic": (0.8, 5.0),
+    "island_slowdown": (1.0, 3.0),
+    "network_slowdown": (1.0, 4.0),
+}
+MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
+    "head_gathered_bytes": (0.0, 60.0),
+    "entrance_bytes": (0.0, 20.0),
+    "attention_extra_bytes": (0.0, 2000.0),
+    "gathered_inputs": (0.0, 1.0),
+    "activation_saves": (1.0, 3.0),
+    "logit_bytes": (2.0, 24.0),
+    "context_bytes": (0.0, 3e9),
+    "gradient_bytes": (2.0, 6.0),
+}
+SCALES = {
+    "host_step_seconds": 3.0,
+    "attention_slowdown": 0.2,
+    "matmul_slowdown": 0.2,
+    "shard_traffic": 0.8,
+    "host_layer_seconds": 0.2,
+    "host_microbatch_seconds": 0.5,
+    "host_collective_seconds": 0.5,
+    "attention_extra_bytes": 320.0,
+    "context_bytes": 5e8,
+    "logit_bytes": 4.0,
+    "head_gathered_bytes": 20.0,
+    "entrance_bytes": 5.0,
+}
+PRIOR_WEIGHT = 0.05
+MIN_FOLDS = 3  # with fewer, a kind of layout borrows the interval of all kinds
+LEAST_HALF_WIDTH = 0.05
+
+
+@dataclass
+class Block:
+    """Runs of one engine in one setting, with their engine-independent ingredients."""
+
+    jobs: Jobs
+    parts: Parts
+    layers: StageLayers
+    measured: np.ndarray
+    weight: np.ndarray
+    groups: np.ndarray
+    generation: str
+
+
+def blocks(runs: list[Run], kind: str) -> list[Block]:
+    chosen = [r for r in runs if r.ran and kind in r.checks and value(r, kind)]
+    sizes: dict[str, int] = {}
+    for run in chosen:
+        sizes[run.group] = sizes.get(run.group, 0) + 1
+    result = []
+    for where, index in settings_of(chosen):
+        part = [chosen[i] for i in index]
+        jobs = jobs_of_columns([r.columns for r in part])
+        layers = stage_layers(jobs, where.engine.partition)
+        result.append(
+            Block(
+                jobs,
+                step_parts(jobs, where, layers),
+                layers,
+                np.array([value(r, kind) for r in part]),
+                np.array([sizes[r.group] ** -0.25 for r in part]),
+                np.array([r.group for r in part]),
+                part[0].cluster.accelerator.generation,
+            )
+        )
+    return result
+
+
+def value(run: Run, kind: str) -> float | None:
+    return run.step_seconds if kind == "time" else run.peak_bytes
+
+
+def get(engine: Engine, name: str) -> float:
+    """A constant, or with a dot its value on one generation: `hopper.matmul_slowdown`."""
+    generation, _, key = name.rpartition(".")
+    return float(getattr(engine.on(generation), key))
+
+
+def put(engine: Engine, values: dict[str, float]) -> Engine:
+    plain = {name: value for name, value in values.items() if "." not in name}
+    nested = {generation: dict(entries) for generation, entries in engine.by_generation.items()}
+    for name, value in values.items():
+        if "." in name:
+            generation, _, key = name.rpartition(".")
+            nested.setdefault(generation, {})[key] = value
+    return replace(engine, **plain, by_generation=nested)
+
+
+def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
+    engine = engine.on(block.generation)
+    if kind == "time":
+        return assemble(block.parts, block.jobs, engine, block.layers).step_seconds
+    return reported_bytes(block.jobs, engine, block.layers)
+
+
+def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
+    """The engine with the named constants fitted."""
+    bounds = TIME_BOUNDS if kind == "time" else MEMORY_BOUNDS
+    low = np.array([bounds.get(n, bounds[n.split(".")[-1]])[0] for n in names])
+    high = np.array([bounds.get(n, bounds[n.split(".")[-1]])[1] for n in names])
+    logarithmic = np.array([low_ > 0 and high_ / low_ > 5 for low_, high_ in zip(low, high, strict=True)])
+    default = np.where(logarithmic, 1.0, 0.4)
+    scale = np.array([SCALES.get(n.split(".")[-1], d) for n, d in zip(names, default, strict=True)])
+
+    def encode(x: np.ndarray) -> np.ndarray:
+        return np.where(logarithmic, np.log(np.maximum(x, 1e-12)) / scale, x / scale)
+
+    def decode(x: np.ndarray) -> np.ndarray:
+        return np.where(logarithmic, np.exp(np.clip(x * scale, -30, 30)), x * scale)
+
+    start = encode(np.clip([get(engine, n) for n in names], low, high))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        trial = put(engine, dict(zip(names, map(float, decode(x)), strict=True)))
+        errors = [np.log(predicted(b, trial, kind) / b.measured) * b.weight for b in data]
+        return np.concatenate([*errors, PRIOR_WEIGHT * (x - start)])
+
+    inside = np.clip(start, encode(low) + 1e-6, encode(high) - 1e-6)
+    found = least_squares(
+        residuals,
+        inside,
+        bounds=(encode(low), encode(high)),
+        loss="soft_l1",
+        f_scale=0.01 if kind == "memory" else 0.05,
+        max_nfev=60,
+    )
+    return put(engine, dict(zip(names, (float(v) for v in decode(found.x)), strict=True)))
+
+
+def summary(data: list[Block], engine: Engine, kind: str) -> None:
+    errors: dict[str, list[float]] = {}
+    for block in data:
+        for group, error in zip(block.groups, predicted(block, engine, kind) / block.measured - 1, strict=True):
+            errors.setdefault(group, []).append(error)
+    for group, values in sorted(errors.items()):
+        e = np.array(values)
+        a = np.abs(e)
+        print(
+            f"  {group:26s} {kind:6s} n {len(e):4d} median {100 * np.median(a):5.1f} mean {100 * a.mean():5.1f} "
+            f"p90 {100 * np.quantile(a, 0.9):5.1f} bias {100 * np.median(e):+5.1f}"
+        )
+
+
+PLAN: dict[str, tuple[list[str], list[str]]] = {
+    # engine: constants of time, constants of memory that its runs can tell
+    "megatron-2021": (["matmul_slowdown", "streaming_traffic", "shard_traffic", "score_traffic", "pp_hidden",
+                       "network_slowdown"], []),
+    "megatron-deepspeed": (
+        ["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
+         "matmul_slowdown", "streaming_traffic", "shard_traffic", "score_traffic", "tp_hidden", "pp_hidden",
+         "island_slowdown", "network_slowdown", "optimizer_traffic"],
+        [],
+    ),
+    "megatron-core": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "tp_hidden", "dp_hidden",
+                       "host_layer_seconds", "host_step_seconds"],
+                      ["logit_bytes", "gathered_inputs", "context_bytes"]),
+    "nemo": (["matmul_slowdown", "attention_slowdown", "streaming_traffic", "shard_traffic", "tp_hidden", "dp_hidden",
+              "pp_hidden", "cp_hidden", "host_step_seconds"], []),
+    "paxml": (["matmul_slowdown", "fsdp_hidden"], []),
+    "nanotron": (["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
+                  "matmul_slowdown", "streaming_traffic", "shard_traffic", "tp_hidden", "dp_hidden", "pp_hidden",
+                  "island_slowdown", "network_slowdown", "optimizer_traffic"],
+                 ["head_gathered_bytes", "entrance_bytes", "attention_extra_bytes", "gathered_inputs", "logit_bytes",
+                  "context_bytes"]),
+    "composer-fsdp": (["host_step_seconds", "matmul_slowdown", "attention_slowdown", "streaming_traffic",
+                       "shard_traffic", "fsdp_hidden"], []),
+    "torchtitan-2024": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "fsdp_hidden"], []),
+    # FlashAttention-2 through PyTorch: its published rate on Hopper, so attention is not fitted.
+    "torchtitan": (["matmul_slowdown", "shard_traffic", "host_step_seconds", "tp_hidden", "fsdp_hidden"], []),
+    "torchtitan-2025": (["matmul_slowdown", "host_step_seconds", "cdna3.matmul_slowdown"], ["logit_bytes"]),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--engine", choices=sorted(PLAN))
+    parser.add_argument("--kind", choices=("time", "memory"))
+    parser.add_argument("--write", action="store_true", help="write the constants into the engines' files")
+    parser.add_argument("--intervals", action="store_true", help="leave folds out, write interval_factors.toml")
+    arguments = parser.parse_args()
+    read, _ = read_runs(arguments.csv)
+    runs = settled(read)
+    unseen: list[Unseen] = []
+    for name, plan in PLAN.items():
+        if arguments.engine not in (None, name):
+            continue
+        chosen = [r for r in runs if r.engine.name == name]
+        for kind, names in zip(("time", "memory"), plan, strict=True):
+            if not names or arguments.kind not in (None, kind):
+                continue
+            data = blocks(chosen, kind)
+            fitted = fit(start_of(name), data, names, kind)
+            print(name, kind, {n: float(f"{get(fitted, n):.4g}") for n in names})
+            summary(data, fitted, kind)
+            if arguments.write:
+                write(name, fitted, names, chosen)
+            if arguments.intervals:
+                unseen += left_out(name, chosen, names, kind)
+    if arguments.intervals:
+        write_intervals(unseen)
+
+
+@dataclass
+class Unseen:
+    """A run planned with constants that were fitted without its group (or without its fold)."""
+
+    run: Run
+    kind: str
+    fold: str
+    log_error: float  # ln(measured / planned)
+
+
+def fold_of(run: Run, groups: set[str]) -> str:
+    """What is left out together: a group, or in an engine with one group the runs of one size and tensor degree."""
+    if len(groups) > 1:
+        return run.group
+    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.columns['tp']:.0f}"
+
+
+def start_of(name: str) -> Engine:
+    """The engine's conventions with neutral values for everything that is fitted: where every fit starts.
+
+    So a fit does not depend on the one before it, and a fold that is left out does not come back by the prior.
+    """
+    neutral = Engine("neutral")
+    values = {n: get(neutral, n) for n in (*PLAN[name][0], *PLAN[name][1])}
+    return put(engines()[name], values)
+
+
+def left_out(name: str, runs: list[Run], names: list[str], kind: str) -> list[Unseen]:
+    """Each fold planned by an engine fitted to the other folds, and its errors printed."""
+    usable = [r for r in runs if r.ran and kind in r.checks and value(r, kind)]
+    groups = {r.group for r in usable}
+    folds = sorted({fold_of(r, groups) for r in usable})
+    result: list[Unseen] = []
+    for fold in folds:
+        rest = blocks([r for r in usable if fold_of(r, groups) != fold], kind)
+        out = [r for r in usable if fold_of(r, groups) == fold]
+        engine = fit(start_of(name), rest, names, kind) if rest else start_of(name)
+        for where, index in settings_of(out):
+            part = [out[i] for i in index]
+            jobs = jobs_of_columns([r.columns for r in part])
+            layers = stage_layers(jobs, engine.partition)
+            chosen = engine.on(part[0].cluster.accelerator.generation)
+            if kind == "time":
+                seconds = assemble(step_parts(jobs, where, layers), jobs, chosen, layers).step_seconds
+                planned = under_pressure(seconds, peak_memory(jobs, chosen, layers).total, where)
+            else:
+                planned = reported_bytes(jobs, chosen, layers)
+            measured = np.array([value(r, kind) for r in part])
+            logs = np.log(measured / planned)
+            result += [Unseen(r, kind, fold, float(e)) for r, e in zip(part, logs, strict=True)]
+        errors = np.array([np.exp(-u.log_error) - 1 for u in result if u.fold == fold])
+        size = np.abs(errors)
+        print(
+            f"  left out: {fold:44s} {kind:6s} n {len(size):4d} median {100 * np.median(size):5.1f} "
+            f"mean {100 * size.mean():5.1f} p90 {100 * np.quantile(size, 0.9):5.1f} "
+            f"bias {100 * np.median(errors):+5.1f}"
+        )
+    return result
+
+
+def weighted_quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
+    order = np.argsort(values)
+    cumulative = np.cumsum(weights[order]) - 0.5 * weights[order]
+    return float(np.interp(q * weights.sum(), cumulative, values[order]))
+
+
+def quantiles(unseen: list[Unseen]) -> list[float]:
+    """10th and 90th percentile of ln(measured / planned); a fold weighs by the fourth root of its size."""
+    sizes: dict[str, int] = {}
+    for u in unseen:
+        sizes[u.fold] = sizes.get(u.fold, 0) + 1
+    values = np.array([u.log_error for u in unseen])
+    weights = np.array([sizes[u.fold] ** -0.75 for u in unseen])
+    low, high = (weighted_quantile(values, weights, q) for q in (0.1, 0.9))
+    return [round(min(low, -LEAST_HALF_WIDTH), 3), round(max(high, LEAST_HALF_WIDTH), 3)]
+
+
+def write_intervals(unseen: list[Unseen]) -> None:
+    """Interval factors by kind of layout, and the coverage of each group by factors learned without it."""
+    lines = [
+        "# 10th and 90th percentile of ln(measured / planned) over runs whose group was left out of the fit,",
+        "# by kind of layout. Written by benchmarks/fit_engines.py --intervals.",
+    ]
+    for kind in ("time", "memory"):
+        lines += ["", f"[{kind}]"]
+        mine = [u for u in unseen if u.kind == kind]
+        kinds = {kind_of_layout(u.run.columns, u.run.cluster.nodes) for u in mine}
+        table = {"any": quantiles(mine)}
+        for layout in sorted(kinds):
+            alike = of_kind(mine, layout)
+            if len({u.fold for u in alike}) >= MIN_FOLDS:
+                table[layout] = quantiles(alike)
+        lines += [f"{layout} = {pair}" for layout, pair in table.items()]
+        covered = []
+        for group in sorted({u.run.group for u in mine}):
+            others = [u for u in mine if u.run.group != group]
+            inside = []
+            for u in (u for u in mine if u.run.group == group):
+                alike = of_kind(others, kind_of_layout(u.run.columns, u.run.cluster.nodes))
+                alike = alike if len({v.fold for v in alike}) >= MIN_FOLDS else others
+                low, high = quantiles(alike) if alike else (-0.2, 0.2)
+                inside.append(low <= u.log_error <= high)
+            covered.append(float(np.mean(inside)))
+            print(f"  coverage {kind} {group:28s} {100 * covered[-1]:5.1f}% of {len(inside)}")
+        print(f"  coverage {kind}: mean over unseen groups {100 * float(np.mean(covered)):.1f}%")
+    path = Path(__file__).parents[1] / "src/ironlaw/plan/interval_factors.toml"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def of_kind(unseen: list[Unseen], layout: str) -> list[Unseen]:
+    return [u for u in unseen if kind_of_layout(u.run.columns, u.run.cluster.nodes) == layout]
+
+
+TEXT = ("frameworks", "source", "attention")
+
+
+def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
+    """Rewrite the engine's file: conventions first, then what was fitted, each with unit, meaning and origin."""
+    path = Path(__file__).parents[1] / "src/ironlaw/plan/engines" / f"{name}.toml"
+    old = tomllib.loads(path.read_text(encoding="utf-8"))
+    overrides = old.pop("by_generation", {})
+    old |= {n: float(f"{get(fitted, n):.4g}") for n in names if "." not in n}
+    for n in names:
+        generation, _, key = n.rpartition(".")
+        if generation:
+            overrides.setdefault(generation, {})[key] = float(f"{get(fitted, n):.4g}")
+    groups = ", ".join(sorted({r.group for r in runs if r.step_seconds or r.peak_bytes}))
+    old["source"] = f"fitted by benchmarks/fit_engines.py to published runs of {groups}; conventions from the framework"
+    free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}
+    lines = [f"# Constants of the engine {name}. Conventions are read from the framework's documentation or code;"]
+    lines += [
+        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engine_words.py.",
+        "",
+    ]
+    lines += [f"{key} = {toml(old[key])}" for key in TEXT if key in old]
+    for title, wanted in (("conventions", False), ("fitted", True)):
+        keys = [k for k in old if k not in TEXT and (k in free) is wanted]
+        lines += ["", f"# {title}"] if keys else []
+        for key in keys:
+            unit, meaning = MEANING[key]
+            lines.append(f"{key} = {toml(old[key])}  # {unit + '; ' if unit else ''}{meaning}")
+    for generation, entries in sorted(overrides.items()):
+        lines += ["", f"[by_generation.{generation}] # fitted, in place of the above"]
+        lines += [f"{key} = {toml(value_)}" for key, value_ in entries.items()]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def toml(value_: object) -> str:
+    return json.dumps(list(value_)) if isinstance(value_, list | tuple) else json.dumps(value_)
+
+
+if __name__ == "__main__":
+    main()

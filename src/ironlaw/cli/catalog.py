@@ -1,0 +1,30 @@
+"""`ironlaw catalog`"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ironlaw.cli.console import output, print_json
+
+
+def catalog(
+    name: Annotated[str | None, typer.Argument(help="Accelerator, node, model or grid; all unless given.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    from ironlaw.catalog.entries import entry, entry_names
+    from ironlaw.report.catalog_view import show_entry, show_names
+
+    if name is None:
+        names = entry_names()
+        if json:
+            print_json(names)
+        else:
+            show_names(output(), names)
+        return
+    found = entry(name)
+    if json:
+        print_json(found)
+    else:
+        show_entry(output(), found)

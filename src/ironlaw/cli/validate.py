@@ -1,0 +1,41 @@
+"""`ironlaw validate`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ironlaw.cli.console import messages, output, print_json
+
+
+def validate(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Measured runs, one per row.")],
+    html: Annotated[Path | None, typer.Option(help="Write the same with scatter plots into this file.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Plan every row with this engine or calibrated profile, not its framework's.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    from ironlaw.errors import UserError
+    from ironlaw.plan.profiles import load_engine
+    from ironlaw.plan.validate import validate as validate_runs
+
+    engine = load_engine(profile) if profile else None
+    document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
+    if html is not None:
+        from ironlaw.report.validation_html import write_validation
+
+        try:
+            write_validation(html, document)
+        except OSError as error:
+            raise UserError(f"cannot write {html}: {error.strerror}") from None
+    if json:
+        print_json(document)
+    else:
+        from ironlaw.report.validation_view import show_validation
+
+        show_validation(output(), document)
+    if html is not None:
+        messages().print(f"The same with plots: {html}")

@@ -1,0 +1,181 @@
+"""Hugging Face `config.json` files as ModelConfig: GPT-2, Llama, Qwen2, Qwen3 and Mistral. Needs no torch.
+
+    model = read_config(Path("checkpoint/config.json"))     # or the directory that holds it
+
+What the mapping cannot express exactly (another architecture, a mixture of experts, an exotic position encoding) is a
+UserError: a plan of the nearest thing would be a plan of something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.model.config import ModelConfig
+
+Fields = Mapping[str, Any]
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Names of activations in `config.json`, and ours: the first is exact, the next three use tanh."""
+
+
+def is_config_file(path: Path) -> bool:
+    """Whether this is a `*.json` file, or a directory that holds a `config.json`."""
+    return (path.is_file() and path.suffix == ".json") or (path.is_dir() and (path / "config.json").is_file())
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The model of a `config.json`, or of the directory that holds one."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no config.json at {path}: give the file or its directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(document, dict) or "model_type" not in document:
+        raise UserError(f"{file} has no model_type: it is not a Hugging Face model config")
+    return from_fields(document, where=str(file))
+
+
+def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
+    """The model of an already parsed `config.json`."""
+    kind = fields["model_type"]
+    if "text_config" in fields:
+        raise UserError(f"{where}: '{kind}' has parts beside a decoder (text_config): only decoders are planned")
+    if any(fields.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+        raise UserError(f"{where}: '{kind}' is a mixture of experts, which is not planned yet")
+    if kind not in _READERS:
+        raise UserError(f"{where}: architecture '{kind}' is not supported: {did_you_mean(str(kind), _READERS)}")
+    try:
+        values = _READERS[kind](fields)
+        return ModelConfig(name=_name(fields, where), **{k: v for k, v in values.items() if v is not None})
+    except KeyError as error:
+        raise UserError(f"{where} has no {error.args[0]}, which a {kind} config needs") from None
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{where}: {'.'.join(str(p) for p in first['loc'])} {message}".replace(":  ", ": ")) from None
+
+
+def _name(fields: Fields, where: str) -> str:
+    named = str(fields.get("_name_or_path") or "")
+    if named and not named.startswith((".", "/")):
+        return named
+    path = Path(where)
+    folder = path.parent.name if path.name == "config.json" else path.stem
+    return folder or str(fields["model_type"])
+
+
+def _refuse(fields: Fields, *names: str) -> None:
+    """Switches that change the arithmetic in a way ModelConfig cannot say."""
+    for name in names:
+        if fields.get(name):
+            raise UserError(f"{name} = {fields[name]} is not supported")
+
+
+def _activation(fields: Fields, key: str, default: str) -> str:
+    name = fields.get(key, default)
+    if name not in ACTIVATIONS:
+        raise UserError(f"{key} = '{name}' is not supported: {did_you_mean(str(name), ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _gpt2(fields: Fields) -> dict[str, Any]:
+    _refuse(fields, "add_cross_attention", "scale_attn_by_inverse_layer_idx")
+    return {
+        "layers": fields["n_layer"],
+        "hidden": fields["n_embd"],
+        "heads": fields["n_head"],
+        "ffn": fields.get("n_inner"),
+        "activation": _activation(fields, "activation_function", "gelu_new"),
+        "norm": "layernorm",
+        "norm_eps": fields.get("layer_norm_epsilon", 1e-5),
+        "positions": "learned",
+        "bias": True,
+        "vocab": fields["vocab_size"],
+        "context": fields.get("n_positions") or fields["n_ctx"],
+        "tied": fields.get("tie_word_embeddings", True),
+        "dropout": fields.get("resid_pdrop", 0.1),
+    }
+
+
+def _llama_family(fields: Fields) -> dict[str, Any]:
+    """What Llama, Mistral and Qwen share: RMSNorm, rotary positions, a gated feed-forward network."""
+    scaling, theta = _rope(fields)
+    return {
+        "layers": fields["num_hidden_layers"],
+        "hidden": fields["hidden_size"],
+        "heads": fields["num_attention_heads"],
+        "kv_heads": fields.get("num_key_value_heads"),
+        "head_size": fields.get("head_dim"),
+        "ffn": fields["intermediate_size"],
+        "gated_ffn": True,
+        "activation": _activation(fields, "hidden_act", "silu"),
+        "norm": "rmsnorm",
+        "norm_eps": fields.get("rms_norm_eps", 1e-6),
+        "positions": "rope",
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "bias": False,
+        "vocab": fields["vocab_size"],
+        "context": fields["max_position_embeddings"],
+        "tied": fields.get("tie_word_embeddings", False),
+    }
+
+
+def _llama(fields: Fields) -> dict[str, Any]:
+    attention, mlp = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
+    if attention != mlp:
+        raise UserError(f"attention_bias = {attention} with mlp_bias = {mlp} is not supported: both or neither")
+    return _llama_family(fields) | {"bias": attention}
+
+
+def _mistral(fields: Fields) -> dict[str, Any]:
+    return _llama_family(fields) | {"sliding_window": fields.get("sliding_window")}
+
+
+def _qwen2(fields: Fields) -> dict[str, Any]:
+    _refuse(fields, "use_sliding_window")  # in the upper layers only
+    return _llama_family(fields) | {"qkv_bias": True}
+
+
+def _qwen3(fields: Fields) -> dict[str, Any]:
+    _refuse(fields, "use_sliding_window", "attention_bias")
+    shared = _llama_family(fields)
+    return shared | {"qk_norm": True, "head_size": fields.get("head_dim", 128)}
+
+
+def _rope(fields: Fields) -> tuple[dict[str, float] | None, float]:
+    """Llama 3.1's frequency scaling or none, and the base. Newer files keep both in `rope_parameters`."""
+    newer = fields.get("rope_parameters") or {}
+    theta = float(newer.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
+    table = newer or fields.get("rope_scaling") or {}
+    kind = table.get("rope_type") or table.get("type") or "default"
+    if kind == "default":
+        return None, theta
+    if kind != "llama3":
+        raise UserError(f"rope_scaling of type '{kind}' is not supported: default and llama3 are")
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    scaling = {name: float(table[name]) for name in names}
+    return scaling | {"original_context": float(table["original_max_position_embeddings"])}, theta
+
+
+_READERS = cast(
+    dict[str, Callable[[Fields], dict[str, Any]]],
+    {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3},
+)

@@ -1,0 +1,222 @@
+"""The plan of one layout on a cluster, as a ledger.
+
+    ledger = plan_cluster(ModelConfig.named("llama3-8b"), parse_cluster("8xh100-sxm-80gb"),
+                          parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"),
+                          sequence=8192, global_batch=64)
+
+Seconds of a line are those of an accelerator on the busiest pipeline stage and add up to the step; FLOPs are those of
+all accelerators together and add up to the model's. Both are per optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ironlaw.catalog.nodes import Cluster
+from ironlaw.errors import UserError
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.engine import Engine
+from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
+from ironlaw.plan.ingredients import Parts, step_parts
+from ironlaw.plan.intervals import interval_factors, kind_of_layout
+from ironlaw.plan.jobs import Array, Jobs, jobs_of
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.setting import Setting, setting
+from ironlaw.plan.sharded_memory import PeakMemory, peak_memory
+from ironlaw.plan.stages import stage_layers
+from ironlaw.plan.timeline import Times, assemble
+
+DEFAULT_ENGINE = "nemo"
+"""The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the core says of many jobs: one entry per job."""
+
+    step_seconds: Array
+    peak: PeakMemory
+    times: Times
+    parts: Parts
+    limit_bytes: float
+
+    @property
+    def fits(self) -> np.ndarray:
+        return self.peak.total <= self.limit_bytes
+
+
+def plan_jobs(jobs: Jobs, where: Setting) -> Outcome:
+    """Step seconds and peak bytes of many jobs in one setting: the fast path of search."""
+    layers = stage_layers(jobs, where.engine.partition)
+    parts = step_parts(jobs, where, layers)
+    times = assemble(parts, jobs, where.engine, layers)
+    peak = peak_memory(jobs, where.engine, layers)
+    seconds = under_pressure(times.step_seconds, peak.total, where)
+    return Outcome(seconds, peak, times, parts, where.memory_bytes - UNUSABLE_BYTES)
+
+
+def plan_cluster(
+    model: ModelConfig,
+    cluster: Cluster,
+    layout: Layout,
+    *,
+    sequence: int,
+    global_batch: int,
+    precision: str = "bf16",
+    engine: str | Engine = DEFAULT_ENGINE,
+    attention: str = "flash",
+) -> Ledger:
+    """The ledger of one training step. UserError when the layout cannot run or the cluster lacks a figure.
+
+    `attention` is "flash" or "standard" (scores materialised); `engine` a name of `plan/engines/` or an Engine.
+    """
+    if attention not in ("flash", "standard"):
+        raise UserError(f"attention is flash or standard, not '{attention}'")
+    layout.check(model, sequence=sequence, global_batch=global_batch, accelerators=cluster.count)
+    chosen = engine_named(engine) if isinstance(engine, str) else engine
+    where = setting(cluster, chosen, precision)
+    jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=attention == "flash")
+    outcome = plan_jobs(jobs, where)
+    ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak))
+    ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
+    ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
+    return ledger
+
+
+def _facts(
+    model: ModelConfig, cluster: Cluster, layout: Layout, where: Setting, outcome: Outcome, sequence: int,
+    global_batch: int, attention: str,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model": model.model_dump(mode="json", exclude_none=True),
+        "cluster": str(cluster),
+        "layout": str(layout.filled(global_batch)),
+        "sequence": sequence,
+        "global_batch": global_batch,
+        "precision": where.precision,
+        "attention": attention,
+        "engine": where.engine.name,
+        "engine_source": where.engine.source,
+        "fits": bool(outcome.fits[0]),
+        "memory_limit_bytes": outcome.limit_bytes,
+        "peak_stage": int(outcome.peak.stage[0]),
+        "assumptions": list(where.hardware.efficiency.assumptions()),
+    }
+
+
+def _totals(
+    model: ModelConfig, cluster: Cluster, layout: Layout, jobs: Jobs, where: Setting, outcome: Outcome, tokens: int
+) -> dict[str, Estimate]:
+    seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
+    flops = round(float(jobs.model_flops()[0]))
+    kind = kind_of_layout({"pp": float(layout.pp), "tp": float(layout.tp)}, cluster.nodes)
+    basis = f"engine {where.engine.name}; 80% of runs left out of the fit, {kind.replace('_', ' ')}"
+    step = bounded(seconds, "time", layout, cluster.nodes, basis)
+    assert step.low is not None and step.high is not None
+    peak_flops = where.hardware.peak(where.precision) * cluster.count
+    exact = Origin.CALCULATED
+    return {
+        "step_seconds": step,
+        "peak_bytes": bounded(
+            peak_bytes, "memory", layout, cluster.nodes, f"stage {int(outcome.peak.stage[0])}, see memory lines"
+        ),
+        "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
+        "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
+        "tokens_per_second": _inverse(step, tokens, f"{tokens:,} tokens per step over step time"),
+        "mfu": _inverse(
+            step,
+            flops / peak_flops,
+            f"model FLOPs, causal attention halved, over dense {where.precision} peak of {cluster.count} accelerators",
+        ),
+    }
+
+
+def bounded(value: float, quantity: str, layout: Layout, nodes: int, basis: str) -> Estimate:
+    """A planned "time" or "memory" with the interval of its kind of layout."""
+    low, high = interval_factors(quantity, {"pp": float(layout.pp), "tp": float(layout.tp)}, nodes)
+    return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
+
+
+def _inverse(seconds: Estimate, work: float, basis: str) -> Estimate:
+    assert seconds.low is not None and seconds.high is not None
+    return Estimate(work / seconds.value, Origin.CALCULATED, basis, work / seconds.high, work / seconds.low)
+
+
+def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
+    """The step by phase and kind; seconds are differences and products of the core's own terms."""
+    times, parts, engine = outcome.times, outcome.parts, where.engine
+
+    def at(column: Array) -> float:
+        return float(column[0])
+
+    layers, micro_batches = at(times.busiest_layers), at(jobs.accumulation)
+    executions = round(layers * micro_batches)
+    repeats = layers * micro_batches
+    full = at(jobs.recompute) == 2
+    replicas = at(jobs.global_batch) * at(jobs.sequence)
+    head_flops = 6 * at(jobs.hidden) * at(jobs.vocab) * replicas
+    attention_flops = 6 * at(jobs.layers) * at(jobs.sequence) * at(jobs.query_size) * replicas
+    block_flops = at(jobs.model_flops()) - head_flops - attention_flops
+    matmul = (at(parts.layer_matmul_forward), at(parts.layer_matmul_backward))
+    attention = (at(parts.layer_attention_forward), at(parts.layer_attention_backward))
+    scores = at(parts.layer_scores_forward) * engine.score_traffic
+    lines: list[Line] = []
+    phases = (Phase.FORWARD, Phase.BACKWARD)
+    whole = (at(times.forward), at(times.backward))
+    for phase, mm, att, sc, share, total in zip(
+        phases, matmul, attention, (scores, 2 * scores), (1, 2), whole, strict=True
+    ):
+        m_seconds = repeats * mm * engine.matmul_slowdown
+        a_seconds = repeats * (att * engine.attention_slowdown + sc)
+        head = at(times.head) * share / 3
+        again = at(times.recomputed) if phase is Phase.BACKWARD else 0.0
+        rest = total - m_seconds - a_seconds - head - again
+        lines += [
+            Line(phase, Kind.MATMUL, "block_linear", executions, round(block_flops * share / 3), None, m_seconds,
+                 bound="compute"),
+            Line(phase, Kind.ATTENTION, "attention", executions, round(attention_flops * share / 3), None, a_seconds,
+                 bound="compute"),
+            Line(phase, Kind.ELEMENTWISE, "norms_residuals_activations", executions, None, None, rest, bound="memory"),
+            Line(phase, Kind.LOSS, "output_layer_and_loss", round(micro_batches), round(head_flops * share / 3), None,
+                 head, bound="compute"),
+        ]  # fmt: skip
+        if again > 0:
+            name = "recomputation_full" if full else "recomputation_selective"
+            lines.append(Line(phase, Kind.OTHER, name, executions, None, None, again, bound="compute"))
+    exposed = (
+        ("tensor_parallel", times.tp_exposed),
+        ("context_parallel", times.cp_exposed),
+        ("pipeline_messages", times.pp_exposed),
+        ("sharded_weights", times.fsdp_exposed),
+        ("data_parallel", times.dp_exposed),
+    )
+    for name, seconds in exposed:
+        lines.append(Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds=at(seconds), bound="network"))
+    pressure = at(outcome.step_seconds) - at(times.step_seconds)
+    lines += [
+        Line(Phase.OPTIMIZER, Kind.OPTIMIZER, "update", 1, seconds=at(times.optimizer), bound="memory"),
+        Line(Phase.HOST, Kind.HOST, "launches_behind", seconds=at(times.host_excess), bound="overhead"),
+        Line(Phase.HOST, Kind.HOST, "step", 1, seconds=at(times.host_step), bound="overhead"),
+        Line(Phase.IDLE, Kind.OTHER, "pipeline_bubble", seconds=at(times.bubble)),
+    ]
+    if pressure > 0:
+        lines.append(Line(Phase.IDLE, Kind.HOST, "allocator_retries", seconds=pressure, bound="overhead"))
+    return lines
+
+
+_NOTES = {
+    "activations": "saved for the backward pass, all micro-batches in flight",
+    "logits": "output layer and loss at their widest",
+    "temporaries": "gathered weights, the block being recomputed",
+    "context": "workspaces of libraries and communicators that the allocator sees",
+}
+
+
+def _memory(peak: PeakMemory) -> list[MemoryLine]:
+    names = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
+    return [MemoryLine(name, float(getattr(peak, name)[0]), note=_NOTES.get(name, "")) for name in names]

@@ -1,0 +1,109 @@
+"""A layout and a model as command-line flags of Megatron-LM (`megatron/training/arguments.py`, Megatron core)."""
+
+from __future__ import annotations
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.layout import Layout
+
+PRECISION_FLAGS = {
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "fp8": ["--bf16", "--fp8-format hybrid"],
+    "fp8_block": ["--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"],
+    "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
+}
+
+
+def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    """Why Megatron-LM's flags cannot say this, or None."""
+    if model.gated_ffn and model.activation != "silu":
+        return f"its flags have no gated {model.activation} feed-forward network"
+    if not model.gated_ffn and model.activation == "silu":
+        return "its flags have silu in a gated feed-forward network only"
+    if model.layers % layout.pp:
+        return f"{model.layers} layers are not divisible by pp = {layout.pp}"
+    if layout.zero >= 2 and layout.cp > 1:
+        return "its FSDP with context parallelism is not written by this planner: use zero=0 or 1"
+    return None
+
+
+def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
+    """One `--flag value` per entry."""
+    return [
+        *_model_flags(ask.model, ask.work.sequence),
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--global-batch-size {ask.work.global_batch}",
+        f"--train-iters {ask.work.steps}",
+        *PRECISION_FLAGS[ask.precision],
+        *_layout_flags(ask.model, layout),
+    ]
+
+
+def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
+    flags = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn_size}",
+        f"--num-attention-heads {model.heads}",
+        f"--kv-channels {model.size_of_head}",
+        f"--seq-length {sequence}",
+        f"--max-position-embeddings {model.context}",
+        f"--vocab-size {model.vocab}",
+        "--attention-dropout 0",
+        "--hidden-dropout 0",
+        f"--norm-epsilon {model.norm_eps:g}",
+    ]
+    if model.key_value_heads != model.heads:
+        flags += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
+    if model.gated_ffn:
+        flags.append("--swiglu")
+    if model.norm == "rmsnorm":
+        flags.append("--normalization RMSNorm")
+    if model.qk_norm:
+        flags.append("--qk-layernorm")
+    if model.positions == "rope":
+        flags += ["--position-embedding-type rope", f"--rotary-base {model.rope_theta:.0f}"]
+        if model.rope_scaling:
+            flags += ["--use-rope-scaling", f"--rope-scaling-factor {model.rope_scaling['factor']:g}"]
+    else:
+        flags.append("--position-embedding-type learned_absolute")
+    if not model.bias:
+        flags.append("--disable-bias-linear")
+        if model.has_qkv_bias:
+            flags.append("--add-qkv-bias")
+    if not model.tied:
+        flags.append("--untie-embeddings-and-output-weights")
+    return flags
+
+
+def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
+    flags = [
+        f"--tensor-model-parallel-size {layout.tp}",
+        f"--pipeline-model-parallel-size {layout.pp}",
+        f"--context-parallel-size {layout.cp}",
+    ]
+    if layout.sp:
+        flags.append("--sequence-parallel")
+    if layout.virtual_stages > 1:
+        per_stage = model.layers // (layout.pp * layout.virtual_stages)
+        flags.append(f"--num-layers-per-virtual-pipeline-stage {per_stage}")
+    if layout.recompute == "full":
+        flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    elif layout.recompute == "selective":
+        flags.append("--recompute-granularity selective")
+    if layout.zero:
+        flags.append("--use-distributed-optimizer")
+    if layout.zero >= 2:  # Megatron FSDP
+        strategy = "optim_grads_params" if layout.zero == 3 else "optim_grads"
+        flags += [
+            "--use-megatron-fsdp",
+            f"--data-parallel-sharding-strategy {strategy}",
+            "--no-gradient-accumulation-fusion",
+            "--ckpt-format fsdp_dtensor",
+        ]
+    if layout.dp > 1:
+        flags.append("--overlap-grad-reduce")
+        if layout.zero:
+            flags.append("--overlap-param-gather")
+    return flags

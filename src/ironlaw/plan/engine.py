@@ -1,0 +1,134 @@
+"""Engines: what a training framework of one generation adds to the arithmetic. One TOML file each.
+
+Every constant has a unit and a physical meaning and is shared by all models, layouts and clusters that the engine
+runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists them with how they were obtained.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+
+_FOLDER = Path(__file__).parent / "engines"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Constants of one engine. Times in seconds, memory in bytes, the rest are ratios.
+
+    Time. The processor that launches kernels works at its own pace: a stage of a micro-batch takes the longer of
+    device time and host time, not their sum.
+    """
+
+    name: str
+    source: str = ""
+    frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
+    attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
+    by_generation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where a generation differs
+
+    # host: seconds of the launching processor
+    host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
+    host_backward_ratio: float = 1.5
+    host_collective_seconds: float = 30e-6  # one tensor parallel collective
+    host_microbatch_seconds: float = 2e-3  # loss, schedule, pipeline messages
+    host_step_seconds: float = 10e-3  # optimizer launch, logging, data, synchronisation
+
+    # device
+    matmul_slowdown: float = 1.1  # matmul time in the run over that of the kernel alone
+    attention_slowdown: float = 1.5
+    attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
+    selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
+    streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
+    shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
+    score_traffic: float = 1.3  # the same for materialised attention scores
+    optimizer_traffic: float = 1.2
+
+    # communication: fraction hidden behind compute
+    tp_hidden: float = 0.2
+    dp_hidden: float = 0.4
+    fsdp_hidden: float = 0.9
+    pp_hidden: float = 0.5
+    cp_hidden: float = 0.5
+    island_slowdown: float = 1.0  # collectives in a run over those of a benchmark, inside an island
+    network_slowdown: float = 1.0  # the same across the network
+    pressure_slowdown: float = 1.0  # of a step whose peak nearly fills the device: the allocator frees and retries
+
+    # memory conventions
+    gradient_bytes: float = 4.0  # per parameter: the buffer gradients accumulate in
+    master_bytes: float = 4.0  # fp32 copy of the weights
+    weight_bytes: float = 2.0
+    moment_bytes: float = 8.0
+    gradient_communication_bytes: float = 4.0  # per parameter in the reduction over data parallel ranks
+    half_gradient_bytes: float = 0.0  # per parameter: 16-bit gradients that stay beside the accumulation buffer
+    entrance_bytes: float = 0.0  # per token and hidden element on the first stage, not divided by tp
+    head_gathered_bytes: float = 0.0  # per token and hidden element on the output layer's stage, not divided by tp
+    reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
+    partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
+    stream_bytes: float = 2.0  # the residual stream, per element
+    attention_extra_bytes: float = 0.0  # per token and head beyond the tensors autograd must keep
+    gathered_inputs: float = 0.0  # share of norm outputs kept after gathering over tp
+    activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
+    dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts
+    selective_kept_share: float = 0.0  # of a block's activations under selective recomputation; 0: all but attention
+    logit_bytes: float = 10.0  # per logit at the peak: 16-bit logits, fp32 copy, its softmax and gradient
+    context_bytes: float = 0.0
+    default_precision: str = "bf16"
+    default_zero: int = 0
+    default_sp: bool = False
+    default_recompute: str = "none"
+
+    def on(self, generation: str) -> Engine:
+        """The constants on one accelerator generation."""
+        values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
+        return replace(self, **values)
+
+
+@lru_cache(maxsize=1)
+def engines() -> dict[str, Engine]:
+    """All engines by name."""
+    return {path.stem: _load(path) for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def engine(name: str) -> Engine:
+    known = engines()
+    if name not in known:
+        raise UserError(f"unknown engine '{name}': {did_you_mean(name, known)}")
+    return known[name]
+
+
+def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
+    """The engine behind a framework's name as people write it: the longest prefix that some engine lists.
+
+    Megatron-LM is two engines: before and after fused attention.
+    """
+    typed = framework.strip().lower()
+    best = max(
+        (
+            (prefix, e)
+            for e in engines().values()
+            for prefix in e.frameworks
+            if typed.startswith(prefix) and e.attention in ("", attention)
+        ),
+        key=lambda pair: len(pair[0]),
+        default=None,
+    )
+    if best is None:
+        raise UserError(f"no engine is known for framework '{framework}': {did_you_mean(typed, engines())}")
+    return best[1]
+
+
+def _load(path: Path) -> Engine:
+    data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    known = {f.name for f in fields(Engine)}
+    values: dict[str, Any] = {"name": path.stem}
+    for key, entry in data.items():
+        assert key in known, f"{path.name}: unknown key {key}"
+        values[key] = entry
+    values["frameworks"] = tuple(values.get("frameworks", ()))
+    return Engine(**values)

@@ -1,0 +1,110 @@
+"""Evaluate measured runs: group them by what they share, and plan each group in one vectorised call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ironlaw.catalog.nodes import Node
+from ironlaw.errors import UserError
+from ironlaw.plan.ingredients import step_parts
+from ironlaw.plan.jobs import Array, jobs_of_columns
+from ironlaw.plan.runs import Run
+from ironlaw.plan.setting import Setting, setting
+from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
+from ironlaw.plan.stages import stage_layers
+from ironlaw.plan.timeline import assemble
+
+UNUSABLE_BYTES = 1.0 * 2**30
+"""Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
+
+
+PRESSURE_SHARE = 0.9
+"""Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
+
+
+def under_pressure(seconds: Array, highest_bytes: Array, where: Setting) -> Array:
+    """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
+    nearly_full = highest_bytes > PRESSURE_SHARE * (where.memory_bytes - UNUSABLE_BYTES)
+    return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One entry per run."""
+
+    step_seconds: Array
+    reported_bytes: Array  # peak of the rank that the engine's log speaks of
+    highest_bytes: Array  # peak of the rank that needs most
+    limit_bytes: Array  # what an allocator can hand out
+    peak_flops_per_second: Array  # dense, in the run's precision
+
+    @property
+    def fits(self) -> np.ndarray:
+        return self.highest_bytes <= self.limit_bytes
+
+
+def alike(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of the runs that share accelerator, node, engine and precision."""
+    found: dict[tuple[str, str, Node, str, bool], list[int]] = {}
+    for index, run in enumerate(runs):
+        several = run.cluster.count > 1  # one accelerator needs no link
+        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several)
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
+    """The same with the setting that they share."""
+    first = [(runs[indices[0]], indices) for indices in alike(runs)]
+    return [(setting(run.cluster, run.engine, run.precision), indices) for run, indices in first]
+
+
+def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]]]:
+    """The runs on hardware that enough is known of, and (id, group, reason) of the others."""
+    good: list[int] = []
+    rejected = []
+    for indices in alike(runs):
+        try:
+            evaluate([runs[indices[0]]])
+        except UserError as error:
+            rejected += [(runs[i].id, runs[i].group, str(error)) for i in indices]
+        else:
+            good += indices
+    return [runs[i] for i in sorted(good)], rejected
+
+
+def settled(runs: Sequence[Run]) -> list[Run]:
+    """The runs with what their rows leave open decided: full recomputation where none would not fit."""
+    result = list(runs)
+    for where, indices in settings_of(runs):
+        unsaid = [i for i in indices if runs[i].open_recompute]
+        if not unsaid:
+            continue
+        jobs = jobs_of_columns([runs[i].columns for i in unsaid])
+        over = peak_memory(jobs, where.engine).total > where.memory_bytes - UNUSABLE_BYTES
+        for i, full in zip(unsaid, over, strict=True):
+            word = "full, for without it the run would not fit" if full else "none"
+            columns = runs[i].columns | {"recompute": 2.0 if full else 0.0}
+            assumed = (*runs[i].assumed, f"recompute = {word}")
+            result[i] = replace(runs[i], columns=columns, assumed=assumed, open_recompute=False)
+    return result
+
+
+def evaluate(runs: Sequence[Run]) -> Prediction:
+    """Plan every run."""
+    count = len(runs)
+    seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
+    for where, indices in settings_of(runs):
+        jobs = jobs_of_columns([runs[i].columns for i in indices])
+        layers = stage_layers(jobs, where.engine.partition)
+        parts = step_parts(jobs, where, layers)
+        highest[indices] = peak_memory(jobs, where.engine, layers).total
+        times = assemble(parts, jobs, where.engine, layers)
+        seconds[indices] = under_pressure(times.step_seconds, highest[indices], where)
+        reported[indices] = reported_bytes(jobs, where.engine, layers)
+        limit[indices] = where.memory_bytes - UNUSABLE_BYTES
+        peak[indices] = where.hardware.peak(where.precision)
+    return Prediction(seconds, reported, highest, limit, peak)

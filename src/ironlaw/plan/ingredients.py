@@ -1,0 +1,242 @@
+"""The ingredients of a step: seconds of every kernel and collective of one micro-batch, for many jobs at once.
+
+    parts = step_parts(jobs, setting)
+
+Shapes come from the layout, seconds from the models of single operations in `machine/efficiency`. What a run makes of
+them (slowdowns, overlap, launches) is the engine's and added in `timeline.py`, so that fitting an engine to measured
+runs need not evaluate the operations again. Ranks are placed tp, cp, dp, pp from the inside out, as Megatron does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
+from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.setting import Setting
+from ironlaw.plan.stages import StageLayers, stage_layers
+
+HALF = 2.0  # bytes of a 16-bit element
+FP32 = 4.0
+
+FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
+"""Time of FlashAttention-2 over that of a kernel written for the generation. Hopper: causal forward, head size 128,
+16k tokens, 335 against FlashAttention-3's 616 TFLOP/s (arXiv 2407.08608, figure 5). Blackwell: assumed."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds per job of single ingredients. `layer`: of one block and micro-batch; forward and backward apart."""
+
+    layer_matmul_forward: Array
+    layer_matmul_backward: Array
+    layer_attention_forward: Array
+    layer_attention_backward: Array
+    layer_scores_forward: Array  # streaming over materialised scores
+    layer_streaming_forward: Array
+    layer_streaming_backward: Array
+    layer_shard_forward: Array  # streaming that tensor parallel divides
+    layer_shard_backward: Array
+    layer_accumulate: Array  # adding a weight gradient into the fp32 buffer
+    tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
+    cp_layer: Array  # key/value exchange of one layer, forward
+    head_matmul: Array  # output layer, forward and backward
+    head_streaming: Array  # loss
+    embedding: Array
+    pp_message: Array
+    dp_reduce: Array
+    dp_gather: Array
+    fsdp_gather_layer: Array
+    fsdp_scatter_layer: Array
+    optimizer: Array
+    crosses: npt.NDArray[np.bool_]  # whether data parallel and pipeline traffic leaves the island
+    tp_crosses: npt.NDArray[np.bool_]
+
+
+def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
+    """`function` on the distinct rows of the columns only: layouts share most of their shapes.
+
+    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
+    """
+    spread = np.broadcast_arrays(*columns)
+    row_number = np.zeros(len(spread[0]), dtype=np.int64)
+    for column in spread:
+        if column[0] != column.min() or column[0] != column.max():
+            values, code = np.unique(column, return_inverse=True)
+            _, row_number = np.unique(row_number * len(values) + code.reshape(-1), return_inverse=True)
+    _, first, back = np.unique(row_number, return_index=True, return_inverse=True)
+    return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
+
+
+def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
+    """Seconds of a block's linear layers: forward, backward."""
+    tokens, hidden, tp = jobs.tokens, jobs.hidden, jobs.tp
+    qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
+    up = jobs.ffn * np.where(jobs.gated > 0, 2.0, 1.0) / tp
+    forward, backward = np.zeros(len(jobs)), np.zeros(len(jobs))
+    for outputs, inputs in ((qkv, hidden), (hidden, jobs.query_size / tp), (up, hidden), (hidden, jobs.ffn / tp)):
+        for m, n, k, target in (
+            (tokens, outputs, inputs, forward),
+            (tokens, inputs, outputs, backward),
+            (outputs, inputs, tokens, backward),
+        ):
+            target += _matmul(m, n, k, 1.0, setting, setting.precision)
+    return forward, backward
+
+
+def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting, precision: str) -> Array:
+    hardware = setting.hardware
+    cast = precision not in ("bf16", "fp16", "fp32", "tf32")
+
+    def seconds(m: Array, n: Array, k: Array, b: Array) -> Array:
+        return np.asarray(matmul_seconds(m, n, k, b, precision, hardware=hardware, include_cast=cast, sustained=True))
+
+    return _unique(seconds, m, n, k, np.broadcast_to(np.asarray(batch, dtype=float), m.shape))
+
+
+def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
+    """Seconds of one layer's attention: forward, backward, and the traffic of materialised scores."""
+    hardware, precision = setting.hardware, setting.wide_precision
+    local_heads = jobs.heads / jobs.tp
+    local_kv = np.maximum(jobs.kv_heads / jobs.tp, 1.0)
+
+    def flash(direction: str) -> Array:
+        def seconds(b: Array, s: Array, h: Array, kv: Array, d: Array) -> Array:
+            return np.asarray(
+                attention_seconds(
+                    b, s, h, kv, d, True, precision, hardware=hardware, direction=direction, sustained=True
+                )
+            )
+
+        return _unique(seconds, jobs.micro_batch, jobs.sequence, local_heads, local_kv, jobs.head_size) / jobs.cp
+
+    # Materialised scores: every (query, key) pair is computed, masked or not.
+    batch = jobs.micro_batch * local_heads
+    rows = jobs.sequence / jobs.cp
+    standard = _matmul(rows, jobs.sequence, jobs.head_size, batch, setting, precision)
+    standard = standard + _matmul(rows, jobs.head_size, jobs.sequence, batch, setting, precision)
+    pairs = batch * rows * jobs.sequence
+    # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
+    traffic = streaming_seconds(pairs * (2 * HALF + 2 * HALF + 1), hardware)
+    use_flash = jobs.flash > 0
+    old = (
+        FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if setting.engine.attention_kernel == "flash2" else 1.0
+    )
+    forward = np.where(use_flash, flash("forward") * old, standard)
+    backward = np.where(use_flash, flash("backward") * old, 2 * standard)
+    return forward, backward, np.where(use_flash, 0.0, traffic)
+
+
+def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array]:
+    """Element-wise kernels of one block at their least traffic: on the residual stream, then on what tp divides.
+
+    Each forward, then backward.
+    """
+    stream = jobs.tokens * jobs.hidden / jobs.stream_shards
+    sharded = jobs.tokens / jobs.tp
+    # Rotary kernels, or copies of queries, keys and values into the layout that batched matmuls want.
+    heads = 2 * (jobs.query_size + np.where(jobs.biased > 0, 2.0, 1.0) * jobs.key_value_size)
+    activation = jobs.ffn * np.where(jobs.gated > 0, 3.0, 2.0)
+    moved = (
+        # Two norms (read, write) and two residual additions (read two, write one).
+        stream * (2 * 2 + 2 * 3),
+        stream * (2 * 3 + 2 * 2),
+        sharded * (heads + activation),
+        sharded * (heads + activation * 5 / 3),
+    )
+    hardware = setting.hardware
+    first, second, third, fourth = (_unique(lambda b: streaming_seconds(b, hardware), HALF * m) for m in moved)
+    return first, second, third, fourth
+
+
+def _collective(kind: str, size: Array, ranks: Array, inside: Array, setting: Setting) -> Array:
+    """One collective; `inside`: ranks of the group that share an island."""
+    fabric = setting.fabric
+
+    def seconds(s: Array, n: Array, g: Array) -> Array:
+        return np.asarray(collective_seconds(kind, s, n, g, fabric=fabric))
+
+    return _unique(seconds, size, ranks, np.clip(inside, 1.0, ranks))
+
+
+def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) -> Parts:
+    """Every ingredient of the step time."""
+    layers = layers or stage_layers(jobs, setting.engine.partition)
+    island = float(setting.fabric.island_ranks)
+    matmul_forward, matmul_backward = _matmuls(jobs, setting)
+    attention_forward, attention_backward, scores = _attention(jobs, setting)
+    streaming_forward, streaming_backward, shard_forward, shard_backward = _streaming(jobs, setting)
+    hardware = setting.hardware
+
+    vocab = jobs.vocab / jobs.tp
+    head = sum(
+        _matmul(m, n, k, 1.0, setting, setting.wide_precision)
+        for m, n, k in (
+            (jobs.tokens, vocab, jobs.hidden),
+            (jobs.tokens, jobs.hidden, vocab),
+            (vocab, jobs.hidden, jobs.tokens),
+        )
+    )
+    # loss: 16-bit logits to fp32, log-sum-exp, gradient back to 16 bits
+    loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (HALF * 2 + FP32 * 4), hardware))
+    embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * HALF * 6 / jobs.stream_shards, hardware))
+
+    block = jobs.block_parameters / jobs.tp
+    ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
+    unit = block + ends / jobs.layers  # what ZeRO-3 gathers at a time, embedding and output layer spread out
+    local = layers.largest_parameters
+    stream_bytes = jobs.tokens * jobs.hidden * HALF
+    tp_inside = np.minimum(jobs.tp, island)
+    # Gradients are averaged over context parallel ranks too.
+    replicas = jobs.dp * jobs.cp
+    replicas_inside = np.maximum(1.0, island // jobs.tp)
+    kv_bytes = 2 * jobs.tokens * np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size) * HALF
+    message = stream_bytes / jobs.stream_shards
+    crosses = jobs.tp * jobs.cp * jobs.dp >= island
+    two = np.full(len(jobs), 2.0)
+
+    gradient = setting.engine.gradient_communication_bytes
+    all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
+    scatter = _collective("reduce_scatter", local * gradient, replicas, replicas_inside, setting)
+    gather = _collective("all_gather", local * HALF, replicas, replicas_inside, setting)
+    owned = np.where(jobs.zero > 0, local / replicas, local)
+    fsdp = jobs.zero >= 3
+    return Parts(
+        layer_matmul_forward=matmul_forward,
+        layer_matmul_backward=matmul_backward,
+        layer_attention_forward=attention_forward,
+        layer_attention_backward=attention_backward,
+        layer_scores_forward=scores,
+        layer_streaming_forward=streaming_forward,
+        layer_streaming_backward=streaming_backward,
+        layer_shard_forward=shard_forward,
+        layer_shard_backward=shard_backward,
+        layer_accumulate=np.asarray(streaming_seconds(block * (HALF + 2 * FP32), hardware)),
+        tp_collective=np.where(
+            jobs.sp > 0,
+            _collective("all_gather", stream_bytes, jobs.tp, tp_inside, setting)
+            + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
+            _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
+        ),
+        cp_layer=_collective("all_gather", kv_bytes * jobs.cp, jobs.cp, np.maximum(1.0, island // jobs.tp), setting),
+        head_matmul=np.asarray(head),
+        head_streaming=loss,
+        embedding=embedding,
+        pp_message=np.where(
+            jobs.pp > 1, _collective("send_recv", message, two, np.where(crosses, 1.0, 2.0), setting), 0.0
+        ),
+        dp_reduce=np.where(fsdp, 0.0, np.where(jobs.zero > 0, scatter, all_reduce)),
+        dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
+        fsdp_gather_layer=np.where(
+            fsdp, _collective("all_gather", unit * HALF, replicas, replicas_inside, setting), 0.0
+        ),
+        fsdp_scatter_layer=np.where(
+            fsdp, _collective("reduce_scatter", unit * gradient, replicas, replicas_inside, setting), 0.0
+        ),
+        crosses=jobs.accelerators > island,
+        tp_crosses=jobs.tp > island,
+        optimizer=np.asarray(streaming_seconds(owned * (FP32 * 7 + HALF + FP32), hardware)),
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""A layout: how one training job is spread over accelerators.
+
+    layout = parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective")
+    layout.check(model, accelerators=8, sequence=8192, global_batch=64)
+
+Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
+state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
+ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
+parallel, ep expert parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.model.config import ModelConfig
+
+RECOMPUTATION = ("none", "selective", "full")
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism and what goes with them. The product dp tp pp cp is the number of accelerators."""
+
+    dp: int = 1
+    zero: int = 0
+    tp: int = 1
+    sp: bool = False
+    pp: int = 1
+    virtual_stages: int = 1
+    cp: int = 1
+    ep: int = 1
+    micro_batch: int = 1  # sequences per forward pass of a replica
+    accumulation: int | None = None  # micro-batches per replica and step; follows from the global batch when absent
+    recompute: str = "none"
+
+    @property
+    def accelerators(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    def global_batch(self) -> int | None:
+        """Sequences per step, when the layout says so itself."""
+        return None if self.accumulation is None else self.dp * self.micro_batch * self.accumulation
+
+    def filled(self, global_batch: int) -> Layout:
+        """The same with `accumulation` worked out."""
+        return replace(self, accumulation=global_batch // (self.dp * self.micro_batch))
+
+    def __str__(self) -> str:
+        defaults = Layout()
+        shown = [f"{k}={_word(v)}" for k, v in asdict(self).items() if v != getattr(defaults, k) or k == "dp"]
+        return " ".join(shown)
+
+    def reason_invalid(
+        self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None
+    ) -> str | None:
+        """Why this layout cannot run at all, in one sentence, or None."""
+        if accelerators is not None and self.accelerators != accelerators:
+            product = f"dp {self.dp} x tp {self.tp} x pp {self.pp} x cp {self.cp} = {self.accelerators}"
+            return f"{product} accelerators, the cluster has {accelerators}"
+        if model.heads % self.tp:
+            return f"{model.heads} heads are not divisible by tp = {self.tp}"
+        if model.key_value_heads % self.tp and self.tp % model.key_value_heads:
+            return f"{model.key_value_heads} key/value heads cannot be split or copied over tp = {self.tp}"
+        if model.ffn_size % self.tp:
+            return f"the feed-forward width {model.ffn_size} is not divisible by tp = {self.tp}"
+        if self.sp and self.tp == 1:
+            return "sequence parallelism needs tp > 1"
+        if sequence % (self.cp * (self.tp if self.sp else 1)):
+            return f"{sequence} tokens are not divisible by cp = {self.cp}" + (f" x tp = {self.tp}" if self.sp else "")
+        if self.pp * self.virtual_stages > model.layers:
+            return f"{model.layers} layers are fewer than pp {self.pp} x virtual_stages {self.virtual_stages}"
+        if self.virtual_stages > 1 and model.layers % (self.pp * self.virtual_stages):
+            return f"{model.layers} layers are not divisible by pp {self.pp} x virtual_stages {self.virtual_stages}"
+        return self._reason_batch(global_batch)
+
+    def _reason_batch(self, global_batch: int) -> str | None:
+        per_round = self.dp * self.micro_batch
+        if global_batch % per_round:
+            return f"global batch {global_batch} is not divisible by dp {self.dp} x micro_batch {self.micro_batch}"
+        if self.accumulation is not None and per_round * self.accumulation != global_batch:
+            batch = self.global_batch()
+            return f"dp x micro_batch x accumulation is {batch} sequences, the global batch is {global_batch}"
+        if self.virtual_stages > 1 and self.pp == 1:
+            return "virtual_stages needs pp > 1"
+        if self.virtual_stages > 1 and (global_batch // per_round) % self.pp:
+            return f"interleaving needs the {global_batch // per_round} micro-batches divisible by pp = {self.pp}"
+        if self.zero >= 2 and self.pp > 1:
+            return "zero 2 and 3 with a pipeline would gather or reduce for every micro-batch: use zero=1"
+        if self.ep > 1:
+            return "expert parallelism needs a mixture of experts, and this model is dense"
+        return None
+
+    def check(self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None) -> None:
+        """UserError when the layout cannot run."""
+        reason = self.reason_invalid(model, sequence=sequence, global_batch=global_batch, accelerators=accelerators)
+        if reason:
+            raise UserError(f"layout '{self}' cannot run: {reason}")
+
+
+def _word(value: Any) -> str:
+    return {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from `key=value` pairs separated by spaces or commas. Unknown keys and bad values are UserErrors."""
+    names = [f.name for f in fields(Layout)]
+    values: dict[str, Any] = {}
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UserError(f"layout: '{word}' has no value: write key=value, for example dp=8 micro_batch=2")
+        if key not in names:
+            raise UserError(f"layout: unknown key '{key}': {did_you_mean(key, names)}")
+        if key in values:
+            raise UserError(f"layout: '{key}' is given twice")
+        values[key] = _value(key, value)
+    if values.get("recompute", "none") not in RECOMPUTATION:
+        raise UserError(f"layout: recompute is {', '.join(RECOMPUTATION)}, not '{values['recompute']}'")
+    if not 0 <= values.get("zero", 0) <= 3:
+        raise UserError(f"layout: zero is 0, 1, 2 or 3, not {values['zero']}")
+    return Layout(**values)
+
+
+def _value(key: str, text: str) -> Any:
+    if key == "recompute":
+        return text.lower()
+    if key == "sp":
+        if text.lower() not in _FLAGS:
+            raise UserError(f"layout: sp is 0 or 1, not '{text}'")
+        return _FLAGS[text.lower()]
+    try:
+        number = int(text)
+    except ValueError:
+        raise UserError(f"layout: {key} must be a whole number, not '{text}'") from None
+    if number < (0 if key == "zero" else 1):
+        raise UserError(f"layout: {key} must be at least {0 if key == 'zero' else 1}, not {number}")
+    return number

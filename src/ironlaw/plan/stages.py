@@ -1,0 +1,82 @@
+"""How many layers each pipeline stage holds, and the parameters that go with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ironlaw.plan.jobs import Array, Jobs
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """Per job: layers of the first, of the fullest middle and of the last stage (per rank, all virtual chunks)."""
+
+    first: Array
+    middle: Array
+    last: Array
+    counts: Array  # jobs x stages, zero beyond a job's last stage
+    head_stage: Array  # index of the stage that holds the output layer
+    largest_parameters: Array  # of the stage with most parameters, on one tensor parallel rank
+
+
+def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
+    """Layers per stage: "equal", or "cost" where a stage takes layers until its share of the parameters is full.
+
+    "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
+    which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
+    """
+    stages = int(jobs.pp.max(initial=1))
+    counts = np.zeros((len(jobs), stages))
+    head_stage = jobs.pp - 1
+    if partition == "cost":
+        head_stage = head_stage.copy()
+        cost = jobs.hidden * (2 * jobs.query_size + 2 * jobs.key_value_size)
+        cost = cost + np.where(jobs.gated > 0, 3.0, 2.0) * jobs.hidden * jobs.ffn
+        keys = np.stack([jobs.layers, jobs.pp, cost, jobs.hidden * jobs.vocab], axis=1)
+        unique, back = np.unique(keys, axis=0, return_inverse=True)
+        dealt = [_dealt(int(n), int(pp), block, head) for n, pp, block, head in unique]
+        for i, which in enumerate(back.reshape(-1)):
+            layers_dealt, head_stage[i] = dealt[which]
+            counts[i, : len(layers_dealt)] = layers_dealt
+    else:
+        index = np.arange(stages)[None, :]
+        whole, rest = np.divmod(jobs.layers, jobs.pp)
+        counts = np.where(index < jobs.pp[:, None], whole[:, None] + (index < rest[:, None]), 0.0)
+    rows = np.arange(len(jobs))
+    last_index = (jobs.pp - 1).astype(int)
+    inner = counts.copy()
+    inner[:, 0] = 0
+    inner[rows, last_index] = 0
+    block = jobs.block_parameters
+    embedding, head = jobs.embedding_parameters, jobs.hidden * jobs.vocab
+    per_stage = counts * block[:, None]
+    per_stage[:, 0] += embedding
+    alone = (jobs.tied > 0) & (head_stage == 0)
+    per_stage[rows, head_stage.astype(int)] += np.where(alone, 0.0, head)
+    return StageLayers(
+        first=counts[:, 0],
+        middle=inner.max(axis=1),
+        last=counts[rows, last_index],
+        counts=counts,
+        head_stage=head_stage,
+        largest_parameters=per_stage.max(axis=1) / jobs.tp,
+    )
+
+
+def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:
+    """Layers of each stage, and the stage of the output layer."""
+    costs = [0.0] + [block_cost] * layers + [0.0, head_cost]  # embedding, blocks, final norm, output layer
+    total = sum(costs)
+    counts, stage, running = [0] * pp, 0, 0.0
+    head_stage = 0
+    for index, cost in enumerate(costs):
+        running += cost
+        if 1 <= index <= layers:
+            counts[stage] += 1
+        if index == len(costs) - 1:
+            head_stage = stage
+        if stage < pp - 1 and running >= total * (stage + 1) / pp:
+            stage += 1
+    return counts, head_stage

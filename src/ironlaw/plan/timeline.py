@@ -1,0 +1,139 @@
+"""Step time of many jobs at once: compute from operation shapes, host time, pipeline, communication.
+
+    parts = step_parts(jobs, setting)        # seconds of every ingredient, engine-independent
+    times = assemble(parts, jobs, setting.engine)
+    times.step_seconds                       # one per job
+
+For a pipeline stage s and one micro-batch (forward, backward and recomputation together):
+
+    device   matmuls + attention + streaming kernels + tensor, context parallel collectives on the critical path
+    host     launches: layers x (forward + backward), plus per micro-batch
+    stage    max(device, host) + pipeline messages
+    step     (m - 1) max_s stage + sum_s stage / v ...   1F1B, interleaved: arXiv 2104.04473, section 2.2
+             + exposed data parallel communication + optimizer + host per step
+
+Under ZeRO-3 the gathering of weights and scattering of gradients of each micro-batch runs beside the compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ironlaw.plan.engine import Engine
+from ironlaw.plan.ingredients import Parts
+from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.stages import StageLayers, stage_layers
+
+RIVALRY = 6.0
+"""Exponent of the norm that stands for max(device, host): where both are close, each waits for the other at times."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds per job and step, on the busiest stage; up to `host_step` they add up to `step_seconds`."""
+
+    step_seconds: Array
+    forward: Array
+    backward: Array
+    host_excess: Array  # launches that the device waits for
+    bubble: Array
+    tp_exposed: Array
+    cp_exposed: Array
+    pp_exposed: Array
+    fsdp_exposed: Array
+    dp_exposed: Array
+    optimizer: Array
+    host_step: Array
+    busiest_layers: Array  # of the stage these times are of
+    head: Array  # output layer and embedding, part of forward and backward
+    recomputed: Array  # part of backward
+
+
+def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -> Times:
+    """Step time from its ingredients and the engine's constants."""
+    layers = layers or stage_layers(jobs, engine.partition)
+    full, selective = jobs.recompute == 2, jobs.recompute == 1
+    slow = np.where(parts.crosses, engine.network_slowdown, engine.island_slowdown)
+    micro_batches = jobs.accumulation
+
+    streaming_forward = parts.layer_streaming_forward * engine.streaming_traffic
+    streaming_forward = streaming_forward + parts.layer_shard_forward * engine.shard_traffic
+    core = parts.layer_attention_forward * engine.attention_slowdown + parts.layer_scores_forward * engine.score_traffic
+    forward = parts.layer_matmul_forward * engine.matmul_slowdown + core + streaming_forward
+    backward = (
+        parts.layer_matmul_backward * engine.matmul_slowdown
+        + parts.layer_attention_backward * engine.attention_slowdown
+        + 2 * parts.layer_scores_forward * engine.score_traffic
+        + parts.layer_streaming_backward * engine.streaming_traffic
+        + parts.layer_shard_backward * engine.shard_traffic
+        + parts.layer_accumulate * np.where(jobs.zero >= 3, 0.0, 1.0)
+    )
+    share = engine.selective_matmul_share
+    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, not attention.
+    partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
+    again = np.where(full, forward, np.where(selective, partly, 0.0))
+    passes = np.where(full, 3.0, 2.0)
+    tp_layer = (
+        2 * passes * parts.tp_collective * np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
+    )
+    tp_exposed = tp_layer * (1 - engine.tp_hidden)
+    cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow
+    host_passes = 1 + engine.host_backward_ratio + np.where(full, 1.0, 0.0)
+    host_layer = engine.host_layer_seconds * host_passes
+    host_layer = host_layer + engine.host_collective_seconds * np.where(jobs.tp > 1, 2 * passes, 0.0)
+
+    head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.streaming_traffic
+    embedding = parts.embedding * engine.streaming_traffic
+    device_layer = forward + backward + again + tp_exposed + cp_exposed
+    message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow
+
+    # Weights of ZeRO-3 are gathered for forward and again for backward.
+    fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * slow
+    fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
+    fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
+
+    def stage(count: Array, extra: Array) -> tuple[Array, Array]:
+        device = count * (device_layer + fsdp_exposed) + extra
+        host = count * host_layer + engine.host_microbatch_seconds
+        longer = (device**RIVALRY + host**RIVALRY) ** (1 / RIVALRY)
+        return longer + message, longer - device
+
+    first, _ = stage(layers.first, embedding + np.where(jobs.pp == 1, head, 0.0))
+    middle, _ = stage(layers.middle, np.zeros(len(jobs)))
+    last, _ = stage(layers.last, np.where(jobs.pp == 1, embedding, 0.0) + head)
+    slowest = np.maximum(np.maximum(first, last), np.where(jobs.pp > 2, middle, 0.0))
+    others = np.where(jobs.pp > 1, first + last + (jobs.pp - 2) * middle, slowest) - slowest
+    bubble = others / jobs.virtual
+
+    count = np.where(slowest == last, layers.last, np.where(slowest == first, layers.first, layers.middle))
+    extra = np.where(slowest == last, head, np.where(slowest == first, embedding, 0.0))
+    extra = extra + np.where(jobs.pp == 1, embedding, 0.0)
+    _, host_excess = stage(count, extra)
+    steady = micro_batches * slowest
+    window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel
+    reduce = parts.dp_reduce * slow
+    gather = parts.dp_gather * slow
+    dp_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
+    dp_exposed = dp_exposed + gather - np.minimum(engine.dp_hidden * gather, count * forward)
+    optimizer = parts.optimizer * engine.optimizer_traffic
+    host_step = np.full(len(jobs), engine.host_step_seconds)
+    m = micro_batches * count
+    return Times(
+        step_seconds=steady + bubble + dp_exposed + optimizer + host_step,
+        forward=m * forward + micro_batches * extra / 3,
+        backward=m * (backward + again) + micro_batches * extra * 2 / 3,
+        host_excess=micro_batches * host_excess,
+        bubble=bubble,
+        tp_exposed=m * tp_exposed,
+        cp_exposed=m * cp_exposed,
+        pp_exposed=micro_batches * message,
+        fsdp_exposed=m * fsdp_exposed,
+        dp_exposed=dp_exposed,
+        optimizer=optimizer,
+        host_step=host_step,
+        busiest_layers=count,
+        head=micro_batches * extra,
+        recomputed=m * again,
+    )

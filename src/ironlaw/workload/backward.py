@@ -1,0 +1,240 @@
+"""The operations of a decoder's backward pass: `forward.py` in reverse, freeing what is saved there.
+
+Symbols as in `transformer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import FP32, Shape, attention, elementwise, norm_saved_bytes, qk_norm_saved_bytes
+from ironlaw.workload.operations import Operation
+
+
+def head_backward(shape: Shape) -> list[Operation]:
+    model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
+    logits = tokens * model.vocab
+    operations = [
+        Operation(
+            # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
+            "loss", Kind.LOSS, Phase.BACKWARD, "head", "loss_backward", elements=logits,
+            bytes_moved=4 * logits * FP32, temporary_bytes=2 * logits * FP32,
+            frees_saved_bytes=logits * FP32, frees_temporary_bytes=logits * FP32,
+        )
+    ]  # fmt: skip
+    if shape.casts:
+        operations.append(
+            Operation(
+                "loss", Kind.LOSS, Phase.BACKWARD, "head", "cast", elements=logits,
+                bytes_moved=logits * (FP32 + w), temporary_bytes=logits * w, frees_temporary_bytes=logits * FP32,
+            )
+        )  # fmt: skip
+    operations += linear_backward(
+        shape, "head", "head", 1, model.hidden, model.vocab, frees=tokens * model.hidden * w, bias=False
+    )
+    operations += norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)
+    return operations
+
+
+def block_backward(shape: Shape) -> list[Operation]:
+    """Exactly `_block` in reverse: what was saved there is freed here."""
+    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
+    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
+    # The gradient of the residual stream stays alive beside the branch, so dy of the branch frees nothing; in
+    # reduced precision the branch works on its own cast copy.
+    cast_dy = tokens * model.hidden * w if shape.casts else 0
+    operations = []
+    if shape.casts:
+        operations.append(cast_gradient(shape))
+    operations += linear_backward(
+        shape, "ffn_down", "block", layers, model.ffn_size, model.hidden,
+        frees=ffn * w, bias=model.bias, consumes=cast_dy,
+    )  # fmt: skip
+    if model.gated_ffn:
+        operations.append(
+            elementwise(
+                shape, "gate_product", "multiply_backward", ffn, 6, backward=True,
+                temporary=2 * ffn * w, frees_saved=2 * ffn * w, frees_temporary=ffn * w,
+            )
+        )  # fmt: skip
+        operations += linear_backward(
+            shape,
+            "ffn_up",
+            "block",
+            layers,
+            model.hidden,
+            model.ffn_size,
+            frees=normed if shape.casts else 0,
+            bias=model.bias,
+        )
+    operations.append(
+        elementwise(
+            shape, "activation", f"{model.activation}_backward", ffn, 3, backward=True,
+            temporary=ffn * w, frees_saved=ffn * w, frees_temporary=ffn * w,
+        )
+    )  # fmt: skip
+    first = "ffn_gate" if model.gated_ffn else "ffn_up"
+    operations += linear_backward(
+        shape, first, "block", layers, model.hidden, model.ffn_size, frees=normed, bias=model.bias
+    )
+    if model.gated_ffn:
+        operations.append(
+            elementwise(
+                shape, "ffn_norm", "add_in_place", tokens * model.hidden, 3, backward=True, frees_temporary=normed
+            )
+        )
+    operations += norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
+    if shape.casts:
+        operations.append(cast_gradient(shape))
+    operations += linear_backward(
+        shape, "attention_out", "block", layers, model.query_size, model.hidden,
+        frees=0, bias=model.bias, consumes=cast_dy,
+    )  # fmt: skip
+    operations.append(attention(shape, Phase.BACKWARD))
+    # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
+    gathered = tokens * qkv * w
+    if model.positions == "rope":
+        operations.append(elementwise(shape, "rotary", "rotary", tokens * heads, 2, backward=True))
+    if model.qk_norm:
+        operations.append(
+            replace(
+                elementwise(
+                    shape, "qk_norm", "rmsnorm_backward", tokens * heads, 3, backward=True,
+                    frees_saved=qk_norm_saved_bytes(shape),
+                ),
+                kind=Kind.NORM,
+                gradient_bytes=2 * model.size_of_head * FP32,
+            )
+        )  # fmt: skip
+    operations.append(
+        elementwise(
+            shape, "qkv", "concatenate", tokens * qkv, 2, backward=True,
+            temporary=gathered, frees_saved=gathered, frees_temporary=gathered,
+        )
+    )  # fmt: skip
+    operations += linear_backward(
+        shape, "qkv", "block", layers, model.hidden, qkv, frees=normed, bias=model.has_qkv_bias
+    )
+    operations += norm_backward(shape, "attention_norm", "block", layers, reader="qkv", residual=True)
+    return operations
+
+
+def embedding_backward(shape: Shape) -> list[Operation]:
+    model, tokens = shape.model, shape.tokens
+    full, table = tokens * model.hidden * FP32, model.vocab * model.hidden * FP32
+    operations = []
+    if model.positions == "learned":
+        positions = model.context * model.hidden * FP32
+        operations.append(
+            Operation(
+                "positions", Kind.EMBEDDING, Phase.BACKWARD, "embedding", "sum_rows", elements=tokens * model.hidden,
+                bytes_moved=full + positions, gradient_bytes=positions,
+            )
+        )  # fmt: skip
+    operations.append(
+        Operation(
+            "embedding", Kind.EMBEDDING, Phase.BACKWARD, "embedding", "embedding_backward",
+            elements=tokens * model.hidden, bytes_moved=2 * full + table,
+            # A tied table already has the head's gradient: this one is a second copy until they are added.
+            gradient_bytes=0 if model.tied else table,
+            temporary_bytes=table if model.tied else 0,
+            frees_temporary_bytes=full + (table if model.tied else 0),
+        )
+    )  # fmt: skip
+    if model.tied:
+        operations.append(
+            Operation(
+                "embedding", Kind.EMBEDDING, Phase.BACKWARD, "embedding", "add_in_place",
+                elements=model.vocab * model.hidden, bytes_moved=3 * table,
+            )
+        )  # fmt: skip
+    return operations
+
+
+def linear_backward(
+    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, frees: int, bias: bool,
+    consumes: int | None = None,
+) -> list[Operation]:  # fmt: skip
+    """dx = dy W and dW = dy^T x, and the bias gradient: a sum of dy over tokens.
+
+    `frees`: saved bytes (the input x) that die when the node is done; `consumes`: bytes of dy that die with it.
+    """
+    w, tokens = shape.matmul_bytes, shape.tokens
+    dy = tokens * outputs * w if consumes is None else consumes
+    flops = 2 * tokens * outputs * inputs
+    moved = w * (tokens * inputs + inputs * outputs + tokens * outputs)
+    weight_copy = inputs * outputs * w if shape.casts else 0
+    weight_gradient = inputs * outputs * FP32
+    operations = [
+        Operation(
+            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul", repeat,
+            matmul=(tokens, inputs, outputs), flops=flops, bytes_moved=moved, temporary_bytes=tokens * inputs * w,
+        ),
+        Operation(
+            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul_weight_gradient", repeat,
+            matmul=(outputs, inputs, tokens), flops=flops, bytes_moved=moved,
+            gradient_bytes=0 if shape.casts else weight_gradient, temporary_bytes=weight_copy,
+            frees_saved_bytes=frees + weight_copy,
+        ),
+    ]  # fmt: skip
+    if bias:
+        operations.append(
+            Operation(
+                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "sum_rows", repeat,
+                elements=tokens * outputs, bytes_moved=tokens * outputs * w, gradient_bytes=outputs * FP32,
+            )
+        )  # fmt: skip
+    operations[-1] = replace(operations[-1], frees_temporary_bytes=dy)
+    if shape.casts:
+        operations.append(
+            Operation(
+                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
+                elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
+                gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
+            )
+        )  # fmt: skip
+    return operations
+
+
+def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
+    """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
+    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
+    full = tokens * hidden * FP32
+    operations = []
+    if shape.casts:
+        operations.append(
+            Operation(
+                reader, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
+                bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
+                frees_temporary_bytes=tokens * hidden * w,
+            )
+        )  # fmt: skip
+    statistics = norm_saved_bytes(shape, tokens, hidden)
+    operations.append(
+        Operation(
+            name, Kind.NORM, Phase.BACKWARD, group, f"{shape.model.norm}_backward", repeat,
+            elements=tokens * hidden, bytes_moved=3 * full, temporary_bytes=full, frees_temporary_bytes=full,
+            # The norm's input: the residual stream of this point, which nobody needs any more.
+            frees_saved_bytes=full + statistics,
+            gradient_bytes=shape.model.norm_parameters * FP32,
+        )
+    )  # fmt: skip
+    if residual:
+        operations.append(
+            Operation(
+                "residual", Kind.ELEMENTWISE, Phase.BACKWARD, group, "add_in_place", repeat,
+                elements=tokens * hidden, bytes_moved=3 * full, frees_temporary_bytes=full,
+            )
+        )  # fmt: skip
+    return operations
+
+
+def cast_gradient(shape: Shape) -> Operation:
+    """The residual sum hands its gradient to the branch in the branch's own precision."""
+    elements = shape.tokens * shape.model.hidden
+    return Operation(
+        "residual", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
+        bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
+    )  # fmt: skip

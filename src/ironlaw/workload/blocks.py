@@ -1,0 +1,119 @@
+"""Shapes and saved bytes that the forward and the backward pass of a decoder share.
+
+Symbols as in `transformer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.operations import Operation
+
+Precision = Literal["fp32", "bf16", "fp16"]
+FP32 = 4
+INDEX = 8  # torch indexes with int64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One micro-batch of one model, and how it is computed."""
+
+    model: ModelConfig
+    micro_batch: int  # sequences
+    sequence: int  # tokens
+    precision: Precision = "fp32"  # of the matrix products; weights and the residual stream stay fp32
+    fused_rmsnorm: bool = False  # one kernel on CUDA; on CPU PyTorch composes it from six
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.sequence
+
+    @property
+    def matmul_bytes(self) -> int:
+        return FP32 if self.precision == "fp32" else 2
+
+    @property
+    def casts(self) -> bool:
+        return self.precision != "fp32"
+
+
+def attention_score_pairs(sequence: int, window: int | None) -> int:
+    """Twice the (query, key) pairs that count under a causal mask, optionally windowed: S^2, or 2wS - w^2."""
+    span = min(window or sequence, sequence)
+    return 2 * span * sequence - span * span
+
+
+def norm_saved_bytes(shape: Shape, rows: int, width: int) -> int:
+    """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor."""
+    if shape.model.norm == "layernorm" and width == shape.model.hidden:
+        return 2 * rows * FP32
+    return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
+
+
+def attention_saved_bytes(shape: Shape) -> int:
+    """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135), and a window's mask."""
+    model = shape.model
+    windowed = model.sliding_window is not None and model.sliding_window < shape.sequence
+    mask = shape.sequence * shape.sequence * shape.matmul_bytes if windowed else 0
+    return shape.tokens * model.query_size * shape.matmul_bytes + shape.tokens * model.heads * FP32 + mask
+
+
+def rotary_bytes(shape: Shape) -> int:
+    """Rotated copies of query and key; the unrotated ones stay because value is a view of the same buffer."""
+    model = shape.model
+    if model.positions != "rope":
+        return 0
+    tables = 2 * shape.sequence * model.size_of_head * shape.matmul_bytes if shape.casts else 0
+    return tables + shape.tokens * (model.query_size + model.key_value_size) * shape.matmul_bytes
+
+
+def qk_norm_saved_bytes(shape: Shape) -> int:
+    model = shape.model
+    if not model.qk_norm:
+        return 0
+    heads = model.heads + model.key_value_heads
+    elements = shape.tokens * heads * model.size_of_head
+    norms = norm_saved_bytes(shape, shape.tokens * heads, model.size_of_head)
+    # The norm works in fp32: in reduced precision its input is a cast copy. Its output feeds the rotation, which
+    # saves only the tables, or else attention, which saves it.
+    cast_input = elements * FP32 if shape.casts else 0
+    output = 0 if model.positions == "rope" else elements * shape.matmul_bytes
+    return norms + cast_input + output
+
+
+def elementwise(
+    shape: Shape, name: str, kernel: str, elements: int, tensors: int, *, backward: bool = False,
+    saved: int = 0, temporary: int = 0, frees_saved: int = 0, frees_temporary: int = 0,
+) -> Operation:  # fmt: skip
+    """`tensors`: how many tensors of `elements` it reads and writes."""
+    phase = Phase.BACKWARD if backward else Phase.FORWARD
+    return Operation(
+        name, Kind.ELEMENTWISE, phase, "block", kernel, shape.model.layers, elements=elements,
+        bytes_moved=tensors * elements * shape.matmul_bytes, saved_bytes=saved, temporary_bytes=temporary,
+        frees_saved_bytes=frees_saved, frees_temporary_bytes=frees_temporary,
+    )  # fmt: skip
+
+
+def attention(shape: Shape, phase: Phase) -> Operation:
+    model = shape.model
+    pairs = attention_score_pairs(shape.sequence, model.sliding_window)
+    backward = phase is Phase.BACKWARD
+    # Forward: QK^T and PV. Backward: the two gradients of each. A flash kernel recomputes the scores on top; that
+    # is work of the implementation, not of the model, and is not counted.
+    flops = (2 if backward else 1) * 2 * shape.micro_batch * model.query_size * pairs
+    w, tokens = shape.matmul_bytes, shape.tokens
+    inputs = tokens * (model.query_size + 2 * model.key_value_size) * w
+    outputs = tokens * model.query_size * w
+    return Operation(
+        "attention", Kind.ATTENTION, phase, "block", f"attention_{phase}", model.layers,
+        attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
+        flops=flops, elements=shape.micro_batch * model.heads * pairs // 2,
+        bytes_moved=(2 * inputs + 2 * outputs) if backward else inputs + outputs,
+        saved_bytes=0 if backward else attention_saved_bytes(shape),
+        temporary_bytes=inputs if backward else 0,
+        frees_saved_bytes=(attention_saved_bytes(shape) + rotary_bytes(shape)) if backward else 0,
+        frees_temporary_bytes=outputs if backward else 0,
+    )  # fmt: skip

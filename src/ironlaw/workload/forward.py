@@ -1,0 +1,166 @@
+"""The operations of a decoder's forward pass: embedding, one block (repeated `layers` times), output layer and loss.
+
+Symbols as in `transformer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import (
+    FP32,
+    INDEX,
+    Shape,
+    attention,
+    elementwise,
+    norm_saved_bytes,
+    qk_norm_saved_bytes,
+    rotary_bytes,
+)
+from ironlaw.workload.operations import Operation
+
+
+def embedding(shape: Shape) -> list[Operation]:
+    model, tokens = shape.model, shape.tokens
+    full = tokens * model.hidden * FP32
+    operations = [
+        Operation(
+            "embedding", Kind.EMBEDDING, Phase.FORWARD, "embedding", "embedding_forward",
+            elements=tokens * model.hidden, bytes_moved=2 * full + tokens * INDEX, saved_bytes=full,
+        )
+    ]  # fmt: skip
+    if model.positions == "learned":
+        operations.append(
+            Operation(
+                "positions", Kind.EMBEDDING, Phase.FORWARD, "embedding", "add", elements=tokens * model.hidden,
+                bytes_moved=2 * full, temporary_bytes=full, frees_temporary_bytes=full,
+            )
+        )  # fmt: skip
+    return operations
+
+
+def block(shape: Shape) -> list[Operation]:
+    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
+    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
+    operations = norm(shape, "attention_norm", "block", layers, reader="qkv")
+    operations += linear(shape, "qkv", "block", layers, model.hidden, qkv, keep=True, bias=model.has_qkv_bias)
+    if model.qk_norm:
+        operations.append(
+            replace(
+                elementwise(
+                    shape, "qk_norm", "rmsnorm_forward", tokens * heads, 2,
+                    saved=qk_norm_saved_bytes(shape),
+                ),
+                kind=Kind.NORM,
+            )
+        )  # fmt: skip
+    if model.positions == "rope":
+        operations.append(elementwise(shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_bytes(shape)))
+    operations.append(attention(shape, Phase.FORWARD))
+    operations += linear(
+        shape, "attention_out", "block", layers, model.query_size, model.hidden, keep=False, bias=model.bias
+    )
+    operations.append(residual(shape, layers))
+    operations += norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
+    if model.gated_ffn:
+        operations += linear(
+            shape, "ffn_gate", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias
+        )
+    if not model.gated_ffn:
+        operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
+    operations.append(elementwise(shape, "activation", f"{model.activation}_forward", ffn, 2, saved=ffn * w))
+    if model.gated_ffn:
+        if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
+            operations.append(elementwise(shape, "ffn_up", "cast", tokens * model.hidden, 3, saved=normed))
+        operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
+        operations.append(elementwise(shape, "gate_product", "multiply", ffn, 3, saved=ffn * w))
+    operations += linear(shape, "ffn_down", "block", layers, model.ffn_size, model.hidden, keep=False, bias=model.bias)
+    operations.append(residual(shape, layers))
+    return operations
+
+
+def head(shape: Shape) -> list[Operation]:
+    model, tokens = shape.model, shape.tokens
+    logits = tokens * model.vocab
+    operations = norm(shape, "final_norm", "head", 1, reader="head")
+    operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=False)
+    if shape.casts:
+        operations.append(
+            Operation(
+                "loss", Kind.LOSS, Phase.FORWARD, "head", "cast", elements=logits,
+                bytes_moved=logits * (FP32 + shape.matmul_bytes), temporary_bytes=logits * FP32,
+                frees_temporary_bytes=logits * shape.matmul_bytes,
+            )
+        )  # fmt: skip
+    operations.append(
+        Operation(
+            "loss", Kind.LOSS, Phase.FORWARD, "head", "loss_forward", elements=logits,
+            bytes_moved=2 * logits * FP32, saved_bytes=logits * FP32, frees_temporary_bytes=logits * FP32,
+        )
+    )  # fmt: skip
+    return operations
+
+
+def linear(
+    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, keep: bool, bias: bool
+) -> list[Operation]:
+    """y = x W^T + b. `keep`: somebody downstream saves y, else y is temporary.
+
+    In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
+    """
+    w, tokens = shape.matmul_bytes, shape.tokens
+    out_bytes = tokens * outputs * w
+    operations = []
+    if shape.casts:
+        weights = inputs * outputs
+        operations.append(
+            Operation(
+                name, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+                elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
+            )
+        )  # fmt: skip
+    operations.append(
+        Operation(
+            name, Kind.MATMUL, Phase.FORWARD, group, "matmul_bias" if bias else "matmul", repeat,
+            matmul=(tokens, outputs, inputs),
+            flops=2 * tokens * outputs * inputs,
+            bytes_moved=w * (tokens * inputs + inputs * outputs + tokens * outputs),
+            saved_bytes=out_bytes if keep else 0,
+            temporary_bytes=0 if keep else out_bytes,
+        )
+    )  # fmt: skip
+    return operations
+
+
+def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
+    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
+    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
+    full, cast = tokens * hidden * FP32, tokens * hidden * w
+    kernel = f"{shape.model.norm}_forward"
+    statistics = norm_saved_bytes(shape, tokens, hidden)
+    norm = Operation(
+        name, Kind.NORM, Phase.FORWARD, group, kernel, repeat,
+        elements=tokens * hidden, bytes_moved=2 * full,
+        saved_bytes=statistics + (0 if shape.casts else full), temporary_bytes=full if shape.casts else 0,
+    )  # fmt: skip
+    if not shape.casts:
+        return [norm]
+    return [
+        norm,
+        Operation(
+            reader, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+            elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
+        ),
+    ]  # fmt: skip
+
+
+def residual(shape: Shape, repeat: int) -> Operation:
+    """x + f(x): the new stream is saved by the next norm; f(x) dies."""
+    elements = shape.tokens * shape.model.hidden
+    return Operation(
+        "residual", Kind.ELEMENTWISE, Phase.FORWARD, "block", "add", repeat,
+        elements=elements, bytes_moved=elements * (2 * FP32 + shape.matmul_bytes),
+        saved_bytes=elements * FP32, frees_temporary_bytes=elements * shape.matmul_bytes,
+    )  # fmt: skip

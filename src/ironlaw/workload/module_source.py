@@ -1,0 +1,100 @@
+"""What a user names when planning a module of their own: where it is built, and what goes into it.
+
+    resolve_module("my_package.models:build")   # the module, or a function without arguments that returns it
+    parse_input("tokens=8x2048:int64")          # Input("tokens", (8, 2048), "int64")
+
+Nothing here imports torch; importing the user's package usually does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+
+DTYPES = (
+    "float32", "float64", "float16", "bfloat16",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""Names as torch spells them."""
+
+SHORT_DTYPES = {"fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16", "long": "int64",
+                "int": "int32", "float": "float32", "half": "float16"}  # fmt: skip
+
+EXAMPLES = "tokens=8x2048:int64 or image=32x3x224x224"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that goes into a module: the argument it is given to, its shape, its element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+def parse_input(text: str) -> Input:
+    """`NAME=SIZExSIZE:DTYPE`; the dtype is float32 unless given, and "scalar" is the shape of a single number."""
+    match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([^:]+?)\s*(?::\s*([\w.]+)\s*)?", text)
+    if match is None:
+        raise UserError(f"cannot read input '{text}': write NAME=SIZES:DTYPE, for example {EXAMPLES}")
+    name, sizes, dtype = match[1], match[2].lower(), (match[3] or "float32").removeprefix("torch.")
+    dtype = SHORT_DTYPES.get(dtype, dtype)
+    if dtype not in DTYPES:
+        raise UserError(f"input '{text}' has an unknown dtype '{dtype}': {did_you_mean(dtype, DTYPES)}")
+    if sizes == "scalar":
+        return Input(name, (), dtype)
+    parts = sizes.split("x")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise UserError(
+            f"cannot read the sizes of input '{text}': write positive numbers joined by x, as in {EXAMPLES}"
+        )
+    return Input(name, tuple(int(part) for part in parts), dtype)
+
+
+def resolve_module(spec: str) -> Callable[..., Any]:
+    """The module, or the function that builds it, behind `package.module:attribute`.
+
+    The current folder is importable, as with `python -m`.
+    """
+    where, colon, attribute = spec.partition(":")
+    if not colon or not where or not attribute:
+        raise UserError(f"cannot read '{spec}': write PACKAGE.MODULE:FUNCTION, for example my_package.models:build")
+    if where.endswith(".py"):
+        raise UserError(f"'{where}' is a file: write its module name, {where[:-3].replace('/', '.')}:{attribute}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(where)
+    except Exception as error:
+        reason = _one_line(error)
+        hint = " (is it installed, or are you in its folder?)" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"cannot import {where}: {type(error).__name__}: {reason}{hint}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            raise UserError(f"{where} has no '{part}': {did_you_mean(part, public)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{spec} is not callable but {found!r:.40}: name what builds a torch module")
+    resolved: Callable[..., Any] = found
+    return resolved
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

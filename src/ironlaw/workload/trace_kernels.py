@@ -1,0 +1,204 @@
+"""What one ATen call is: its kind, its kernel, its matrix product, its FLOPs and its least traffic.
+
+FLOPs come from torch's own formulas (`torch.utils.flop_counter`), with two departures, the same as in the analytic
+list: a score that a causal mask hides costs nothing where the call says that it is causal, and the backward pass of
+fused attention counts the four products of the model, not the fifth that the kernel spends to save memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import attention_score_pairs
+
+# Which overloads exist differs between releases (tried: 2.11, 2.13), so they are compared by name.
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_KINDS = {
+    Kind.NORM: ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
+                "_batch_norm_with_update", "batch_norm_backward", "cudnn_batch_norm", "_fused_rms_norm",
+                "_native_batch_norm_legit_functional"),
+    Kind.EMBEDDING: ("embedding", "embedding_dense_backward", "_embedding_bag"),
+    Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss2d_forward",
+                "nll_loss_backward", "nll_loss2d_backward", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
+                "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+}  # fmt: skip
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+# ATen names to the curves of a measured machine (`machine/kernels.py`); other calls keep their own name.
+_KERNELS = {
+    "native_layer_norm": "layernorm_forward", "native_layer_norm_backward": "layernorm_backward",
+    "embedding": "embedding_forward", "embedding_dense_backward": "embedding_backward",
+    "_log_softmax": "loss_forward", "_log_softmax_backward_data": "loss_backward",
+    "silu": "silu_forward", "silu_backward": "silu_backward",
+    "add": "add", "sub": "add", "add_": "add_in_place", "sub_": "add_in_place", "mul": "multiply",
+    "cat": "concatenate", "_to_copy": "cast",
+}  # fmt: skip
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_OVERWRITES = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_")
+_PICKS = ("nll_loss_forward", "nll_loss2d_forward")  # read one number per row
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel, without name, memory and place."""
+
+    kind: Kind
+    kernel: str
+    elements: int
+    bytes_moved: int
+    dtype: str
+    flops: int | None = None
+    matmul: tuple[int, int, int] | None = None
+    attention: tuple[int, int, int, int, int] | None = None
+    batch: int = 1  # products of that matrix shape
+
+
+def base_name(func: Any) -> str:
+    """`aten.add.Tensor` is "add"."""
+    return str(func._overloadpacket.__name__)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """Bytes that reading all of a tensor touches: a broadcast dimension is read once."""
+    return math.prod(s for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
+
+
+def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, phase: Phase) -> list[Call]:
+    """The kernels behind one ATen call; several where it is several matrix products."""
+    name = base_name(func)
+    if name.startswith(_ATTENTION):
+        return [_attention(name, args, kwargs, out)]
+    if name == "convolution":
+        return [_convolution(args, out)]
+    if name == "convolution_backward":
+        return _convolution_backward(args)
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        return [_matmul(func, name, args, kwargs, out)]
+    formula = flop_registry.get(func._overloadpacket)
+    flops = int(formula(*args, **kwargs, out_val=out)) if formula else None
+    kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_backward")) or Kind.ELEMENTWISE
+    if formula is not None and flops:
+        kind = Kind.ATTENTION if "attention" in name else Kind.MATMUL
+    results = list(tensors(out))
+    inputs = list(tensors((args, kwargs)))
+    elements = max((t.numel() for t in results + inputs), default=0)
+    if kind is Kind.EMBEDDING or name.startswith("index"):
+        elements = max((t.numel() for t in results if name == "embedding"), default=inputs[0].numel() if inputs else 0)
+    return [Call(kind, _kernel(name, kwargs, out), elements, _traffic(name, args, kwargs, out), _dtype(results), flops)]
+
+
+def _kernel(name: str, kwargs: dict[str, Any], out: Any) -> str:
+    if name in ("gelu", "gelu_backward"):
+        tanh = "_tanh" if kwargs.get("approximate") == "tanh" else ""
+        return f"gelu{tanh}_{'backward' if name.endswith('backward') else 'forward'}"
+    if name == "sum" and isinstance(out, Tensor) and out.numel() > 1:
+        return "sum_rows"
+    return _KERNELS.get(name, name.strip("_"))
+
+
+def _traffic(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Inputs read once, outputs written once. A lookup reads the rows it needs."""
+    written = sum(touched_bytes(t) for t in tensors(out))
+    if name == "embedding":
+        return 2 * written + sum(touched_bytes(t) for t in tensors(args[1:]))
+    if name in _PICKS:
+        return 3 * touched_bytes(args[1])
+    read = {id(t): touched_bytes(t) for t in tensors((args, kwargs))}  # an operand given twice is read once
+    if name in _OVERWRITES and isinstance(args[0], Tensor):
+        read.pop(id(args[0]), None)
+    return written + sum(read.values())
+
+
+def _dtype(results: Sequence[Tensor]) -> str:
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+    return names.get(results[0].dtype, "fp32") if results else "fp32"
+
+
+def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
+    """(m, n, k) of one product, and how many a batch holds."""
+    left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
+    m, k = left.shape[-2:]
+    n = right.shape[-1]
+    # The gradient of a weight is the product whose left operand is read transposed.
+    transposed = left.dim() == 2 and left.stride(0) == 1 and left.stride(1) == left.shape[0] > 1
+    kernel = "matmul_bias" if name == "addmm" else "matmul_weight_gradient" if transposed else "matmul"
+    moved = sum(touched_bytes(t) for t in (left, right, out))
+    flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), flops, (int(m), int(n), int(k)),
+                batch=out.numel() // max(1, int(m) * int(n)))  # fmt: skip
+
+
+def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:
+    """As an implicit matrix product: positions x output channels x (input channels x kernel), per group."""
+    x, weight = args[:2]
+    transposed, groups = bool(args[6]), int(args[8])
+    flops = int(flop_registry[torch.ops.aten.convolution](*args, out_val=out))
+    if transposed:  # weight (in, out / groups, kernel): every input position meets every kernel element
+        m, n = x.shape[0] * math.prod(x.shape[2:]), weight.shape[1] * math.prod(weight.shape[2:])
+        shape = (m, n, weight.shape[0] // groups)
+    else:
+        m, n = out.shape[0] * math.prod(out.shape[2:]), weight.shape[0] // groups
+        shape = (m, n, weight.shape[1] * math.prod(weight.shape[2:]))
+    moved = sum(touched_bytes(t) for t in (x, weight, out))
+    return Call(Kind.MATMUL, "convolution", out.numel(), moved, _dtype([out]), flops, shape, batch=groups)
+
+
+def _convolution_backward(args: tuple[Any, ...]) -> list[Call]:
+    """The gradients of the input and of the weight as one product each, and the sum for the bias."""
+    dy, x, weight = args[:3]
+    transposed, groups, mask = bool(args[7]), int(args[9]), args[10]
+    small = x if transposed else dy  # the positions of the product are those of the smaller image
+    positions = small.shape[0] * math.prod(small.shape[2:])
+    outer, inner = weight.shape[0] // groups, weight.shape[1] * math.prod(weight.shape[2:])
+    moved = sum(touched_bytes(t) for t in (dy, x, weight))
+    flops = 2 * positions * outer * inner * groups
+    calls = []
+    if mask[0]:
+        shape = (positions, outer, inner) if transposed else (positions, inner, outer)
+        calls.append(Call(Kind.MATMUL, "convolution_input_gradient", x.numel(), moved, _dtype([dy]), flops, shape,
+                          batch=groups))  # fmt: skip
+    if mask[1]:
+        calls.append(Call(Kind.MATMUL, "convolution_weight_gradient", weight.numel(), moved, _dtype([dy]), flops,
+                          (outer, inner, positions), batch=groups))  # fmt: skip
+    if mask[2]:
+        calls.append(Call(Kind.ELEMENTWISE, "sum_rows", dy.numel(), touched_bytes(dy), _dtype([dy])))
+    return calls
+
+
+def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Call:
+    """Fused attention: (sequences, tokens, heads, kv_heads, head_size); elements are the scores that count."""
+    backward = name.endswith("_backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
+    batch, heads, tokens, size = query.shape
+    keys = key.shape[2]
+    pairs = attention_score_pairs(tokens, keys) if causal else 2 * tokens * keys  # twice those that count
+    products = 2 if backward else 1  # of each of QK^T and PV
+    flops = products * batch * heads * pairs * (size + value.shape[-1])
+    inputs = sum(touched_bytes(t) for t in (query, key, value))
+    outputs = touched_bytes(args[4]) if backward else touched_bytes(out[0])
+    moved = 2 * inputs + 2 * outputs if backward else inputs + outputs
+    return Call(
+        Kind.ATTENTION, f"attention_{'backward' if backward else 'forward'}", batch * heads * pairs // 2, moved,
+        _dtype([query]), flops, attention=(batch, tokens, heads, key.shape[1], size),
+    )  # fmt: skip

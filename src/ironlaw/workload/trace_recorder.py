@@ -1,0 +1,210 @@
+"""Listening to one training step on fake tensors: every kernel, who called it, and how long each storage lives.
+
+What is not public in torch is used here and nowhere else (tried: 2.11, 2.13):
+- `torch._subclasses.FakeTensorMode`: tensors with shapes and storages but no memory;
+- `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and the backward node
+  that belongs to it share a sequence number, which gives backward kernels the name of their module;
+- a fake tensor's storage keeps its Python object for as long as the storage lives, so that a weak reference tells
+  when it is freed (torch's own MemTracker relies on the same).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import attention_score_pairs
+from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, tensors
+
+__all__ = ["FakeMode", "Lifetime", "Origin", "Record", "Recorder", "tracing"]
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors on the CPU. A fake tensor knows its mode, which must survive copying layers (nn.Transformer)."""
+
+    def __deepcopy__(self, memo: object) -> FakeMode:
+        return self
+
+
+@contextmanager
+def tracing(mode: FakeMode) -> Iterator[None]:
+    """Fake tensors, without the oneDNN kernels that hide a recurrent layer's products.
+
+    torch warns about copying tensors that have no data, and about oneDNN's switch: not the user's concern.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=False), mode:
+            yield
+
+
+FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
+"""Modules that are one kernel on accelerators and on a measured machine's curves, and six calls on a CPU."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who makes a call; a backward node has that of its forward call."""
+
+    path: str = ""  # of the module, "" for the outermost
+    leaf: bool = False  # the module has no children: its calls are its whole work
+    fused: str = ""  # name of the kernel that the whole module is
+    scope: str = ""  # "attention": inside scaled_dot_product_attention; "loss": inside the loss function
+    causal_share: float = 1.0  # of that attention's scores, how many count
+
+
+@dataclass(frozen=True)
+class Record:
+    """One kernel in the order of execution."""
+
+    call: Call
+    phase: Phase
+    function: str  # ATen's name
+    origin: Origin
+
+
+@dataclass
+class Lifetime:
+    """A storage: bytes, and the records (indices) that allocate it and after which it is gone (None: never)."""
+
+    bytes: int
+    born: int
+    died: int | None = None
+    gradient: bool = False
+    output: bool = False
+    merged: bool = False  # shares the bytes of another storage, because it is written in place
+
+
+class Recorder(TorchDispatchMode):
+    """Records kernels and storages while it is active; `phase` is set from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = Phase.FORWARD
+        self.records: list[Record] = []
+        self.lifetimes: list[Lifetime] = []
+        self.accumulations: list[tuple[int, list[Lifetime], Lifetime]] = []  # record, operands, sum
+        self._running = [Origin()]
+        self._origins: dict[int, Origin] = {}
+        self._alive: dict[int, tuple[weakref.ref[Any], Lifetime | None]] = {}
+
+    @property
+    def path(self) -> str:
+        """Of the module that is running."""
+        return self._running[-1].path
+
+    def ignore(self, value: Any) -> None:
+        """Storages that exist before the step: parameters, buffers, inputs."""
+        for tensor in tensors(value):
+            self._remember(tensor, None)
+
+    def mark(self, value: Any, attribute: str) -> None:
+        """Set a flag of the lifetimes of these tensors' storages."""
+        for tensor in tensors(value):
+            known = self._alive.get(tensor.untyped_storage()._cdata)
+            if known is not None and known[1] is not None:
+                setattr(known[1], attribute, True)
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Know which submodule is running, and which attention is causal."""
+        handles = []
+        for path, child in module.named_modules():
+            origin = Origin(path, not any(child.children()), FUSED_MODULES.get(type(child), ""))
+            handles.append(child.register_forward_pre_hook(self._enter(origin)))
+            handles.append(child.register_forward_hook(self._leave, always_call=True))
+        original = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._attention(original)
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = original
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def scope(self, name: str, causal_share: float = 1.0) -> Iterator[None]:
+        """What is called inside belongs to the running module's `name`."""
+        self._running.append(replace(self._running[-1], scope=name, causal_share=causal_share))
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def _enter(self, origin: Origin) -> Callable[..., None]:
+        return lambda *_: self._running.append(origin)
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def _attention(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            causal = kwargs.get("is_causal", args[3] if len(args) > 3 else False)
+            queries, keys = query.shape[-2], key.shape[-2]
+            share = attention_score_pairs(queries, keys) / (2 * queries * keys) if causal else 1.0
+            with self.scope("attention", share):
+                return original(query, key, *args, **kwargs)
+
+        return attention
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        origin = self._origin()
+        written = [t for t in tensors(out) if t.untyped_storage()._cdata not in self._alive]
+        if not written and not func._schema.is_mutable:
+            return out  # a view
+        operands = [self._lifetime(t) for t in tensors(args)] if base_name(func) == "add" else []
+        index = len(self.records)
+        if base_name(func) not in NO_KERNEL:
+            for call in calls_of(func, args, kwargs, out, self.phase):
+                if origin.scope == "attention" and call.kind is Kind.MATMUL:
+                    call = replace(call, kind=Kind.ATTENTION)
+                self.records.append(Record(call, self.phase, base_name(func), origin))
+        for tensor in written:
+            born = Lifetime(tensor.untyped_storage().nbytes(), index)
+            if self._remember(tensor, born):
+                self.lifetimes.append(born)
+                if self.phase is Phase.BACKWARD and base_name(func) == "add":
+                    self.accumulations.append((index, [o for o in operands if o is not None], born))
+        return out
+
+    def _origin(self) -> Origin:
+        forward = self.phase is Phase.FORWARD or len(self._running) > 1  # or recomputed within the backward pass
+        if forward:
+            # The node of this call has just taken its number. Calls without a node find the number taken.
+            self._origins.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._running[-1])
+            return self._running[-1]
+        node = torch._C._current_autograd_node()
+        return self._origins.get(node._sequence_nr(), Origin()) if node is not None else Origin()
+
+    def _lifetime(self, tensor: Tensor) -> Lifetime | None:
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return known[1] if known else None
+
+    def _remember(self, tensor: Tensor, lifetime: Lifetime | None) -> bool:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return False
+
+        def freed(_: object) -> None:
+            self._alive.pop(key, None)
+            if lifetime is not None:
+                lifetime.died = len(self.records) - 1
+
+        self._alive[key] = (weakref.ref(storage, freed), lifetime)
+        return True

@@ -1,0 +1,62 @@
+"""Layouts: how they are read, and which cannot run."""
+
+import pytest
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.layout import Layout, parse_layout
+
+LLAMA = ModelConfig.named("llama3-8b")
+
+
+def test_reads_pairs_in_any_order_and_prints_what_differs_from_the_default():
+    layout = parse_layout("micro_batch=2 dp=8, zero=3 recompute=selective sp=0")
+    assert layout == Layout(dp=8, zero=3, micro_batch=2, recompute="selective")
+    assert str(layout) == "dp=8 zero=3 micro_batch=2 recompute=selective"
+    assert parse_layout(str(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp=8 micro_bach=2", "did you mean micro_batch"),
+        ("dp", "write key=value"),
+        ("dp=two", "whole number"),
+        ("tp=0", "at least 1"),
+        ("zero=4", "zero is 0, 1, 2 or 3"),
+        ("recompute=some", "none, selective, full"),
+        ("sp=maybe", "sp is 0 or 1"),
+        ("dp=8 dp=4", "given twice"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_write(text, words):
+    with pytest.raises(UserError, match=words) as error:
+        parse_layout(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("dp=4 tp=2", "8 accelerators, the cluster has 16"),
+        ("dp=1 tp=16 zero=0", None),  # 8 key/value heads are copied over 16 ranks
+        ("tp=3", "heads"),
+        ("dp=16 micro_batch=3", "not divisible by dp"),
+        ("dp=16 sp=1", "sequence parallelism needs tp"),
+        ("pp=16 virtual_stages=3", "fewer than"),
+        ("dp=2 pp=8 zero=3", "use zero=1"),
+        ("dp=16 ep=2", "mixture of experts"),
+        ("dp=16 micro_batch=1 accumulation=3", "48 sequences"),
+        ("dp=2 tp=2 pp=4 virtual_stages=2 micro_batch=1 zero=1 sp=1", None),
+    ],
+)
+def test_why_a_layout_cannot_run(layout, words):
+    parsed = parse_layout(layout)
+    count = 16 if layout != "tp=3" else None
+    reason = parsed.reason_invalid(LLAMA, sequence=8192, global_batch=64, accelerators=count)
+    assert (reason is None) if words is None else (reason is not None and words in reason)
+
+
+def test_accumulation_follows_from_the_global_batch():
+    assert parse_layout("dp=4 micro_batch=2").filled(64).accumulation == 8
+    assert parse_layout("dp=4 micro_batch=2 accumulation=8").global_batch() == 64

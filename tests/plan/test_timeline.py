@@ -1,0 +1,93 @@
+"""Step time: the pipeline, overlap, host time and collectives behave as their formulas say."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.engine import Engine, engine_of_framework, engines
+from ironlaw.plan.ingredients import step_parts
+from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.setting import setting
+from ironlaw.plan.timeline import assemble
+
+GPT = ModelConfig.named("gpt2-xl")
+ENGINE = Engine("plain", host_layer_seconds=1e-9, host_microbatch_seconds=0.0, host_step_seconds=0.0, pp_hidden=1.0)
+
+
+def planned(*layouts, engine=ENGINE, cluster="8xa100-sxm-80gb", model=GPT, sequence=1024, global_batch=64, flash=True):
+    where = setting(parse_cluster(cluster), engine, "bf16")
+    parsed = [parse_layout(text) for text in layouts]
+    jobs = jobs_of(model, parsed, sequence=sequence, global_batch=global_batch, flash=flash)
+    return assemble(step_parts(jobs, where), jobs, engine)
+
+
+def test_terms_add_up_to_the_step():
+    times = planned("dp=8", "dp=2 tp=4 sp=1", "pp=8", "dp=8 zero=3 recompute=full", "dp=2 pp=4 virtual_stages=2")
+    names = ("forward", "backward", "host_excess", "bubble", "tp_exposed", "cp_exposed", "pp_exposed", "fsdp_exposed")
+    names += ("dp_exposed", "optimizer", "host_step")
+    assert times.step_seconds == pytest.approx(sum(getattr(times, name) for name in names), rel=1e-9)
+
+
+def test_bubble_is_p_minus_1_micro_batches_and_interleaving_divides_it():
+    """(p - 1) / m of the compute of a stage, over v (arXiv 2104.04473, section 2.2); equal stages, no output layer."""
+    tiny = GPT.model_copy(update={"vocab": 2})
+    times = planned("pp=8 virtual_stages=1", "pp=8 virtual_stages=2", "pp=8 virtual_stages=6", model=tiny)
+    work = times.forward + times.backward
+    assert (times.bubble / work)[0] == pytest.approx(7 / 64, rel=0.02)
+    assert times.bubble[0] / times.bubble[1:] == pytest.approx([2, 6], rel=1e-6)
+
+
+def test_small_micro_batches_take_host_time_not_the_sum():
+    slow = replace(ENGINE, host_layer_seconds=0.02, host_backward_ratio=1.5)
+    times = planned("dp=8 micro_batch=1", engine=slow)
+    host = 8 * GPT.layers * 0.02 * 2.5
+    assert times.step_seconds[0] == pytest.approx(host, rel=0.02)
+    assert times.host_excess[0] > 0.9 * (host - times.forward[0] - times.backward[0])
+
+
+def test_full_recomputation_costs_a_third_more_of_the_blocks():
+    times = planned("dp=8 micro_batch=8", "dp=8 micro_batch=8 recompute=full")
+    blocks = times.forward + times.backward - times.head
+    assert blocks[1] / blocks[0] == pytest.approx(4 / 3, abs=0.04)
+
+
+def test_gradients_hide_behind_the_backward_pass_as_far_as_the_engine_can():
+    exposed = planned("dp=8", engine=replace(ENGINE, dp_hidden=0.0)).dp_exposed[0]
+    hidden = planned("dp=8", engine=replace(ENGINE, dp_hidden=1.0)).dp_exposed[0]
+    assert exposed > 5e-3 and hidden == pytest.approx(0.0, abs=1e-6)
+
+
+def test_tensor_parallelism_across_nodes_is_dear():
+    times = planned("dp=2 tp=5 sp=1 micro_batch=4", "dp=1 tp=10 sp=1 micro_batch=4", cluster="10xa100-sxm-80gb")
+    assert times.tp_exposed[1] > 2 * times.tp_exposed[0]
+
+
+def test_materialised_scores_cost_more_than_flash_at_length():
+    flash = planned("dp=8 micro_batch=1", sequence=8192, global_batch=8).step_seconds[0]
+    standard = planned("dp=8 micro_batch=1", sequence=8192, global_batch=8, flash=False).step_seconds[0]
+    assert standard > 1.5 * flash
+
+
+def test_jobs_are_independent_of_what_they_are_planned_with():
+    layouts = ("dp=8", "dp=2 tp=4", "pp=4 dp=2", "dp=8 zero=3")
+    together = planned(*layouts).step_seconds
+    alone = np.array([planned(text).step_seconds[0] for text in layouts])
+    assert together == pytest.approx(alone, rel=1e-12)
+
+
+def test_every_engine_file_loads_and_says_where_it_comes_from():
+    for name, engine in engines().items():
+        assert engine.name == name and engine.source
+        assert 0.9 <= engine.matmul_slowdown <= 1.8, name
+        assert 0.0 <= engine.tp_hidden <= 1.0 and 0.0 <= engine.dp_hidden <= 1.0, name
+
+
+def test_framework_names_find_their_engine():
+    assert engine_of_framework("Megatron-LM", "standard").name == "megatron-2021"
+    assert engine_of_framework("Megatron-LM").name == "megatron-core"
+    assert engine_of_framework("torchtitan 2024-04").name == "torchtitan-2024"
+    assert engine_of_framework("NeMo 24.07 Large Language Models").name == "nemo"

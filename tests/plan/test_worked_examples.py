@@ -1,0 +1,92 @@
+"""Numbers that textbooks print, from Ironlaw's own formulas. The arithmetic is in each docstring."""
+
+import pytest
+
+from ironlaw.machine.efficiency import collective_seconds, ideal_fabric, traffic_bytes
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.engine import Engine
+from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.sharded_memory import layer_activation_bytes, peak_memory
+
+GPT2 = ModelConfig.named("gpt2")
+XL = ModelConfig.named("gpt2-xl")
+MIXED = Engine("mixed precision", gradient_bytes=2.0, dropout_mask_bytes=2.0)
+
+
+def one(model, micro_batch=1, sequence=1024, recompute="none"):
+    layout = Layout(micro_batch=micro_batch, recompute=recompute)
+    return jobs_of(model, [layout], sequence=sequence, global_batch=micro_batch, flash=False)
+
+
+def test_gpt2_parameters():
+    """E (V + P) + L (12 E^2 + 13 E) + 2 E: 768 (50,257 + 1,024) + 12 (12 x 768^2 + 13 x 768) + 1,536."""
+    assert one(GPT2).parameters[0] == 124_439_808
+    assert one(XL).parameters[0] == 1_557_611_200
+
+
+def test_gpt2_xl_states_at_16_bytes():
+    """1,557,611,200 x (2 + 2 + 4 + 4 + 4) = 24.9 GB."""
+    peak = peak_memory(one(XL), MIXED)
+    assert (peak.weights + peak.gradients + peak.master + peak.moments)[0] == pytest.approx(24.92e9, rel=1e-3)
+
+
+def test_gpt2_xl_activations():
+    """s b h (34 + 5 a s / h) = 1024 x 8 x 1600 x (34 + 5 x 25 x 1024 / 1600) = 1,494.2 MB; 48 layers: 71.7 GB."""
+    per_layer = layer_activation_bytes(one(XL, 8), MIXED)[0][0]
+    assert per_layer == pytest.approx(1494.2e6, rel=1e-4)
+    assert peak_memory(one(XL, 8), MIXED).activations[0] == pytest.approx(71.7e9, rel=1e-3)
+    assert peak_memory(one(XL, 4), MIXED).activations[0] == pytest.approx(35.86e9, rel=1e-3)
+
+
+def test_gpt2_xl_mixed_precision_at_batch_4_is_about_60_gb():
+    """3 + 3 + 6 + 12 GB of states at 1.5B parameters and 35.9 of activations: 59.9; exact parameters give 60.8."""
+    peak = peak_memory(one(XL, 4), MIXED)
+    states = (peak.weights + peak.gradients + peak.master + peak.moments)[0]
+    assert states * 1.5e9 / XL.parameters + peak.activations[0] == pytest.approx(59.9e9, rel=2e-3)
+    assert states + peak.activations[0] == pytest.approx(60.8e9, rel=2e-3)
+
+
+def test_seven_billion_parameters_need_112_gb_and_do_not_train_in_24():
+    """14 + 14 + 28 + 56 GB at 16 bytes: five 24 GB cards' worth before any activation."""
+    model = ModelConfig(layers=32, hidden=4096, heads=32, ffn=11008, gated_ffn=True, vocab=32000, context=2048,
+                        norm="rmsnorm", positions="rope", bias=False, tied=False)  # fmt: skip
+    peak = peak_memory(one(model, sequence=2048), MIXED)
+    states = (peak.weights + peak.gradients + peak.master + peak.moments)[0]
+    assert states * 7e9 / model.parameters == pytest.approx(112e9, rel=1e-6)
+    assert states > 4 * 24e9
+
+
+def test_a_training_step_of_gpt2_xl():
+    """One layer forward at batch 32, scores whole: 2,228.0 GFLOP; three times 48 of them: 320.8 TFLOP, no LM head."""
+    column = one(XL, 32)
+    head = 6 * XL.hidden * XL.vocab * 32 * 1024
+    step = column.hardware_flops()[0] - head
+    assert step / (3 * 48) == pytest.approx(2228.0e9, rel=1e-3)
+    assert step == pytest.approx(320.8e12, rel=1e-3)
+    assert step / 125e12 == pytest.approx(2.6, abs=0.05)  # seconds at a V100's peak
+
+
+def test_ring_all_reduce_of_7b_gradients_among_8_nodes():
+    """2 (8 - 1) / 8 x 14 GB = 24.5 GB; over 100 Gb/s = 12.5 GB/s: 1.96 s."""
+    assert traffic_bytes("all_reduce", 14e9, 8) == pytest.approx(24.5e9)
+    seconds = collective_seconds("all_reduce", 14e9, 8, fabric=ideal_fabric(12.5e9, 8), algorithm="ring")
+    assert seconds == pytest.approx(1.96, rel=1e-3)
+
+
+def test_gpt3_gradients_of_a_large_ring():
+    """2 x 350 GB = 700 GB per rank and step without sharding."""
+    assert traffic_bytes("all_reduce", 350e9, 1024) == pytest.approx(700e9, rel=2e-3)
+
+
+def test_accumulation():
+    """8 accelerators x 16 x 4 = 512 sequences."""
+    assert Layout(dp=8, micro_batch=16, accumulation=4).global_batch() == 512
+
+
+def test_llama2_70b_on_1024_h100():
+    """6 N D = 6 x 70e9 x 2e12 = 8.4e23; at 50% of 989 TFLOP/s 53.8 years on one, 19.2 days on 1,024."""
+    flops = 6 * 70e9 * 2e12
+    seconds = flops / (0.5 * 989e12)
+    assert seconds / 31_557_600 == pytest.approx(53.8, rel=2e-3)
+    assert seconds / 1024 / 86400 == pytest.approx(19.2, rel=2e-3)

@@ -1,0 +1,122 @@
+"""A trace of our own decoder gives the same table as the analytic list."""
+
+from __future__ import annotations
+
+import itertools
+
+import psutil
+import pytest
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.plan.memory import walk
+from ironlaw.workload.module_source import Input
+from ironlaw.workload.operations import Operation, saved_bytes, total_flops
+from ironlaw.workload.trace import Trace, trace
+from ironlaw.workload.transformer import Precision, Shape, training_operations
+
+GPT = {}
+LLAMA = {
+    "kv_heads": 2, "positions": "rope", "norm": "rmsnorm", "gated_ffn": True, "activation": "silu", "bias": False,
+    "tied": False, "ffn": 160,
+}  # fmt: skip
+FAMILIES = {
+    "gpt": GPT,
+    "gpt-untied": {"tied": False, "activation": "gelu"},
+    "gpt-qk-norm": {"qk_norm": True},
+    "llama": LLAMA,
+    "llama-tied": LLAMA | {"tied": True},
+    "qwen3": LLAMA | {"qk_norm": True, "head_size": 32},
+    "qwen2": LLAMA | {"qkv_bias": True},
+}
+SCALARS = 8  # bytes: the analytic list leaves out the loss and the sum of its weights
+
+
+def config(**overrides: object) -> ModelConfig:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 100, "context": 48}
+    return ModelConfig(**(sizes | overrides))  # type: ignore[arg-type]
+
+
+def traced(model: ModelConfig, precision: str = "fp32", batch: int = 3, sequence: int = 40) -> Trace:
+    inputs = [Input(name, (batch, sequence), "int64") for name in ("tokens", "targets")]
+    return trace(lambda: Transformer(model), inputs, precision="as is" if precision == "fp32" else precision)  # type: ignore[arg-type]
+
+
+def analytic(model: ModelConfig, precision: Precision = "fp32") -> list[Operation]:
+    return training_operations(Shape(model, 3, 40, precision))
+
+
+@pytest.mark.parametrize(("family", "precision"), list(itertools.product(FAMILIES, ("fp32", "bf16"))))
+def test_both_ways_agree(family: str, precision: Precision) -> None:
+    model = config(**FAMILIES[family])
+    found, listed = traced(model, precision), analytic(model, precision)
+    assert total_flops(found.operations) == total_flops(listed)
+    assert saved_bytes(found.operations) == pytest.approx(saved_bytes(listed), abs=SCALARS)
+    assert sum(op.gradient_bytes for op in found.operations) == 4 * model.parameters
+    assert found.trained_parameters == found.parameters == model.parameters
+    assert found.trained_tensors == model.parameter_tensors
+    one, other = walk(found.operations, 1), walk(listed, model.layers)
+    assert one.saved_bytes + one.temporary_bytes + one.gradient_bytes == pytest.approx(
+        other.saved_bytes + other.temporary_bytes + other.gradient_bytes, abs=SCALARS
+    )
+
+
+def test_both_ways_list_the_same_products() -> None:
+    """Shapes, phases and curves of every product and every attention, not only their sums."""
+    model = config(**LLAMA)
+
+    def products(operations: list[Operation]) -> list[tuple[object, ...]]:
+        return sorted(
+            (str(op.phase), op.kernel, op.matmul or op.attention, op.flops)
+            for op in operations
+            if op.flops
+            for _ in range(op.repeat)
+        )  # type: ignore[type-var]
+
+    assert products(list(traced(model).operations)) == products(analytic(model))
+
+
+def test_both_ways_move_the_same_bytes_through_norms() -> None:
+    model = config(**LLAMA)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        found = [op for op in traced(model).operations if op.kind is Kind.NORM and op.phase is phase]
+        listed = [op for op in analytic(model) if op.kind is Kind.NORM and op.phase is phase]
+        assert {op.kernel for op in found} == {op.kernel for op in listed} == {f"rmsnorm_{phase}"}
+        assert sum(op.bytes_moved for op in found) == sum(op.bytes_moved * op.repeat for op in listed)
+
+
+def test_names_are_module_paths() -> None:
+    names = {op.name for op in traced(config()).operations}
+    assert {
+        "embedding",
+        "blocks.1.attention.qkv",
+        "blocks.1.attention.attention",
+        "blocks.1.add",
+        "head",
+        "loss",
+    } <= names
+    backward = {op.name for op in traced(config()).operations if op.phase is Phase.BACKWARD and op.matmul}
+    assert {"blocks.0.ffn.down", "blocks.1.attention.qkv", "head"} <= backward
+
+
+def test_every_saved_byte_is_freed_again() -> None:
+    operations = traced(config(**LLAMA)).operations
+    saved = sum(op.saved_bytes for op in operations)
+    assert sum(op.frees_saved_bytes for op in operations) == pytest.approx(saved, abs=SCALARS)
+
+
+def test_a_mask_as_a_tensor_hides_nothing_from_the_count() -> None:
+    """A sliding window is a tensor of values, which a trace does not have: all scores count."""
+    windowed = config(sliding_window=8)
+    attention = [op for op in traced(windowed).operations if op.attention and op.phase is Phase.FORWARD]
+    assert attention[0].flops == 4 * 3 * 40 * 40 * 64
+    assert saved_bytes(traced(windowed).operations) == pytest.approx(saved_bytes(analytic(windowed)), abs=SCALARS)
+
+
+def test_weights_take_no_memory() -> None:
+    model = ModelConfig.named("llama3-70b", layers=2, vocab=1000)
+    before = psutil.Process().memory_info().rss
+    found = trace(lambda: Transformer(model), [Input("tokens", (1, 4096), "int64")])
+    assert found.parameter_bytes > 6e9
+    assert psutil.Process().memory_info().rss - before < 300e6

@@ -1,0 +1,216 @@
+"""Traces of modules that are not ours: convolutions, encoder-decoder, recurrent, recomputed; against real autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ironlaw.errors import UserError
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.module_source import Input
+from ironlaw.workload.operations import saved_bytes, total_flops
+from ironlaw.workload.trace import trace, trace_operations
+
+
+class Convolutional(nn.Module):
+    """Every kind of layer an image network has: plain, strided, depthwise and transposed convolutions."""
+
+    def __init__(self, groups: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1, groups=groups, bias=False), nn.GroupNorm(4, 32), nn.GELU(),
+            nn.ConvTranspose2d(32, 16, 2, stride=2), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )  # fmt: skip
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(image)), label)
+
+
+class Translator(nn.Module):
+    """torch's own encoder-decoder."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(100, 64), nn.Embedding(100, 64)
+        self.transformer = nn.Transformer(64, 4, 2, 2, 128, dropout=dropout, batch_first=True)
+        self.head = nn.Linear(64, 100)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        mixed = self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True)
+        return self.head(mixed)
+
+
+IMAGES = [Input("image", (4, 3, 32, 32)), Input("label", (4,), "int64")]
+PHRASES = [Input("source", (2, 16), "int64"), Input("target", (2, 24), "int64")]
+
+
+def next_token_loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2], dtype=torch.int64).flatten())
+
+
+def real_inputs(inputs: list[Input]) -> list[Tensor]:
+    return [torch.randn(i.shape) if i.dtype == "float32" else torch.randint(0, 10, i.shape) for i in inputs]
+
+
+def autograd_bytes(module: nn.Module, inputs: list[Input], loss: Callable[[Any], Tensor] | None) -> int:
+    """Unique storages that a real forward pass leaves with autograd, without parameters, buffers and inputs."""
+    given = real_inputs(inputs)
+    known = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers(), *given]}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        output = module(*given)
+        _ = loss(output) if loss else output
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "loss"),
+    [
+        (Convolutional, IMAGES, None),
+        (lambda: Convolutional(groups=4), IMAGES, None),
+        (Translator, PHRASES, next_token_loss),
+        (lambda: Translator(dropout=0.1), PHRASES, next_token_loss),
+    ],
+)
+def test_saved_bytes_are_those_of_autograd(build: Any, inputs: list[Input], loss: Any) -> None:
+    traced = trace(build, inputs, loss=loss)
+    assert saved_bytes(traced.operations) == autograd_bytes(build(), inputs, loss)
+    assert sum(op.gradient_bytes for op in traced.operations) == traced.trained_bytes
+
+
+def test_convolution_flops_are_torchs() -> None:
+    image, label = real_inputs(IMAGES)
+    with FlopCounterMode(display=False) as counter:
+        Convolutional()(image, label).backward()
+    assert total_flops(trace_operations(Convolutional, IMAGES)) == counter.get_total_flops()
+
+
+def test_grouped_convolution_costs_its_share() -> None:
+    """torch's counter charges a grouped weight gradient for all pairs of channels; there are 1 / groups of them."""
+
+    def products(groups: int) -> list[int | None]:
+        operations = trace_operations(lambda: Convolutional(groups), IMAGES)
+        return [op.flops for op in operations if op.name == "layers.4" and op.kind is Kind.MATMUL]
+
+    assert products(4) == [flops // 4 for flops in products(1) if flops]
+
+
+def test_convolution_is_an_implicit_product() -> None:
+    first = next(op for op in trace_operations(Convolutional, IMAGES) if op.name == "layers.0")
+    assert first.matmul == (4 * 32 * 32, 16, 3 * 3 * 3)
+    assert first.flops == 2 * 4 * 32 * 32 * 16 * 27
+
+
+def test_encoder_decoder_flops_count_half_of_the_causal_scores() -> None:
+    source, target = real_inputs(PHRASES)
+    module = Translator()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        next_token_loss(module(source, target)).backward()
+    causal_scores = 2 * 24 * 24 * 64 * 2  # layers x queries x keys x width x sequences
+    hidden = 6 * 2 * causal_scores // 2  # two products forward, four backward, 2 FLOPs each, half of them masked
+    expected = counter.get_total_flops() - hidden
+    assert total_flops(trace_operations(Translator, PHRASES, loss=next_token_loss)) == expected
+    # With dropout attention is composed of batched products; the mask still hides half of them.
+    dropped = trace_operations(lambda: Translator(dropout=0.1), PHRASES, loss=next_token_loss)
+    assert total_flops(dropped) == expected
+
+
+def test_without_a_loss_gradients_start_at_every_output() -> None:
+    operations = trace_operations(Translator, PHRASES)
+    assert not [op for op in operations if op.kind is Kind.LOSS]
+    assert [op for op in operations if op.name == "head" and op.phase is Phase.BACKWARD and op.matmul]
+
+
+def test_recurrent_layers_show_their_products() -> None:
+    operations = trace_operations(lambda: nn.LSTM(32, 64, batch_first=True), [Input("input", (8, 20, 32))])
+    weights = 4 * 64 * (32 + 64)
+    # Forward once; backward for weights and states. The first step needs no gradient of inputs, nor of its state.
+    assert total_flops(operations) >= 2 * 2 * 8 * 20 * weights
+    assert total_flops(operations) <= 3 * 2 * 8 * 20 * weights
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def ffn(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.ffn, x, use_reentrant=False).sum()
+
+
+def test_recomputation_is_seen() -> None:
+    operations = trace_operations(Recomputed, [Input("x", (8, 64))])
+    assert saved_bytes(operations) == 0
+    again = [op for op in operations if op.name == "up" and op.phase is Phase.BACKWARD and op.kernel == "matmul_bias"]
+    assert [op.matmul for op in again] == [(8, 256, 64)]
+
+
+def test_a_real_module_is_left_as_it_was() -> None:
+    module = Convolutional().eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    traced = trace(module, IMAGES)
+    assert traced.operations == trace(Convolutional, IMAGES).operations
+    assert not module.training
+    assert all(p.grad is None for p in module.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert not [hooks for m in module.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks) if hooks]
+    assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+
+
+def test_meta_modules_are_traced() -> None:
+    with torch.device("meta"):
+        module = Convolutional()
+    assert trace(module, IMAGES).operations == trace(Convolutional, IMAGES).operations
+
+
+def test_inference_saves_nothing() -> None:
+    operations = trace_operations(Convolutional, IMAGES, training=False)
+    assert {op.phase for op in operations} == {Phase.FORWARD}
+    assert saved_bytes(operations) == 0
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if x.sum() > 0 else self.layer(-x)
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs", "says"),
+    [
+        (LooksAtValues, [Input("x", (8, 4))], "looks at the values"),
+        (lambda: nn.Linear(4, 4), [Input("input", (8, 5))], "check that it runs on real tensors"),
+        (lambda: "no module", [Input("x", (8, 4))], "return a torch.nn.Module"),
+        (Convolutional, [IMAGES[0], Input("lable", (4,), "int64")], "did you mean label"),
+        (lambda: nn.Linear(4, 4).requires_grad_(False), [Input("input", (8, 4))], "unfreeze"),
+        (lambda: nn.Linear(4, 4), [Input("a", (8, 4)), Input("a", (8, 4))], "same name"),
+        (lambda: [][1], [Input("x", (8, 4))], "its construction"),
+    ],
+)
+def test_what_cannot_be_traced_says_what_to_do(build: Any, inputs: list[Input], says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
+        trace_operations(build, inputs)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,221 @@
+"""Plans of traced modules: from the words a user types to a ledger."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ironlaw.errors import UserError
+from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.machine.profile import Curve, MatmulFit, Profile
+from ironlaw.plan import traced as traced_plan
+from ironlaw.plan.traced import fits, line_name, plan_module, plan_traced
+from ironlaw.plan.traced_timing import AS_MATMUL, COPY_RATE
+from ironlaw.workload.module_source import Input, parse_input, resolve_module
+
+CODE = """
+import torch
+from torch import nn
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+
+answer = 42
+
+def build():
+    return Transformer(ModelConfig(layers=2, hidden=64, heads=4, vocab=100, context=64))
+
+def wide():
+    return nn.Sequential(nn.Linear(512, 200_000), nn.Linear(200_000, 512), nn.Linear(512, 200_000))
+
+class Image(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Hardswish(), nn.AdaptiveAvgPool2d(1))
+
+    def forward(self, image):
+        return self.layers(image)
+"""
+TOKENS = ["tokens=2x64:int64", "targets=2x64:int64"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "traced_example.py").write_text(CODE, encoding="utf-8")
+    (tmp_path / "broken_example.py").write_text("import no_such_package\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "traced_example"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Profile:
+    """A machine of 1 GFLOP/s, 1 GB/s and 1 µs per call."""
+    shapes = [(m, n, k) for m in (64, 1024) for n in (64, 1024) for k in (64, 1024)]
+    fit = MatmulFit.fit(shapes, [2e-9 * m * n * k + 1e-6 for m, n, k in shapes])
+    line = Curve((1e3, 1e6), (1e-6, 1e-3))
+    kernels = ("add", "add_in_place", "multiply", "gelu_tanh_forward", "gelu_tanh_backward", "layernorm_forward",
+               "layernorm_backward", "loss_forward", "loss_backward", "embedding_forward", "embedding_backward",
+               "sum_rows", "concatenate", "adamw", "clip", "update_tensors")  # fmt: skip
+    profile = Profile(
+        device="cpu", name="Toy", created="2026-01-01", versions={"torch": "2"}, threads=1, memory_bytes=2**30,
+        runtime_bytes=2**20, matmul={"fp32": dict.fromkeys(("matmul", "matmul_bias", "matmul_weight_gradient"), fit)},
+        curves={"fp32": dict.fromkeys(kernels, line)},
+        attention={"fp32": {d: [(64, 16, 1e-8), (128, 16, 1e-8)] for d in ("forward", "backward")}},
+        copy_bytes_per_second=1e9, small_operation_seconds=1e-6,
+        tiny_block_seconds={"forward": 1e-3, "backward": 1e-3}, storage_bytes_per_second=None,
+        tokenizer_tokens_per_second=None, interference={"compute": [1.0], "memory": [1.0]},
+    )  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(traced_plan, "load_profile", lambda: profile)
+    return profile
+
+
+def check(ledger: Ledger) -> None:
+    """What every plan must say, each number with its interval and where it comes from."""
+    for name in ("parameters", "flops_per_step", "step_seconds", "peak_bytes", "resident_bytes", "mfu"):
+        assert ledger.totals[name].basis
+        assert ledger.totals[name].value > 0
+    step = ledger.totals["step_seconds"]
+    assert step.low is not None and step.high is not None and step.low < step.value < step.high
+    assert step.value == pytest.approx(sum(line.seconds or 0.0 for line in ledger.lines))
+    assert ledger.totals["peak_bytes"].value == sum(ledger.memory_bytes().values())
+    assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
+
+
+def test_on_an_accelerator(package: str) -> None:
+    ledger, enough = plan_traced(f"{package}:build", TOKENS, "h200")
+    check(ledger)
+    assert enough
+    assert ledger.facts["precision"] == "bf16"
+    assert ledger.facts["model"] == {"name": f"{package}:build"}
+    layers = {line.operation for line in ledger.lines}
+    assert "blocks.*.attention.qkv" in layers
+    assert not any("blocks.0" in name for name in layers)
+    (qkv,) = ledger.select(phase=Phase.FORWARD, operation="blocks.*.attention.qkv", kind=Kind.MATMUL)
+    assert (qkv.count, qkv.flops) == (2, 2 * 2 * 128 * 192 * 64)
+
+
+def test_on_this_machine(package: str, machine: Profile) -> None:
+    ledger, enough = plan_traced(f"{package}:build", TOKENS, "this")
+    check(ledger)
+    assert enough and not [line for line in ledger.lines if line.bound == AS_MATMUL]
+    products = sum(line.flops or 0 for line in ledger.select(kind=Kind.MATMUL))
+    assert sum(line.seconds or 0 for line in ledger.select(kind=Kind.MATMUL)) == pytest.approx(
+        products * 1e-9, rel=0.05
+    )
+
+
+def test_kernels_without_a_curve_go_by_bytes(package: str, machine: Profile) -> None:
+    ledger, _ = plan_traced(f"{package}:Image", ["image=8x3x34x34"], "this")
+    check(ledger)
+    bounds = {(line.operation, line.phase): line for line in ledger.lines}
+    swish = bounds["layers.1", Phase.FORWARD]
+    size = 8 * 32 * 32 * 32 * 4
+    assert (swish.bound, swish.bytes_moved) == (COPY_RATE, 2 * size)
+    assert swish.seconds == pytest.approx(2 * size / 1e9 + 1e-6)
+    assert bounds["layers.0", Phase.FORWARD].bound == AS_MATMUL
+
+
+def test_what_does_not_fit(package: str, machine: Profile) -> None:
+    ledger, enough = plan_traced(f"{package}:wide", ["input=1x512"], "this")
+    assert not enough and not fits(ledger)
+    parameters = ledger.totals["parameters"].value
+    assert ledger.memory_bytes()["optimizer"] == 8 * parameters
+    assert ledger.totals["peak_bytes"].value == pytest.approx(16 * parameters, rel=0.01)
+
+
+def test_more_tokens_take_longer_and_more_memory() -> None:
+    from torch import nn
+
+    plans = [
+        plan_module(lambda: nn.Linear(4096, 4096), [Input("input", (rows, 4096))], "h200") for rows in (2**14, 2**16)
+    ]
+    small, large = (plan.totals for plan in plans)
+    assert large["flops_per_step"].value == 4 * small["flops_per_step"].value
+    assert large["step_seconds"].value > 2 * small["step_seconds"].value
+    assert large["peak_bytes"].value > small["peak_bytes"].value
+
+
+def test_a_tiny_module_waits_for_its_host() -> None:
+    from torch import nn
+
+    ledger = plan_module(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(50)]), [Input("input", (4, 8))], "h200")
+    (dispatch,) = ledger.select(kind=Kind.HOST, phase=Phase.FORWARD)
+    assert dispatch.count == 3 * 50 + 1  # products, casts of weights and biases, and of the input
+    assert (dispatch.seconds or 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tokens=8x2048:int64", Input("tokens", (8, 2048), "int64")),
+        ("image = 32x3x224x224", Input("image", (32, 3, 224, 224), "float32")),
+        ("x=4:bf16", Input("x", (4,), "bfloat16")),
+        ("x=4:torch.float16", Input("x", (4,), "float16")),
+        ("flag=scalar:bool", Input("flag", (), "bool")),
+    ],
+)
+def test_inputs(text: str, expected: Input) -> None:
+    assert parse_input(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("tokens", "tokens=8x2048:int64"),
+        ("tokens=8,2048", "joined by x"),
+        ("tokens=8x0", "positive"),
+        ("tokens=8x-1", "positive"),
+        ("tokens=8x2:int46", "did you mean int64"),
+        ("=8x2", "NAME=SIZES"),
+    ],
+)
+def test_wrong_inputs(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse_input(text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("traced_example", "write PACKAGE.MODULE:FUNCTION"),
+        ("no_such_module:build", "cannot import no_such_module"),
+        ("broken_example:build", "no_such_package"),
+        ("traced_example:bild", "did you mean build"),
+        ("traced_example:answer", "is not callable"),
+        ("traced_example.py:build", "write its module name, traced_example:build"),
+    ],
+)
+def test_wrong_modules(package: str, spec: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
+        resolve_module(spec)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "on", "says"),
+    [
+        ([], "h200", "add --input"),
+        (TOKENS, "8xh200", "on one accelerator"),
+        (TOKENS, "h2000", "did you mean"),
+        (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
+        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check that it runs"),
+    ],
+)
+def test_wrong_questions(package: str, inputs: list[str], on: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        plan_traced(f"{package}:build", inputs, on)
+
+
+def test_layers_of_a_stack_share_a_line() -> None:
+    assert line_name("layer1.0.conv2") == "layer1.*.conv2"
+    assert line_name("features.3") == "features.3"
+    assert line_name("0.1.weight") == "*.*.weight"
+
+
+def test_planning_does_not_import_torch() -> None:
+    code = "import sys, ironlaw.plan.traced; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
