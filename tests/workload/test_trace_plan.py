@@ -65,7 +65,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Profile:
         curves={"fp32": dict.fromkeys(kernels, line)},
         attention={"fp32": {d: [(64, 16, 1e-8), (128, 16, 1e-8)] for d in ("forward", "backward")}},
         copy_bytes_per_second=1e9, small_operation_seconds=1e-6,
-        tiny_block_seconds={"forward": 1e-3, "backward": 1e-3}, storage_bytes_per_second=None,
+        tiny_block_seconds={"forward": 1e-3, "backward": 1e-3},
+        reference_step_seconds={"fp32": 0.0, "bf16": 0.0}, storage_bytes_per_second=None,
         tokenizer_tokens_per_second=None, interference={"compute": [1.0], "memory": [1.0]},
     )  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,7 +1,7 @@
 """Engines by name: those shipped, and the user's own, which `ironlaw calibrate` saves.
 
-    save_profile("my-cluster", calibration, "my_runs.csv")     # ~/.cache/ironlaw/engines/my-cluster.toml
-    engine = load_engine("my-cluster")                         # what plan and validate call for --profile
+save_profile("my-cluster", calibration, "my_runs.csv")     # ~/.cache/ironlaw/engines/my-cluster.toml
+engine = load_engine("my-cluster")                         # what plan and validate call for --profile
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def _text(found: Calibration, runs: str) -> str:
     ]
     for field in fields(Engine):
         value = getattr(engine, field.name)
-        if field.name in ("name", "source", "frameworks", "by_generation", *moved) or value == getattr(plain, field.name):
+        if field.name in ("name", "source", "frameworks", "by_generation", *moved) or value == getattr(
+            plain, field.name
+        ):
             continue
         lines.append(f"{field.name} = {json.dumps(value)}  # {_words(field.name)}")
     lines += ["", "# calibrated"]

@@ -150,7 +150,9 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     if said is None and subject.config and subject.config.train.precision != "auto":
         said = subject.config.train.precision
     if said in WIDE:
-        raise UserError(f"{said} is not planned on clusters, whose memory is counted in 16 and 8 bits: use bf16 or fp16")
+        raise UserError(
+            f"{said} is not planned on clusters, whose memory is counted in 16 and 8 bits: use bf16 or fp16"
+        )
     if said is None:
         said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
         assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))

@@ -50,7 +50,8 @@ class MeasuredMachine:
         """Precision -> a whole step over the sum of its kernels timed alone: colder caches, a busier allocator."""
         alone = MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), whole_steps=False)
         ratios = {}
-        for precision, measured in self.profile.reference_step_seconds.items():
+        for precision in self.profile.matmul:
+            measured = self.profile.reference_step_seconds[precision]
             shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
             operations = training_operations(shape) + optimizer_operations(REFERENCE)
             kernels = sum(alone.time(op, precision).seconds * op.repeat for op in operations)

@@ -1,8 +1,8 @@
 """How much training a plan is for: sequence, batch, tokens, and which of them nobody said.
 
-    work = settle(model, Wishes(tokens="1T"), accelerators=64)
-    work.steps, work.total_tokens
-    work.assumed[0].name, work.assumed[0].how_to_set       # nothing is assumed silently
+work = settle(model, Wishes(tokens="1T"), accelerators=64)
+work.steps, work.total_tokens
+work.assumed[0].name, work.assumed[0].how_to_set       # nothing is assumed silently
 """
 
 from __future__ import annotations

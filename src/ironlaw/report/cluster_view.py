@@ -72,9 +72,7 @@ def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) 
 def _title(console: Console, ledger: Ledger, more: More) -> None:
     cluster, work = more["cluster"], more["work"]
     model = ledger.facts["model"]
-    paragraph(
-        console, f"Plan of {model['name']} on {cluster['accelerators']:,} × {cluster['product']}", style="bold"
-    )
+    paragraph(console, f"Plan of {model['name']} on {cluster['accelerators']:,} × {cluster['product']}", style="bold")
     nodes = f"{cluster['nodes']:,} × {cluster['node']}"
     work_words = (
         f"{units.tokens(work['tokens'])} tokens in {work['steps']:,} steps of {work['global_batch']:,} × "

@@ -56,7 +56,9 @@ def scatter(title: str, description: str, clouds: Sequence[Cloud], text: Callabl
     corners = [(a, a * (1 - BAND)), (a, a * (1 + BAND)), (b / (1 + BAND), b), (b, b), (b, b * (1 - BAND))]
     body = ['<polygon class="band" points="' + " ".join(f"{x(p):.1f},{y(q):.1f}" for p, q in corners) + '"/>']
     for tick in ticks(a, b):
-        body.append(f'<path class="grid" d="M{left:.0f} {y(tick):.1f}H{right:.0f}M{x(tick):.1f} {upper:.0f}V{lower:.0f}"/>')
+        body.append(
+            f'<path class="grid" d="M{left:.0f} {y(tick):.1f}H{right:.0f}M{x(tick):.1f} {upper:.0f}V{lower:.0f}"/>'
+        )
         body.append(f'<text x="{left - 6:.0f}" y="{y(tick) + 4:.1f}" text-anchor="end">{escape(text(tick))}</text>')
         body.append(f'<text x="{x(tick):.1f}" y="{lower + 18:.0f}" text-anchor="middle">{escape(text(tick))}</text>')
     body.append(f'<path class="diagonal" d="M{x(a):.1f} {y(a):.1f}L{x(b):.1f} {y(b):.1f}"/>')
@@ -72,7 +74,9 @@ def scatter(title: str, description: str, clouds: Sequence[Cloud], text: Callabl
 def legend_mark(index: int) -> Markup:
     """The same marker and colour for a legend or a table."""
     drawn = _mark(index % MARKERS, 6, 6, "")
-    return Markup(f'<svg class="key cloud" style="--h:{hue(index)}" viewBox="0 0 12 12" aria-hidden="true">{drawn}</svg>')
+    return Markup(
+        f'<svg class="key cloud" style="--h:{hue(index)}" viewBox="0 0 12 12" aria-hidden="true">{drawn}</svg>'
+    )
 
 
 def _mark(kind: int, x: float, y: float, title: str) -> str:

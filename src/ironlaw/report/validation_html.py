@@ -62,7 +62,9 @@ def _plot(document: Document, key: str, colours: Mapping[str, int]) -> Any:
     errors = document["overall"][key]
     if not errors["n"]:
         return None
-    description = f"{errors['n']} runs, median error {percent(errors['median'])} percent, mean {percent(errors['mean'])}"
+    description = (
+        f"{errors['n']} runs, median error {percent(errors['median'])} percent, mean {percent(errors['mean'])}"
+    )
     found = [Cloud(name, colours[name], points) for name, points in clouds.items()]
     return {"drawing": scatter(EXPLAINED[key][0], description, found, text), "groups": list(clouds)}
 
