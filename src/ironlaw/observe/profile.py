@@ -20,7 +20,6 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Kind, Line, Origin, Phase
-from ironlaw.model.transformer import Attention
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 _PRODUCT_WITH_BIAS = "aten::addmm"
@@ -45,15 +44,14 @@ _NO_WORK = frozenset({
 _LINEARS = frozenset({"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head"})
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
-    ("RotaryAttention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
+    ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
     ("Transformer", "AddBackward0"): "positions",
     ("Transformer", "SliceBackward0"): "positions",
 }
 
 # Where a module computes something itself, outside its named children.
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
-    "Attention": {Kind.ATTENTION: "attention", None: "qkv"},  # gathering the gradients of query, key and value
-    "RotaryAttention": {Kind.ATTENTION: "attention", None: "rotary"},
+    "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
     "FeedForward": {None: "activation"},
     "Block": {None: "residual"},
     "Transformer": {Kind.EMBEDDING: "positions", Kind.LOSS: "loss", None: "loss"},
@@ -116,10 +114,8 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     for path, module in model.named_modules():
         parts = path.split(".")
         leaf = parts[-1]
-        kind = type(module).__name__
-        if kind in _OWN_WORK:
-            rotary = isinstance(module, Attention) and module.config.positions == "rope"
-            names[module] = "RotaryAttention" if rotary else kind
+        if type(module).__name__ in _OWN_WORK:
+            names[module] = type(module).__name__
         elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
             parent = parts[-2] if len(parts) > 1 else ""
             name = {"query_norm": "qk_norm", "key_norm": "qk_norm"}.get(leaf, leaf)
@@ -239,6 +235,8 @@ def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
     own = _OWN_WORK[span.scope]
     if span.scope == "FeedForward" and operation.startswith("mul"):
         return kind, "gate_product"
+    if span.scope == "Block" and span.phase is Phase.BACKWARD and _is_cast(span, operation):
+        return kind, "residual_cast"
     if span.scope == "Transformer":
         if kind is Kind.EMBEDDING or operation == "add":
             return Kind.EMBEDDING, "positions"
@@ -254,12 +252,18 @@ def _elementwise(span: Span, operation: str) -> tuple[Kind, str]:
     if scope in ("embedding", "positions"):
         return Kind.EMBEDDING, scope
     if scope in _LINEARS:
+        if _is_cast(span, operation):
+            return Kind.ELEMENTWISE, f"{scope}_cast"
         return Kind.ELEMENTWISE, "ffn_norm" if gradients_meet and scope in ("ffn_gate", "ffn_up") else scope
     if scope in ("attention_norm", "ffn_norm") and gradients_meet:
         return Kind.ELEMENTWISE, "residual"
     if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm"):
         return Kind.NORM, scope
     return Kind.ELEMENTWISE, scope or "other"
+
+
+def _is_cast(span: Span, operation: str) -> bool:
+    return operation == "copy_" and span.inside == "aten::_to_copy"
 
 
 def _find_peak(recorded: Any, spans: list[Span], gradient_pointers: set[int], result: StepProfile) -> None:

@@ -190,7 +190,7 @@ def linear_backward(
     if shape.casts:
         operations.append(
             Operation(
-                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
+                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
                 elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
                 gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
             )
@@ -206,7 +206,7 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: s
     if shape.casts:
         operations.append(
             Operation(
-                reader, Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
+                f"{reader}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
                 bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
                 frees_temporary_bytes=tokens * hidden * w,
             )
@@ -232,9 +232,8 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: s
 
 
 def cast_gradient(shape: Shape) -> Operation:
-    """The residual sum hands its gradient to the branch in the branch's own precision."""
     elements = shape.tokens * shape.model.hidden
     return Operation(
-        "residual", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
+        "residual_cast", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
         bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
     )  # fmt: skip

@@ -73,7 +73,7 @@ def block(shape: Shape) -> list[Operation]:
     operations.append(elementwise(shape, "activation", f"{model.activation}_forward", ffn, 2, saved=ffn * w))
     if model.gated_ffn:
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
-            operations.append(elementwise(shape, "ffn_up", "cast", tokens * model.hidden, 3, saved=normed))
+            operations.append(elementwise(shape, "ffn_up_cast", "cast", tokens * model.hidden, 3, saved=normed))
         operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
         operations.append(elementwise(shape, "gate_product", "multiply", ffn, 3, saved=ffn * w))
     operations += linear(shape, "ffn_down", "block", layers, model.ffn_size, model.hidden, keep=False, bias=model.bias)
@@ -117,7 +117,7 @@ def linear(
         weights = inputs * outputs
         operations.append(
             Operation(
-                name, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+                f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
                 elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
             )
         )  # fmt: skip
@@ -150,7 +150,7 @@ def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> li
     return [
         norm,
         Operation(
-            reader, Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+            f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
             elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
         ),
     ]  # fmt: skip
