@@ -20,17 +20,14 @@ from ironlaw.plan.estimate import choose_precision, plan_run
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     from ironlaw.machine import measure as module
 
-    said: list[tuple[str, float]] = []
+    fractions: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         # The largest sizes are half a minute of work; the others go through the same code.
-        patch.setattr(module, "ELEMENTWISE_SIZES", (2**12, 2**16, 2**20))
+        patch.setattr(module, "ELEMENTWISE_SIZES", (2**12, 2**16, 2**19))
         patch.setattr(module, "HEAD_SIZES", (32, 64))
         patch.setattr(module, "ATTENTION_TOKENS", (64, 512))
-        profile = module.measure(
-            budget_seconds=1, threads=1, progress=lambda what, fraction: said.append((what, fraction))
-        )
-    fractions = [fraction for _, fraction in said]
+        profile = module.measure(budget_seconds=1, threads=1, progress=lambda _, done: fractions.append(done))
     assert fractions == sorted(fractions) and all(0 <= fraction <= 1 for fraction in fractions)
     return profile
 
@@ -65,8 +62,8 @@ def test_every_figure_is_finite_and_none_is_negative(measured: Profile) -> None:
 def test_more_work_takes_longer(measured: Profile) -> None:
     for kernel in ("add", "gelu_forward", "layernorm_backward", "adamw"):
         seconds = measured.curves["fp32"][kernel].seconds
-        # By 2^4 in elements, so that no disturbance turns it round.
-        assert seconds[-1] > 2 * seconds[1], kernel
+        # Eight times the elements, so that no disturbance turns it round.
+        assert seconds[-1] > 1.5 * seconds[1], kernel
     for fit in measured.matmul["fp32"].values():
         assert fit.at(1024, 1024, 1024) > 4 * fit.at(256, 256, 256)
         assert 1e8 < fit.peak_flops_per_second < 1e14

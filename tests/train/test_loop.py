@@ -220,3 +220,38 @@ def test_only_the_matrices_of_linear_layers_are_decayed(tied: bool) -> None:
         linear = any(part in name for part in ("qkv.weight", "out.weight", "up.weight", "down.weight"))
         linear = linear or (name == "head.weight" and not tied)
         assert decay[id(parameter)] == (0.3 if linear else 0.0), name
+
+
+# -- compilation -------------------------------------------------------------------------------------------------
+
+
+def test_compilation_that_fails_is_said_and_trained_without(
+    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: nn.Module, *arguments: Any, **options: Any) -> None:
+        def call(*inputs: Any, **named: Any) -> None:
+            raise RuntimeError("no compiler here\nand a long trace")
+
+        self._compiled_call_impl = call
+
+    train(tiny_config({"dropout": 0.1}), tmp_path / "plain")
+    monkeypatch.setattr(nn.Module, "compile", broken)
+    said: list[str] = []
+    outcome = train(tiny_config({"dropout": 0.1}, train={"compile": "on"}), tmp_path / "run", say=said.append)
+    assert "torch.compile failed, training without it: no compiler here" in said
+    assert outcome.ledger.facts["compile"] is False
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")  # the failed attempt drew no random numbers
+
+
+@pytest.mark.long  # the compiler takes half a minute the first time
+def test_compiled_blocks_train_alike_and_save_the_same_names(
+    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
+) -> None:
+    train(tiny_config(), tmp_path / "plain")
+    said: list[str] = []
+    outcome = train(tiny_config(train={"compile": "on"}), tmp_path / "run", say=said.append)
+    if not outcome.ledger.facts["compile"]:
+        pytest.skip(f"cannot compile here: {said[-1]}")
+    compiled, plain = losses(tmp_path / "run"), losses(tmp_path / "plain")
+    np.testing.assert_allclose(list(compiled.values()), list(plain.values()), rtol=1e-3)
+    load_for_inference(tmp_path / "run" / "checkpoints", tiny_config().model)

@@ -100,7 +100,7 @@ WALL = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
     "startup": "start-up",
-    "profiling": "profiled steps",
+    "profiling": "the profiler",
     "other": "everything else",
 }
 

@@ -225,7 +225,7 @@ class Trainer:
     def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
         count = self.config.train.profile_steps
-        began = time.perf_counter()
+        began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -241,7 +241,9 @@ class Trainer:
                 recorded.stop()
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self._gradient_pointers)
-        self.observed.wall_seconds["profiling"] = time.perf_counter() - began
+        # The recorded steps themselves, and what happened between them, are counted where they belong.
+        counted = sum(self.observed.wall_seconds.values()) - counted
+        self.observed.wall_seconds["profiling"] = max(0.0, time.perf_counter() - began - counted)
 
     # -- between steps ---------------------------------------------------------------------------------------
 
