@@ -29,6 +29,9 @@ FABRIC_WORDS = {
 }  # fmt: skip
 """Words of an `interconnect` column, and the kind of network they mean."""
 
+VAGUE = {"rdma", "connectx", "nic", "nics"}
+"""Of these the words that any better one overrules."""
+
 NAMED_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 """One InfiniBand port of a generation, where only the generation is named."""
 
@@ -55,7 +58,7 @@ def number(row: Row, name: str, least: float = -math.inf) -> float | None:
     except ValueError:
         raise UserError(f"{name} is not a number: '{cell}'") from None
     if not math.isfinite(value) or value < least:
-        raise UserError(f"{name} must be {'finite' if least == -math.inf else f'at least {least:g}'}, not {cell}")
+        raise UserError(f"{name} must be finite and at least {least:g}, not {cell}")
     return value
 
 
@@ -136,7 +139,7 @@ def described_node(usual: Node, interconnect: str) -> Node:
     """
     for clause in re.split(r"[;+,&]|\band\b", interconnect):
         words = re.findall(r"[a-z]+", clause.lower())
-        fabric = next((FABRIC_WORDS[word] for word in words if word in FABRIC_WORDS), None)
+        fabric = next((FABRIC_WORDS[word] for word in sorted(words, key=VAGUE.__contains__) if word in FABRIC_WORDS), None)
         bits = _bits_per_second(clause, words)
         if fabric is None or bits is None:
             continue
@@ -160,7 +163,9 @@ def _one_port(clause: str, bits: float, words: list[str]) -> bool:
 def _bits_per_second(clause: str, words: list[str]) -> float | None:
     """Rate of one clause, all its ports together; None where it names none between 1 Gbit/s and 100 Tbit/s."""
     # `NVLink4` and `EFAv2` hold digits that are versions; `ConnectX-7` too.
-    plain = re.sub(r"(nvlink|nvl|efa\s*v|roce\s*v|connectx-?|cx-?|slingshot-?|pcie\s*(gen)?)\s*\d+", " ", clause.lower())
+    plain = re.sub(
+        r"(nvlink|nvl|efa\s*v|roce\s*v|connectx-?|cx-?|slingshot-?|pcie\s*(gen)?)\s*\d+", " ", clause.lower()
+    )
     count = _COUNT.search(plain)
     ports = int(count["count"]) if count else 1
     if not count and (several := re.search(r"(\d+)\s*(nics?|rails|ports|hcas?|cards)\b", plain)):

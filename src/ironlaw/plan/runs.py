@@ -169,7 +169,9 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
 
 def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
     if cells.given("ep", 1) > 1:
-        raise UserError("ep > 1 is a mixture of experts, and the columns do not say how many experts, nor how many work")
+        raise UserError(
+            "ep > 1 is a mixture of experts, and the columns do not say how many experts, nor how many work"
+        )
     tp, pp, cp = cells.given("tp", 1), cells.given("pp", 1), cells.given("cp", 1)
     model_parallel = tp * pp * cp
     if count % model_parallel:
@@ -270,5 +272,3 @@ def _cluster(row: Row, acc: Accelerator, count: int) -> Cluster:
             inside = min(inside, int(per_node)) if inside < usual.accelerators else int(per_node)
         usual = replace(usual, accelerators=int(per_node), scale_up_accelerators=inside)
     return Cluster(acc, count, words.described_node(usual, words.text(row, "interconnect")))
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -42,7 +43,9 @@ def show_validation(console: Console, document: Document) -> None:
     overall = document["overall"]
     planned = overall["n"] - overall["not_planned"]
     runs = f"{overall['n']} runs, {planned} planned"
-    paragraph(console, runs + (f" with the profile {document['profile']}" if document.get("profile") else ""), style="bold")
+    paragraph(
+        console, runs + (f" with the profile {document['profile']}" if document.get("profile") else ""), style="bold"
+    )
     for key in ("time", "memory"):
         _errors(console, document, key)
     _ranking(console, document)
@@ -59,7 +62,9 @@ def _errors(console: Console, document: Document, key: str) -> None:
     if not entries:
         paragraph(console, "No run gives it, or none that could be planned.", indent=2, style="dim")
         return
-    made = table("group", "runs", "median", "mean", "p90", "bias", "baseline: median", "mean", "in interval", tight=True)
+    made = table(
+        "group", "runs", "median", "mean", "p90", "bias", "baseline: median", "mean", "in interval", tight=True
+    )
     for name, e in entries:
         base = e["baseline"]
         style = "bold" if name == "all" else ""
@@ -78,7 +83,9 @@ def _ranking(console: Console, document: Document) -> None:
     if not entries:
         return
     heading(console, "Choosing the layout, where a group varies it on the same work: percent")
-    made = table("group", "choices", "throughput of the pick over the best", "worst choice", "rank correlation", tight=True)
+    made = table(
+        "group", "choices", "throughput of the pick over the best", "worst choice", "rank correlation", tight=True
+    )
     for name, e in entries:
         made.add_row(name, str(e["n"]), percent(e["mean"]), percent(e["worst"]), percent(e["rank_correlation"]))
     show(console, made)
@@ -90,7 +97,8 @@ def _feasibility(console: Console, document: Document) -> None:
     plain = 0
     for name, entry in with_all(document):
         f = entry["fits"]
-        if name != "all" and len(document["groups"]) > 1 and not (f["ran_denied"] or f["failed_denied"] or f["failed_said_to_fit"]):
+        nothing_said = not (f["ran_denied"] or f["failed_denied"] or f["failed_said_to_fit"])
+        if nothing_said and name != "all" and len(document["groups"]) > 1:
             plain += 1
             continue
         denied = Text(str(f["ran_denied"]), style="yellow" if f["ran_denied"] else "")
@@ -119,7 +127,7 @@ def _failed(console: Console, failed: Sequence[Document]) -> None:
 def over_limit(failed: Sequence[Document]) -> tuple[list[str], list[int]]:
     """Failed runs by planned peak over the limit: names of the classes, and how many fall into each."""
     edges = (0.0, 0.5, 0.75, 0.9, 1.0, 1.25, 2.0, float("inf"))
-    pairs = list(zip(edges, edges[1:], strict=False))
+    pairs = list(pairwise(edges))
     counts = [sum(low <= row["over_limit"] < high for row in failed) for low, high in pairs]
     middle = [f"{100 * low:.0f} to {100 * high:.0f}%" for low, high in pairs[1:-1]]
     return ["under 50%", *middle, "above 200%"], counts
@@ -138,7 +146,9 @@ def _not_planned(console: Console, missing: Sequence[Document]) -> None:
         made.add_row(str(len(ids)), reason, ", ".join(ids[:3]) + more)
     show(console, made)
     if len(reasons) > MOST_LISTED:
-        paragraph(console, f"and {len(reasons) - MOST_LISTED} more reasons: --json lists every row", indent=2, style="dim")
+        paragraph(
+            console, f"and {len(reasons) - MOST_LISTED} more reasons: --json lists every row", indent=2, style="dim"
+        )
 
 
 def _generic(console: Console, rows: Sequence[Document]) -> None:
@@ -152,5 +162,3 @@ def worst_rows(rows: Sequence[Document], count: int = MOST_LISTED) -> list[Docum
     """The runs whose step time is planned worst: where to look first."""
     timed = [row for row in rows if row["ran"] and row["step_seconds"] and "time" in row["checks"]]
     return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:count]
-
-
