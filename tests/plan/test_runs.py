@@ -16,7 +16,8 @@ from ironlaw.plan.validate import validate
 
 ROW = {
     "group": "g", "framework": "something new 1.0", "layers": "32.0", "hidden": "4096.0", "heads": "32",
-    "kv_heads": "8", "ffn": "14336", "gated_ffn": "1", "vocab": "128256", "tied": "False", "seq": "4096.0", "global_batch": "64.0",
+    "kv_heads": "8",
+    "ffn": "14336", "gated_ffn": "1", "vocab": "128256", "tied": "False", "seq": "4096.0", "global_batch": "64.0",
     "micro_batch": "1", "accelerator": "h200", "accelerators": "8.0", "zero": "3", "recompute": "full",
     "precision": "bf16", "step_seconds": "2.0",
 }  # fmt: skip

@@ -139,7 +139,8 @@ def described_node(usual: Node, interconnect: str) -> Node:
     """
     for clause in re.split(r"[;+,&]|\band\b", interconnect):
         words = re.findall(r"[a-z]+", clause.lower())
-        fabric = next((FABRIC_WORDS[word] for word in sorted(words, key=VAGUE.__contains__) if word in FABRIC_WORDS), None)
+        telling = sorted((word for word in words if word in FABRIC_WORDS), key=VAGUE.__contains__)
+        fabric = FABRIC_WORDS[telling[0]] if telling else None
         bits = _bits_per_second(clause, words)
         if fabric is None or bits is None:
             continue
