@@ -159,3 +159,9 @@ def test_other_separators_orders_and_marks(tmp_path):
 def test_throughput_gives_the_step_time(tmp_path):
     run, _ = read(tmp_path, step_seconds="", tokens_per_second_per_accelerator="8192")
     assert run.step_seconds == pytest.approx(64 * 4096 / (8 * 8192))
+
+
+def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
+    for cells in ({"layers": "1e9"}, {"pp": "1000000", "accelerators": "1000000"}, {"hidden": "1e12"}):
+        run, said = read(tmp_path, **cells)
+        assert run is None and "mistake" in said

@@ -18,6 +18,10 @@ from ironlaw.errors import UserError
 Row = Mapping[str, str]
 
 UNKNOWN = {"", "nan", "null", "n/a", "na", "-", "?", "unknown"}
+MOST = {"layers": 10_000, "pp": 4_096, "virtual_stages": 1_000, "seq": 1_000_000_000}
+MOST_OF_ANY = 10_000_000
+"""Whole numbers above these are a slip of the keyboard, and would keep the planner busy for hours."""
+
 TRUE = {"true", "1", "1.0", "yes", "y", "on", "t"}
 FALSE = {"false", "0", "0.0", "no", "n", "off", "f", "none"}
 
@@ -67,6 +71,8 @@ def whole(row: Row, name: str, least: int = 1) -> float | None:
     value = number(row, name, least)
     if value is not None and value != round(value):
         raise UserError(f"{name} must be a whole number, not {value:g}")
+    if value is not None and value > MOST.get(name, MOST_OF_ANY):
+        raise UserError(f"{name} {value:g} is taken for a mistake: more than {MOST.get(name, MOST_OF_ANY):,}")
     return value
 
 
