@@ -40,10 +40,8 @@ def report(name: str, found: list[tuple[float, float, float, float, float]]) -> 
     """One line: runs, error before, left out, on the rest (mean over draws, worst draw), median on the rest."""
     table = 100 * np.array(found)
     before, inside, left_out, mean, median = table.mean(axis=0)
-    print(
-        f"| {name} | {before:.1f} | {inside:.1f} | {left_out:.1f} | {mean:.1f} | {table[:, 3].max():.1f} | {median:.1f} |",
-        flush=True,
-    )
+    cells = [f"{value:.1f}" for value in (before, inside, left_out, mean, table[:, 3].max(), median)]
+    print("| " + " | ".join([name, *cells]) + " |", flush=True)
 
 
 def record(name: str, fit_on: list[tuple[list[Run], list[Run]]], start: Engine) -> None:
@@ -53,7 +51,13 @@ def record(name: str, fit_on: list[tuple[list[Run], list[Run]]], start: Engine) 
         calibration = calibrate(few, "record", start)
         before, after = errors(rest, start), errors(rest, calibration.engine)
         found.append(
-            (before.mean(), calibration.error_in_sample, calibration.error_left_out, after.mean(), float(np.median(after)))
+            (
+                before.mean(),
+                calibration.error_in_sample,
+                calibration.error_left_out,
+                after.mean(),
+                float(np.median(after)),
+            )
         )
     report(name, found)
 
@@ -83,7 +87,11 @@ def main() -> None:
     small = [r for r in one if r.columns["layers"] == few]
     large = [r for r in one if r.columns["layers"] > few]
     if large:
-        record(f"32 one-node runs of {few:g} layers, the {len(large)} of more", [(draw(small, 32, s)[0], large) for s in seeds], start)
+        record(
+            f"32 one-node runs of {few:g} layers, the {len(large)} of more",
+            [(draw(small, 32, s)[0], large) for s in seeds],
+            start,
+        )
     small, large = [r for r in many if r.group == NODES[0]], [r for r in many if r.group == NODES[1]]
     record(f"20 runs of 3.6B, all {len(large)} of 18.4B", [(draw(small, 20, s)[0], large) for s in seeds], start)
 

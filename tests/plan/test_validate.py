@@ -34,7 +34,8 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 def test_groups_rows_and_what_cannot_be_planned(tmp_path):
     rows = [
         {}, {"tp": "2", "dp": "4", "step_seconds": "2.5"}, {"tp": "8", "dp": "1", "step_seconds": "4"},
-        {"micro_batch": "", "global_batch": ""}, {"framework": "megatrn"}, {"accelerator": "h1000"}, {"group": "b", "status": "fail"},
+        {"micro_batch": "", "global_batch": ""}, {"framework": "megatrn"}, {"accelerator": "h1000"},
+        {"group": "b", "status": "fail"},
     ]  # fmt: skip
     document = validate(write(tmp_path / "runs.csv", rows)).to_json()
     group = document["groups"]["made-up"]
@@ -59,7 +60,9 @@ def test_what_a_row_leaves_open_is_said(tmp_path):
 
 
 def test_hardware_that_too_little_is_known_of_does_not_stop_the_others(tmp_path):
-    document = validate(write(tmp_path / "runs.csv", [{}, {"precision": "fp8"}, {"accelerator": "jetson-agx-thor"}])).to_json()
+    document = validate(
+        write(tmp_path / "runs.csv", [{}, {"precision": "fp8"}, {"accelerator": "jetson-agx-thor"}])
+    ).to_json()
     assert [row["id"] for row in document["rows"]] == ["r0"]
     assert len(document["not_planned"]) == 2 and document["groups"]["made-up"]["not_planned"] == 2
 

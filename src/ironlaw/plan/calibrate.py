@@ -156,13 +156,14 @@ def calibrate(runs: Sequence[Run], name: str, start: Engine | None = None) -> Ca
     # A mean would let the one disturbed run decide.
     improved = bool(_robust_mean(left_out) < _robust_mean(before))
     chosen = x if improved else np.zeros_like(x)
-    values = problem.values(chosen)
+    values: dict[str, Any] = dict(problem.values(chosen))
     spreads = problem.posterior(chosen)
     constants = tuple(
         Moved(c.name, *MEANING[c.name], float(getattr(engine, c.name)), values[c.name], float(spreads[i]))
         for i, c in enumerate(CONSTANTS)
     )
-    fitted = replace(engine, **values, name=name, frameworks=(), by_generation=_without(engine, problem.generations))
+    values |= {"name": name, "frameworks": (), "by_generation": _without(engine, problem.generations)}
+    fitted = replace(engine, **values)
     return Calibration(
         engine=fitted,
         constants=constants,
@@ -246,7 +247,8 @@ class _Problem:
 
     def log_errors(self, x: Array) -> Array:
         """ln(planned / measured) of every run."""
-        engine = replace(self.plain, **self.values(x))
+        constants: dict[str, Any] = dict(self.values(x))
+        engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
         for block in self.blocks:
             planned[block.index] = assemble(block.parts, block.jobs, engine, block.layers).step_seconds

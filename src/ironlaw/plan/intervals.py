@@ -47,7 +47,7 @@ def interval_factors(quantity: str, columns: dict[str, float], nodes: int) -> tu
 
 def _bounds(quantity: str, kinds: Sequence[str], planned: Array) -> tuple[Array, Array]:
     known = factors().get(quantity, {})
-    pairs = np.array([known.get(kind, known.get("any", UNKNOWN)) for kind in kinds])
+    pairs = np.array([known.get(kind, known.get("any", UNKNOWN)) for kind in kinds], dtype=float).reshape(-1, 2)
     return planned * np.exp(pairs[:, 0]), planned * np.exp(pairs[:, 1])
 
 

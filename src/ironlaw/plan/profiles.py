@@ -74,12 +74,13 @@ def save_profile(name: str, found: Calibration, runs: str) -> Path:
 
 
 def _text(found: Calibration, runs: str) -> str:
-    moved = {constant.name: constant for constant in found.constants}
     engine, plain = found.engine, Engine("")
+    skipped = ("name", "source", "frameworks", "by_generation", *(c.name for c in found.constants))
     head = f"{found.runs} runs of {Path(runs).name}"
     lines = [
-        f"# Calibrated by `ironlaw calibrate` on {head}. Mean error of step time: {100 * found.error_before:.1f}% before,",
-        f"# {100 * found.error_in_sample:.1f}% on these runs, {100 * found.error_left_out:.1f}% with each run left out.",
+        f"# Calibrated by `ironlaw calibrate` on {head}. Mean error of step time:",
+        f"# {100 * found.error_before:.1f}% before, {100 * found.error_in_sample:.1f}% on these runs,",
+        f"# {100 * found.error_left_out:.1f}% with each run left out.",
         "",
         f"source = {json.dumps(f'calibrated on {head}')}",
         "",
@@ -87,9 +88,7 @@ def _text(found: Calibration, runs: str) -> str:
     ]
     for field in fields(Engine):
         value = getattr(engine, field.name)
-        if field.name in ("name", "source", "frameworks", "by_generation", *moved) or value == getattr(
-            plain, field.name
-        ):
+        if field.name in skipped or value == getattr(plain, field.name):
             continue
         lines.append(f"{field.name} = {json.dumps(value)}  # {_words(field.name)}")
     lines += ["", "# calibrated"]

@@ -18,6 +18,10 @@ from ironlaw.errors import UserError
 Row = Mapping[str, str]
 
 UNKNOWN = {"", "nan", "null", "n/a", "na", "-", "?", "unknown"}
+MOST = {"layers": 10_000, "pp": 4_096, "virtual_stages": 1_000, "seq": 1_000_000_000}
+MOST_OF_ANY = 10_000_000
+"""Whole numbers above these are a slip of the keyboard, and would keep the planner busy for hours."""
+
 TRUE = {"true", "1", "1.0", "yes", "y", "on", "t"}
 FALSE = {"false", "0", "0.0", "no", "n", "off", "f", "none"}
 
@@ -28,6 +32,9 @@ FABRIC_WORDS = {
     "rdma": "infiniband", "connectx": "infiniband", "nic": "infiniband", "nics": "infiniband",
 }  # fmt: skip
 """Words of an `interconnect` column, and the kind of network they mean."""
+
+VAGUE = {"rdma", "connectx", "nic", "nics"}
+"""Of these the words that any better one overrules."""
 
 NAMED_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 """One InfiniBand port of a generation, where only the generation is named."""
@@ -55,7 +62,7 @@ def number(row: Row, name: str, least: float = -math.inf) -> float | None:
     except ValueError:
         raise UserError(f"{name} is not a number: '{cell}'") from None
     if not math.isfinite(value) or value < least:
-        raise UserError(f"{name} must be {'finite' if least == -math.inf else f'at least {least:g}'}, not {cell}")
+        raise UserError(f"{name} must be finite and at least {least:g}, not {cell}")
     return value
 
 
@@ -64,6 +71,8 @@ def whole(row: Row, name: str, least: int = 1) -> float | None:
     value = number(row, name, least)
     if value is not None and value != round(value):
         raise UserError(f"{name} must be a whole number, not {value:g}")
+    if value is not None and value > MOST.get(name, MOST_OF_ANY):
+        raise UserError(f"{name} {value:g} is taken for a mistake: more than {MOST.get(name, MOST_OF_ANY):,}")
     return value
 
 
@@ -136,7 +145,8 @@ def described_node(usual: Node, interconnect: str) -> Node:
     """
     for clause in re.split(r"[;+,&]|\band\b", interconnect):
         words = re.findall(r"[a-z]+", clause.lower())
-        fabric = next((FABRIC_WORDS[word] for word in words if word in FABRIC_WORDS), None)
+        telling = sorted((word for word in words if word in FABRIC_WORDS), key=VAGUE.__contains__)
+        fabric = FABRIC_WORDS[telling[0]] if telling else None
         bits = _bits_per_second(clause, words)
         if fabric is None or bits is None:
             continue

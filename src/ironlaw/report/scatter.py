@@ -37,8 +37,13 @@ def hue(index: int) -> float:
     return round((215 + GOLDEN_ANGLE * index) % 360, 1)
 
 
-def scatter(title: str, description: str, clouds: Sequence[Cloud], text: Callable[[float], str]) -> Markup:
-    """Measured to the right, planned upwards: a perfect plan lies on the diagonal, a slow or large one above it."""
+def scatter(
+    title: str, description: str, clouds: Sequence[Cloud], text: Callable[[float], str], base: int = 10
+) -> Markup:
+    """Measured to the right, planned upwards: a perfect plan lies on the diagonal, a slow or large one above it.
+
+    `text` prints a tick; ticks are round numbers in `base` 10 or 2.
+    """
     values = [v for cloud in clouds for p in cloud.points for v in (p.measured, p.planned)]
     if not values:
         return Markup("")
@@ -55,12 +60,15 @@ def scatter(title: str, description: str, clouds: Sequence[Cloud], text: Callabl
     a, b = 10**low, 10**high
     corners = [(a, a * (1 - BAND)), (a, a * (1 + BAND)), (b / (1 + BAND), b), (b, b), (b, b * (1 - BAND))]
     body = ['<polygon class="band" points="' + " ".join(f"{x(p):.1f},{y(q):.1f}" for p, q in corners) + '"/>']
-    for tick in ticks(a, b):
+    for number, tick in enumerate(ticks(a, b, base)):
         body.append(
             f'<path class="grid" d="M{left:.0f} {y(tick):.1f}H{right:.0f}M{x(tick):.1f} {upper:.0f}V{lower:.0f}"/>'
         )
         body.append(f'<text x="{left - 6:.0f}" y="{y(tick) + 4:.1f}" text-anchor="end">{escape(text(tick))}</text>')
-        body.append(f'<text x="{x(tick):.1f}" y="{lower + 18:.0f}" text-anchor="middle">{escape(text(tick))}</text>')
+        odd = ' class="odd"' if number % 2 else ""  # left out where the drawing is small
+        anchor = "end" if x(tick) > right - 20 else "middle"
+        place = f'x="{x(tick):.1f}" y="{lower + 18:.0f}" text-anchor="{anchor}"{odd}'
+        body.append(f"<text {place}>{escape(text(tick))}</text>")
     body.append(f'<path class="diagonal" d="M{x(a):.1f} {y(a):.1f}L{x(b):.1f} {y(b):.1f}"/>')
     body.append(f'<text x="{(left + right) / 2:.0f}" y="{SIZE - 10:.0f}" text-anchor="middle">measured</text>')
     middle = (upper + lower) / 2
@@ -88,11 +96,27 @@ def _mark(kind: int, x: float, y: float, title: str) -> str:
     return f'<path d="M{x:.1f} {y - 4.2:.1f}l4 7h-8z">{label}</path>'
 
 
-def ticks(low: float, high: float, most: int = 8) -> list[float]:
-    """1, 2 and 5 times powers of ten within a range, thinned to powers, then to every second power."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
-        found = [f * 10.0**p for p in powers if p % every == 0 for f in factors if low <= f * 10.0**p <= high]
+def ticks(low: float, high: float, base: int = 10, most: int = 8) -> list[float]:
+    """1, 2 and 5 times powers of the base within a range, thinned until there are few enough."""
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    finest = (((1, 2, 5), 1), ((1, 3), 1)) if base == 10 else ()
+    found: list[float] = []
+    for factors, every in (*finest, *(((1,), every) for every in range(1, 20))):
+        found = [f * float(base) ** p for p in powers if p % every == 0 for f in factors]
+        found = [tick for tick in found if low <= tick <= high]
         if len(found) <= most:
-            return found
+            break
     return found
+
+
+def short_seconds(value: float) -> str:
+    """A round tick in seconds."""
+    return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms" if value >= 1e-3 else f"{1e6 * value:g} µs"
+
+
+def short_bytes(value: float) -> str:
+    """A tick that is a power of two."""
+    for size, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g} B"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ironlaw import units
-from ironlaw.report.scatter import Cloud, Point, legend_mark, scatter
+from ironlaw.report.scatter import Cloud, Point, legend_mark, scatter, short_bytes, short_seconds
 from ironlaw.report.validation_view import EXPLAINED, over_limit, percent, with_all, worst_rows
 
 Document = Mapping[str, Any]
-QUANTITIES = {
-    # key of the errors: planned, measured, how it is printed
-    "time": ("predicted_step_seconds", "step_seconds", units.seconds),
-    "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_),
+QUANTITIES: dict[str, tuple[str, str, Callable[[float | None], str], Callable[[float], str], int]] = {
+    # key of the errors: planned, measured, how it is printed, how a tick is printed and in which base ticks are round
+    "time": ("predicted_step_seconds", "step_seconds", units.seconds, short_seconds, 10),
+    "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, short_bytes, 2),
 }
 
 
@@ -32,6 +32,7 @@ def render_validation(document: Document) -> str:
     colours = {name: index for index, name in enumerate(document["groups"])}
     return environment.get_template("validation.html.j2").render(
         d=document,
+        source=Path(document.get("runs") or "measured runs").name,
         explained=EXPLAINED,
         entries=with_all(document),
         marks={name: legend_mark(index) for name, index in colours.items()},
@@ -52,7 +53,7 @@ def write_validation(path: Path, document: Document) -> Path:
 
 
 def _plot(document: Document, key: str, colours: Mapping[str, int]) -> Any:
-    planned, measured, text = QUANTITIES[key]
+    planned, measured, text, tick, base = QUANTITIES[key]
     clouds: dict[str, list[Point]] = {}
     for row in document["rows"]:
         if row["ran"] and row[measured] and key in row["checks"]:
@@ -66,7 +67,7 @@ def _plot(document: Document, key: str, colours: Mapping[str, int]) -> Any:
         f"{errors['n']} runs, median error {percent(errors['median'])} percent, mean {percent(errors['mean'])}"
     )
     found = [Cloud(name, colours[name], points) for name, points in clouds.items()]
-    return {"drawing": scatter(EXPLAINED[key][0], description, found, text), "groups": list(clouds)}
+    return {"drawing": scatter(EXPLAINED[key][0], description, found, tick, base), "groups": list(clouds)}
 
 
 def _assumptions(document: Document) -> list[tuple[str, int]]:

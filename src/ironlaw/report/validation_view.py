@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -96,11 +97,8 @@ def _feasibility(console: Console, document: Document) -> None:
     plain = 0
     for name, entry in with_all(document):
         f = entry["fits"]
-        if (
-            name != "all"
-            and len(document["groups"]) > 1
-            and not (f["ran_denied"] or f["failed_denied"] or f["failed_said_to_fit"])
-        ):
+        nothing_said = not (f["ran_denied"] or f["failed_denied"] or f["failed_said_to_fit"])
+        if nothing_said and name != "all" and len(document["groups"]) > 1:
             plain += 1
             continue
         denied = Text(str(f["ran_denied"]), style="yellow" if f["ran_denied"] else "")
@@ -129,7 +127,7 @@ def _failed(console: Console, failed: Sequence[Document]) -> None:
 def over_limit(failed: Sequence[Document]) -> tuple[list[str], list[int]]:
     """Failed runs by planned peak over the limit: names of the classes, and how many fall into each."""
     edges = (0.0, 0.5, 0.75, 0.9, 1.0, 1.25, 2.0, float("inf"))
-    pairs = list(zip(edges, edges[1:], strict=False))
+    pairs = list(pairwise(edges))
     counts = [sum(low <= row["over_limit"] < high for row in failed) for low, high in pairs]
     middle = [f"{100 * low:.0f} to {100 * high:.0f}%" for low, high in pairs[1:-1]]
     return ["under 50%", *middle, "above 200%"], counts

@@ -1,0 +1,121 @@
+"""Calibration: finds constants that made-up runs were made with, leaves alone what they say nothing of."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.errors import UserError
+from ironlaw.plan.calibrate import CONSTANTS, calibrate
+from ironlaw.plan.engine import engine
+from ironlaw.plan.engine_words import MEANING
+from ironlaw.plan.evaluate import evaluate
+from ironlaw.plan.profiles import load_engine, own_profiles, profile_path, save_profile
+from ironlaw.plan.runs import Run
+
+TRUE = {"host_layer_seconds": 2.0e-3, "matmul_slowdown": 1.35, "network_slowdown": 2.0}
+LAYOUTS = [
+    (count, tp, micro, hidden)
+    for count in (8, 32) for tp in (1, 2, 8) for micro in (1, 4) for hidden in (1024, 4096)
+]  # fmt: skip
+
+
+def made_up(constants: dict[str, float] = TRUE, noise: float = 0.02, count: int = 24) -> list[Run]:
+    """Runs whose step times come from the generic engine with other constants, and some noise."""
+    truth = replace(engine("generic"), **constants)
+    runs = []
+    for i, (accelerators, tp, micro, hidden) in enumerate(LAYOUTS[:count]):
+        columns = {
+            "layers": 24.0, "hidden": float(hidden), "heads": hidden / 64, "kv_heads": hidden / 64, "head_size": 64.0,
+            "ffn": 4.0 * hidden, "gated": 0.0, "vocab": 50304.0, "tied": 1.0, "biased": 1.0, "sequence": 2048.0,
+            "global_batch": 128.0, "micro_batch": float(micro), "dp": accelerators / tp, "zero": 0.0, "tp": float(tp),
+            "sp": 0.0, "pp": 1.0, "virtual": 1.0, "cp": 1.0, "recompute": 2.0, "flash": 1.0,
+        }  # fmt: skip
+        cluster = parse_cluster(f"{accelerators}xa100-sxm-80gb")
+        runs.append(Run(f"r{i}", "g", truth, cluster, "bf16", columns, 1.0, None, True, "time", ()))
+    seconds = evaluate(runs).step_seconds
+    wobble = np.exp(np.random.default_rng(0).normal(0, noise, len(runs)))
+    generic = engine("generic")
+    return [
+        replace(run, engine=generic, step_seconds=float(s * w)) for run, s, w in zip(runs, seconds, wobble, strict=True)
+    ]
+
+
+def planned_error(runs: list[Run], planner) -> float:
+    seconds = evaluate([replace(run, engine=planner) for run in runs]).step_seconds
+    return float(np.mean(np.abs(seconds / np.array([run.step_seconds for run in runs]) - 1)))
+
+
+def test_constants_that_the_runs_were_made_with_are_found():
+    found = calibrate(made_up(), "mine")
+    after = {c.name: c.after for c in found.constants}
+    assert after["host_layer_seconds"] == pytest.approx(TRUE["host_layer_seconds"], rel=0.15)
+    assert after["network_slowdown"] == pytest.approx(TRUE["network_slowdown"], rel=0.25)
+    assert found.improved and found.error_in_sample < 0.04 < 0.15 < found.error_before
+    assert found.error_in_sample <= found.error_left_out < 0.06
+    assert planned_error(made_up(noise=0.0), found.engine) < 0.05
+
+
+def test_what_runs_say_nothing_of_stays():
+    one_node = [run for run in made_up() if run.cluster.count == 8]
+    found = {c.name: c for c in calibrate(one_node, "mine").constants}
+    for name in ("network_slowdown", "cp_hidden", "fsdp_hidden", "pp_hidden", "score_traffic"):
+        assert found[name].after == pytest.approx(found[name].before, rel=0.02), name
+        assert found[name].spread_after > 0.95
+
+
+def test_runs_that_fit_already_change_little_and_never_worsen():
+    exact = made_up({}, noise=0.03)
+    found = calibrate(exact, "mine")
+    assert planned_error(made_up({}, noise=0.0), found.engine) < 0.02
+    assert found.error_left_out <= found.error_before * 1.25
+
+
+def test_one_disturbed_run_does_not_decide():
+    runs = made_up(noise=0.0)
+    runs[3] = replace(runs[3], step_seconds=(runs[3].step_seconds or 0) * 8)
+    found = calibrate(runs, "mine")
+    others = [run for i, run in enumerate(runs) if i != 3]
+    assert planned_error(others, found.engine) < 0.06
+
+
+def test_constants_stay_within_what_hardware_allows():
+    wild = [replace(run, step_seconds=(run.step_seconds or 0) / 20) for run in made_up()]
+    found = calibrate(wild, "mine")
+    for constant, moved in zip(CONSTANTS, found.constants, strict=True):
+        assert min(constant.low, moved.before) * 0.999 <= moved.after <= max(constant.high, moved.before) * 1.001
+        assert constant.name in MEANING and constant.low < constant.high
+
+
+def test_too_few_runs_and_several_engines_are_user_errors():
+    with pytest.raises(UserError, match="4 or more"):
+        calibrate(made_up(count=3), "mine")
+    runs = made_up()
+    runs[0] = replace(runs[0], engine=engine("nanotron"))
+    with pytest.raises(UserError, match="--from"):
+        calibrate(runs, "mine")
+
+
+def test_profiles_round_trip(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = calibrate(made_up(), "mine", engine("nemo"))
+    path = save_profile("mine", found, "my_runs.csv")
+    assert path == profile_path("mine") and list(own_profiles()) == ["mine"]
+    read = load_engine("mine")
+    assert read.name == "mine" and read.gradient_bytes == engine("nemo").gradient_bytes and read.default_sp
+    for constant in CONSTANTS:
+        assert getattr(read, constant.name) == pytest.approx(getattr(found.engine, constant.name), rel=1e-4)
+    assert "s; launching processor" in path.read_text()
+    assert load_engine("nemo") is engine("nemo")
+    path.write_text('host_layer_seconds = "slow"\n')
+    with pytest.raises(UserError, match="must be float"):
+        load_engine("mine")
+    path.write_text("host_layer = 1\n")
+    with pytest.raises(UserError, match="host_layer"):
+        load_engine("mine")
+    for wrong in ("../mine", "", "nemo"):
+        with pytest.raises(UserError):
+            profile_path(wrong)
+    with pytest.raises(UserError, match="unknown profile 'mina'"):
+        load_engine("mina")

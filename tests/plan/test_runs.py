@@ -1,0 +1,167 @@
+"""Rows of measured runs as people write them: nothing crashes, what is assumed is said, plans stay physical."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ironlaw.catalog.accelerators import accelerator_names
+from ironlaw.catalog.nodes import node
+from ironlaw.errors import UserError
+from ironlaw.plan.jobs import jobs_of_columns
+from ironlaw.plan.row_words import described_node
+from ironlaw.plan.runs import read_runs
+from ironlaw.plan.validate import validate
+
+ROW = {
+    "group": "g", "framework": "something new 1.0", "layers": "32.0", "hidden": "4096.0", "heads": "32",
+    "kv_heads": "8",
+    "ffn": "14336", "gated_ffn": "1", "vocab": "128256", "tied": "False", "seq": "4096.0", "global_batch": "64.0",
+    "micro_batch": "1", "accelerator": "h200", "accelerators": "8.0", "zero": "3", "recompute": "full",
+    "precision": "bf16", "step_seconds": "2.0",
+}  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def read(path: Path, **cells: str):
+    runs, rejected = read_runs(write(path / "runs.csv", [ROW | cells]))
+    return (runs[0] if runs else None), (rejected[0][2] if rejected else "")
+
+
+def test_every_accelerator_gives_a_physical_plan(tmp_path):
+    rows = []
+    for name in accelerator_names():
+        for cells in ({"accelerators": "1"}, {}, {"accelerators": "64", "tp": "4", "pp": "2", "zero": "1"}):
+            rows.append(ROW | {"accelerator": name} | cells)
+    record = validate(write(tmp_path / "runs.csv", rows))
+    assert {run.cluster.accelerator.name for run in record.runs} == set(accelerator_names())
+    jobs = jobs_of_columns([run.columns for run in record.runs])
+    seconds = record.prediction.step_seconds
+    mfu = jobs.model_flops() / (jobs.accelerators * record.prediction.peak_flops_per_second * seconds)
+    assert np.isfinite(seconds).all() and (record.prediction.reported_bytes > 0).all()
+    assert mfu.min() > 0.01 and mfu.max() < 0.8
+    assert {reason for _, _, reason in record.rejected} <= {  # one module of these has nothing to talk over
+        f"no link of {name} is known: a plan over several accelerators needs one"
+        for name in accelerator_names() if name.startswith(("apple", "jetson"))
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes", "fabric"),
+    [
+        ("800 Gb/s IB per node", 100, "infiniband"),
+        ("NVLink4 in node + 8x400G NDR IB (DGX H100 std)", 400, "infiniband"),
+        ("InfiniBand HDR", 200, "infiniband"),  # eight ports, as the node usually has
+        ("4 NICs x 200 Gb/s Slingshot-11", 100, "slingshot"),
+        ("100 GbE", 12.5, "roce"),
+        ("400 Gb/s per GPU RoCEv2", 400, "roce"),
+        ("1.6Tbps EFA", 200, "efa"),
+        ("EFAv3 3200 Gbps", 400, "efa"),
+        ("NVLink in node", 400, "infiniband"),
+        ("whatever 12 monkeys", 400, "infiniband"),
+        ("", 400, "infiniband"),
+    ],
+)
+def test_networks_as_people_describe_them(text, gigabytes, fabric):
+    found = described_node(node("dgx-h200"), text)
+    assert found.network_bytes_per_second == pytest.approx(gigabytes * 1e9)
+    assert found.fabric == fabric
+
+
+def test_params_tell_a_gated_network_from_a_plain_one(tmp_path):
+    run, _ = read(tmp_path, gated_ffn="", tied="", params="8030261248")
+    assert run.columns["gated"] == 1 and run.columns["tied"] == 0 and run.columns["biased"] == 0
+    assert any("gated_ffn = True" in text for text in run.assumed)
+    run, _ = read(tmp_path, gated_ffn="", tied="", ffn="16384", kv_heads="32", params="7497842688")
+    assert run.columns["gated"] == 0
+    run, _ = read(tmp_path, gated_ffn="", tied="", ffn="16384", params="")
+    assert run.columns["gated"] == 0  # four times the width: a plain network
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"layers": ""}, "layers is not given"),
+        ({"hidden": "wide"}, "hidden is not a number: 'wide'"),
+        ({"accelerators": "-8"}, "at least 1"),
+        ({"micro_batch": "1.5"}, "whole number"),
+        ({"ep": "8.0"}, "mixture of experts"),
+        ({"dp": "3"}, "is not the 8 accelerators"),
+        ({"tp": "3"}, "does not divide"),
+        ({"accelerator": "h1000"}, "h1000"),
+        ({"accelerator": ""}, "accelerator"),
+        ({"accelerator": "a100-sxm-80gb", "precision": "fp8"}, "does not compute in fp8"),
+        ({"precision": "posit"}, "posit"),
+        ({"global_batch": "4", "dp": "8"}, "less than"),
+        ({"step_seconds": "inf"}, "finite"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
+    run, said = read(tmp_path, **cells)
+    assert run is None and reason in said
+
+
+@pytest.mark.parametrize(
+    ("cells", "column", "value"),
+    [
+        ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2), ({"zero": "none"}, "zero", 0),
+        ({"recompute": "True"}, "recompute", 2), ({"recompute": "selective (op)"}, "recompute", 1),
+        ({"recompute": "None"}, "recompute", 0), ({"attention": "eager"}, "flash", 0),
+        ({"attention": "TE fused"}, "flash", 1), ({"heads": ""}, "heads", 32), ({"vocab": ""}, "vocab", 50304),
+        ({"micro_batch": "NaN"}, "micro_batch", 1), ({"sequence_parallel": "TRUE", "tp": "2"}, "sp", 1),
+        ({"global_batch": "1,024"}, "global_batch", 1024), ({"cp": "2", "dp": "8"}, "dp", 4),
+    ],
+)  # fmt: skip
+def test_words_and_gaps(tmp_path, cells, column, value):
+    run, said = read(tmp_path, **cells)
+    assert run is not None, said
+    assert run.columns[column] == value
+
+
+def test_formats_an_accelerator_lacks_run_at_the_rate_of_their_twin(tmp_path):
+    run, _ = read(tmp_path, accelerator="v100-sxm-32gb", precision="bfloat16")
+    assert run.precision == "fp16" and any("no peak for bf16" in text for text in run.assumed)
+    run, _ = read(tmp_path, accelerator="b200-sxm", precision="NVFP4")
+    assert run.precision == "nvfp4"
+
+
+def test_another_file_format_is_named(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="no column 'layers'"):
+        read_runs(path)
+    path.write_bytes(b"\x00\x01\x02")
+    with pytest.raises(UserError, match="not a CSV"):
+        read_runs(path)
+    path.write_text("")
+    with pytest.raises(UserError, match="header"):
+        read_runs(path)
+
+
+def test_other_separators_orders_and_marks(tmp_path):
+    path = tmp_path / "x.csv"
+    names = list(reversed(ROW))
+    lines = [";".join(name.upper() for name in names), ";".join(ROW[name] for name in names) + ";one too many"]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    runs, rejected = read_runs(path)
+    assert len(runs) == 1 and not rejected and runs[0].id == "row 2"
+
+
+def test_throughput_gives_the_step_time(tmp_path):
+    run, _ = read(tmp_path, step_seconds="", tokens_per_second_per_accelerator="8192")
+    assert run.step_seconds == pytest.approx(64 * 4096 / (8 * 8192))
+
+
+def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
+    for cells in ({"layers": "1e9"}, {"pp": "1000000", "accelerators": "1000000"}, {"hidden": "1e12"}):
+        run, said = read(tmp_path, **cells)
+        assert run is None and "mistake" in said
