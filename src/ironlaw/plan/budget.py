@@ -88,9 +88,7 @@ class Budget:
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Budget:
     """Money, energy and carbon of a run of `total` seconds whose step is `ledger`."""
     count = cluster.count
-    hours = replace(
-        total.scaled(count / 3600, f"{count:,} accelerators x total time / 3600"), origin=Origin.CALCULATED
-    )
+    hours = replace(total.scaled(count / 3600, f"{count:,} accelerators x total time / 3600"), origin=Origin.CALCULATED)
     estimates: dict[str, Estimate] = {"accelerator_hours": hours}
     facts: dict[str, Any] = {}
     _money(estimates, facts, cluster, hours, prices)
@@ -120,7 +118,7 @@ def _money(
         facts["purchase"] = None
         return
     each, bought = known.purchase.usd.value, known.purchase
-    facts["purchase"] = _quote(bought) | {"usd": each}
+    facts["purchase"] = {"usd": each} | {key: value for key, value in _quote(bought).items() if key != "usd_per_hour"}
     estimates["purchase_usd"] = Estimate(
         each * cluster.count, Origin.CITED,
         f"{cluster.count:,} x ${each:,.0f} ({bought.provider}, {bought.date}); no hosts, network or building",
@@ -221,5 +219,3 @@ def _overhead(text: str | None) -> tuple[float, str]:
         return given, "PUE given"
     found: Figure = pue(text or "average")
     return found.value, f"PUE of {'a ' + text if text else 'the average'} data centre ({source(found.source).title})"
-
-

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ironlaw.catalog.accelerators import DTYPES, Accelerator
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.models import model_names
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
@@ -34,6 +34,7 @@ from ironlaw.plan.work import Assumption, Wishes, settle
 __all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
 
 WIDE = ("fp32", "tf32")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def _on_cluster(subject: Subject, on: str, options: Options) -> Answer:
 
 def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Cluster and layout; each may say how many accelerators the other leaves open."""
-    cluster, assumed = parse_cluster(on), []
+    cluster = parse_cluster(on)
+    assumed: list[Assumption] = []
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)
@@ -150,13 +152,14 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     if said is None and subject.config and subject.config.train.precision != "auto":
         said = subject.config.train.precision
     if said in WIDE:
-        raise UserError(f"{said} is not planned on clusters, whose memory is counted in 16 and 8 bits: use bf16 or fp16")
+        raise UserError(
+            f"{said} is not planned on clusters, whose memory is counted in 16 and 8 bits: use bf16 or fp16"
+        )
     if said is None:
         said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
         assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
-    known = (*DTYPES, "fp8_block", "mxfp8", "nvfp4")
-    if said not in known:
-        raise UserError(f"unknown precision '{said}': {did_you_mean(said, known)}")
+    if said not in PRECISIONS:
+        raise UserError(f"unknown precision '{said}': {did_you_mean(said, PRECISIONS)}")
     return said
 
 

@@ -2,7 +2,9 @@
 
     work = settle(model, Wishes(tokens="1T"), accelerators=64)
     work.steps, work.total_tokens
-    work.assumed[0].name, work.assumed[0].how_to_set       # nothing is assumed silently
+    work.assumed[0].name, work.assumed[0].how_to_set
+
+Nothing is assumed silently: every default carries its reason and the option that replaces it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", lambda v: units.si(v, "FLOP")),
     "step_seconds": ("Step time", units.seconds),
-    "tokens_per_second": ("Throughput", lambda v: f"{units.si(v)} tokens/s"),
+    "tokens_per_second": ("Throughput", lambda v: f"{units.tokens(v)} tokens/s"),
     "mfu": ("MFU", units.percent),
     "mfu_palm": ("MFU, PaLM's convention", units.percent),
     "mfu_6nd": ("MFU, 6 N D", units.percent),
@@ -38,7 +38,7 @@ SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "purchase_usd": ("Purchase", units.dollars),
     "break_even_hours": ("Buying pays after", _hours),
     "break_even_runs": ("Buying pays after", lambda v: f"{v:.1f} such runs" if v is not None else units.NOT_KNOWN),
-    "energy_joules": ("Energy", units.energy),
+    "energy_joules": ("Energy", lambda v: units.NOT_KNOWN if v is None else units.si(v / 3600, "Wh")),
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
 """Totals in the order of the table: what people call them, how they are printed."""
@@ -72,9 +72,7 @@ def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) 
 def _title(console: Console, ledger: Ledger, more: More) -> None:
     cluster, work = more["cluster"], more["work"]
     model = ledger.facts["model"]
-    paragraph(
-        console, f"Plan of {model['name']} on {cluster['accelerators']:,} × {cluster['product']}", style="bold"
-    )
+    paragraph(console, f"Plan of {model['name']} on {cluster['accelerators']:,} × {cluster['product']}", style="bold")
     nodes = f"{cluster['nodes']:,} × {cluster['node']}"
     work_words = (
         f"{units.tokens(work['tokens'])} tokens in {work['steps']:,} steps of {work['global_batch']:,} × "
@@ -94,7 +92,8 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
         options = more.get("would_fit") or []
         nothing = "Nothing tried would fit: fewer tokens per sequence or a smaller model."
         paragraph(console, f"Would fit: {' or '.join(options)}." if options else nothing)
-        paragraph(console, "Nearest layout: " + more["layout"]["text"], style="bold")
+        label = "Layout that misses by least  " if more["searched"] else "Layout  "
+        paragraph(console, Text(label, style="dim").append(more["layout"]["text"], style="bold"))
         return
     paragraph(console, Text("Layout  ", style="dim").append(more["layout"]["text"], style="bold"))
     tail = f"; with the upper end of its interval it would need {units.bytes_(peak.high)}" if margin["tight"] else ""
@@ -109,9 +108,7 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
     slower = margin.get("slower_than_fastest")
     if slower is not None:
         paragraph(
-            console,
-            f"Chosen over the fastest, {units.percent(slower)} quicker, whose memory may pass the limit.",
-            style="dim",
+            console, f"Chosen over the fastest, {units.percent(slower)} quicker: {margin['choice']}.", style="dim"
         )
 
 
@@ -130,19 +127,21 @@ def _totals(console: Console, ledger: Ledger) -> None:
 
 def _candidates(console: Console, more: More) -> None:
     heading(console, "Fastest layouts that fit")
+    fastest = more["candidates"][0]["step_seconds"]["value"]
     for rank, candidate in enumerate(more["candidates"], 1):
         step, memory = candidate["step_seconds"], candidate["peak_bytes"]["value"]
         low, high = step["interval"]
         facts = (
             f"{units.seconds(step['value'])} ({units.seconds(low)} to {units.seconds(high)}), "
-            f"{units.si(candidate['tokens_per_second']['value'])} tokens/s, {units.bytes_(memory)}"
+            f"{units.tokens(candidate['tokens_per_second']['value'])} tokens/s, {units.bytes_(memory)}"
         )
         chosen = candidate["layout"]["text"] == more["layout"]["text"]
         mark = "  ← chosen" if chosen else ""
         paragraph(console, Text(f"{rank}  ").append(candidate["layout"]["text"] + mark, "bold" if chosen else ""), 2)
         paragraph(console, facts, 5, style="dim")
         if candidate["why_slower"]:
-            paragraph(console, "loses by " + candidate["why_slower"], 5, style="dim")
+            slower = units.percent(step["value"] / fastest - 1)
+            paragraph(console, f"{slower} slower: {candidate['why_slower']}", 5, style="dim")
 
 
 def _ruled_out(console: Console, more: More) -> None:
