@@ -25,8 +25,9 @@ from ironlaw.plan.answer import Answer, answer_on_cluster
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import Prices
 from ironlaw.plan.cluster import DEFAULT_ENGINE
-from ironlaw.plan.emit import ENGINE_OF_TRAINER, emit, trainer_named
+from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.engine import engines
 from ironlaw.plan.estimate import fits, plan_run
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.work import Assumption, Wishes, settle
@@ -108,7 +109,7 @@ def _on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     work = settle(subject.model, options.work, cluster.count, subject.config)
     precision = _precision(subject, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
-    engine = _engine(options, trainer, assumed)
+    engine = _engine(options, trainer, cluster.accelerator, assumed)
     if subject.model.sliding_window and subject.model.sliding_window < work.sequence:
         window = f"{subject.model.sliding_window:,} tokens"
         assumed.append(Assumption("attention", "full", f"its window of {window} is not used", "--seq, or fewer tokens"))
@@ -163,11 +164,17 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     return said
 
 
-def _engine(options: Options, trainer: Any, assumed: list[Assumption]) -> str:
+def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed: list[Assumption]) -> str:
+    """The given engine; else that of the trainer to emit for; else one fitted on this generation, or the default."""
     if options.engine is not None:
         return engine_named(options.engine).name
-    name = ENGINE_OF_TRAINER[trainer.name] if trainer else DEFAULT_ENGINE
-    reason = f"whose constants describe {trainer.name}" if trainer else "today's Megatron core in NVIDIA's tuning"
+    fitted = next((e.name for e in engines().values() if acc.generation in e.by_generation), None)
+    if trainer:
+        name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
+    elif fitted:
+        name, reason = fitted, f"has constants fitted to runs on {acc.generation}"
+    else:
+        name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
     assumed.append(Assumption("engine", name, reason, "--engine"))
     return name
 

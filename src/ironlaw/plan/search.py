@@ -62,7 +62,7 @@ GRID_WALLS = (
     "tensor parallelism across the network",
     "heads or feed-forward width not divisible by tp",
     "key/value heads not divisible by tp",
-    "layers not divisible by pp",
+    "more pipeline stages than layers",
     "sequence too short for cp",
     "global batch not divisible by dp",
 )
@@ -88,7 +88,7 @@ def grids(
             reason = GRID_WALLS[1]
         elif model.key_value_heads % tp and tp % model.key_value_heads:
             reason = GRID_WALLS[2]
-        elif pp > model.layers or model.layers % pp:
+        elif pp > model.layers:
             reason = GRID_WALLS[3]
         elif sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1):
             reason = GRID_WALLS[4]
@@ -108,7 +108,7 @@ def layouts(
         per_replica = global_batch // dp
         zeros = [z for z in (0, 1, 2, 3) if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
         parallel = (0, 1) if tp > 1 else (0,)
-        chunks = divisors(model.layers // pp) if pp > 1 else [1]
+        chunks = divisors(model.layers // pp) if pp > 1 and model.layers % pp == 0 else [1]
         for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
             accumulation = per_replica // micro_batch
             allowed = [v for v in chunks if v == 1 or accumulation % pp == 0]

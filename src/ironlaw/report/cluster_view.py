@@ -158,7 +158,7 @@ GRID_REASONS = (
     "tensor parallelism across the network",
     "heads or feed-forward width not divisible by tp",
     "key/value heads not divisible by tp",
-    "layers not divisible by pp",
+    "more pipeline stages than layers",
     "sequence too short for cp",
     "global batch not divisible by dp",
 )
