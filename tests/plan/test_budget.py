@@ -28,7 +28,7 @@ def test_llama2_70b_on_1024_h100_rented_or_bought():
     assert seconds / DAY == pytest.approx(19.2, rel=2e-3)
     rent = rent_usd(seconds, 1024, 3.0)
     assert rent == pytest.approx(1.42e6, rel=5e-3)
-    assert 1024 * 30_000 == pytest.approx(30.7e6, rel=1e-3)
+    assert pytest.approx(30.7e6, rel=1e-3) == 1024 * 30_000
     assert 1024 * 30_000 / rent == pytest.approx(21.7, rel=2e-3)
     assert break_even_hours(30_000, 3.0) == 10_000
 

@@ -126,7 +126,7 @@ def test_scaling_stops_where_doubling_no_longer_pays():
     rows = plan("gpt2", "8xh100-sxm-80gb", work=Wishes("1B", 1024, 64)).more["scaling"]
     assert rows["rows"][0]["accelerators"] == 4
     gains = [row["gain"] for row in rows["rows"] if row["gain"] is not None]
-    assert rows["pays_up_to"] is not None and gains[-1] < 0.5 or "divides" in rows["reason"]
+    assert (rows["pays_up_to"] is not None and gains[-1] < 0.5) or "divides" in rows["reason"]
     assert all(gain >= 0.5 for gain in gains[1:-1])
 
 
