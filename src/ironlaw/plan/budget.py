@@ -88,7 +88,7 @@ class Budget:
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Budget:
     """Money, energy and carbon of a run of `total` seconds whose step is `ledger`."""
     count = cluster.count
-    hours = replace(total.scaled(count / 3600, f"{count:,} accelerators x total time / 3600"), origin=Origin.CALCULATED)
+    hours = replace(total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600"), origin=Origin.CALCULATED)
     estimates: dict[str, Estimate] = {"accelerator_hours": hours}
     facts: dict[str, Any] = {}
     _money(estimates, facts, cluster, hours, prices)
@@ -185,7 +185,8 @@ def _power(
     }  # fmt: skip
     assert total.low is not None and total.high is not None
     basis = (
-        f"({cluster.count:,} x {each:,.0f} W + {cluster.nodes:,} hosts x {host * HOST_SHARE[0]:,.0f} W) x total time x "
+        f"(accelerators {cluster.count:,} x {each:,.0f} W + hosts {cluster.nodes:,} x {host * HOST_SHARE[0]:,.0f} W) x "
+        "total time x "
         f"PUE {overhead:g}; an accelerator computes {100 * computing:.0f}% of the time at {COMPUTING_SHARE[0]:.0%} of "
         f"{tdp.value:.0f} W and waits at {WAITING_SHARE[0]:.0%}; {host_words}; {overhead_words}"
     )
