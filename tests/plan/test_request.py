@@ -9,6 +9,8 @@ import time
 import pytest
 
 from ironlaw.errors import UserError
+from ironlaw.plan.checked import DEFAULT_ON, RUNS
+from ironlaw.plan.engine import engines
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import Wishes
 
@@ -106,6 +108,18 @@ def test_assumptions_are_listed(searched):
     assert [a["name"] for a in plan("gpt2", "h200", engine="generic", precision="bf16").more["assumed"]] == [
         "sequence", "global batch", "tokens",
     ]  # fmt: skip
+
+
+def test_an_engine_that_nobody_checked_there_is_said():
+    assert plan(work=BIG_BATCH).more["engine"]["checked_runs"] > 0
+    assert plan(on="8xa100-sxm-80gb", work=BIG_BATCH).more["engine"]["checked_runs"] > 0
+    engine = plan(on="8xa100-sxm-80gb", engine="nemo", work=BIG_BATCH).more["engine"]
+    assert engine["checked_runs"] == 0 and "composer-fsdp" in engine["checked_there"]
+
+
+def test_checked_engines_exist():
+    assert set(RUNS) <= set(engines())
+    assert all(generation in RUNS[name] for generation, name in DEFAULT_ON.items())
 
 
 def test_a_sliding_window_that_is_not_planned_is_said():

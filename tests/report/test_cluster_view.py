@@ -53,6 +53,12 @@ def test_why_gives_every_total_with_its_basis(answer):
         assert " ".join(estimate.basis.split()) in text, name
 
 
+def test_an_unchecked_engine_is_said_once():
+    old = plan_request("gpt2", on="8xv100-sxm-32gb")
+    assert shown(old, 80).count("Unchecked") == 1
+    assert "Unchecked" not in shown(plan_request("gpt2", on="8xh100-sxm-80gb"), 80)
+
+
 def test_what_does_not_fit(too_big):
     text = " ".join(shown(too_big, 80).split())
     assert "Does not fit" in text and "too much" in text and "Would fit: --on" in text

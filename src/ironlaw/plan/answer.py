@@ -9,6 +9,7 @@ from ironlaw.ledger import Estimate, Ledger
 from ironlaw.plan.advice import first_change, plan_layout, scaling, search_layouts, terms, would_fit
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import budget
+from ironlaw.plan.checked import evidence
 from ironlaw.plan.cluster import bounded
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES
@@ -59,7 +60,7 @@ def answer_on_cluster(ask: Ask) -> Answer:
         "cluster": _cluster(ask),
         "work": _work(ask),
         "precision": ask.precision,
-        "engine": {"name": ask.engine, "source": engine_named(ask.engine).source},
+        "engine": evidence(ask.engine, ask.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in ask.work.assumed],
         "candidates": [_candidate(ask, candidate) for candidate in found.best[:SHOWN]] if found else [],
         "ruled_out": dict(sorted(found.ruled_out.items(), key=lambda item: -item[1])) if found else {},

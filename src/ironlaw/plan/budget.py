@@ -88,7 +88,9 @@ class Budget:
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Budget:
     """Money, energy and carbon of a run of `total` seconds whose step is `ledger`."""
     count = cluster.count
-    hours = replace(total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600"), origin=Origin.CALCULATED)
+    hours = replace(
+        total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600"), origin=Origin.CALCULATED
+    )
     estimates: dict[str, Estimate] = {"accelerator_hours": hours}
     facts: dict[str, Any] = {}
     _money(estimates, facts, cluster, hours, prices)

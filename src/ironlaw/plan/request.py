@@ -24,10 +24,10 @@ from ironlaw.model.huggingface import is_config_file, read_config
 from ironlaw.plan.answer import Answer, answer_on_cluster
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import Prices
+from ironlaw.plan.checked import DEFAULT_ON, RUNS
 from ironlaw.plan.cluster import DEFAULT_ENGINE
 from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
-from ironlaw.plan.engine import engines
 from ironlaw.plan.estimate import fits, plan_run
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.work import Assumption, Wishes, settle
@@ -165,14 +165,14 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
 
 
 def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed: list[Assumption]) -> str:
-    """The given engine; else that of the trainer to emit for; else one fitted on this generation, or the default."""
+    """The given engine; else that of the trainer to emit for; else one checked on this generation, or the default."""
     if options.engine is not None:
         return engine_named(options.engine).name
-    fitted = next((e.name for e in engines().values() if acc.generation in e.by_generation), None)
+    known = DEFAULT_ON.get(acc.generation)
     if trainer:
         name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
-    elif fitted:
-        name, reason = fitted, f"has constants fitted to runs on {acc.generation}"
+    elif known:
+        name, reason = known, f"checked on {RUNS[known][acc.generation]} runs on {acc.generation}"
     else:
         name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
     assumed.append(Assumption("engine", name, reason, "--engine"))

@@ -43,6 +43,13 @@ SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
 }
 """Totals in the order of the table: what people call them, how they are printed."""
 
+
+def interval(low: str, high: str) -> str:
+    """`22.6 to 30.5 s`: a unit that both share is printed once."""
+    number, _, unit = low.partition(" ")
+    return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
+
+
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
 MFU_WORDS = "MFU: exact matrix FLOPs, causal attention halved, over the dense peak; --why has the other conventions."
 
@@ -51,6 +58,7 @@ def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) 
     """The whole answer: verdict, totals, candidates, terms, memory, budget, advice, assumptions."""
     _title(console, ledger, more)
     _verdict(console, ledger, fits, more)
+    _caution(console, more["engine"])
     _totals(console, ledger)
     if len(more["candidates"]) > 1:
         _candidates(console, more)
@@ -112,6 +120,15 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
         )
 
 
+def _caution(console: Console, engine: More) -> None:
+    """Said when no measured run backs the engine on this generation."""
+    if engine["checked_runs"]:
+        return
+    words = f"Unchecked: no run of engine {engine['name']} on {engine['generation']} has been compared with its plan"
+    others = ", ".join(f"{name} ({runs} runs)" for name, runs in list(engine["checked_there"].items())[:3])
+    paragraph(console, words + (f"; checked there: {others}." if others else "."), style="yellow")
+
+
 def _totals(console: Console, ledger: Ledger) -> None:
     console.print()
     made = table("", "planned", "80% interval", "origin", left=("origin",))
@@ -120,7 +137,7 @@ def _totals(console: Console, ledger: Ledger) -> None:
         if estimate is None or name in IN_WHY_ONLY:
             continue
         exact = "exact" if name in ("parameters", "flops_per_step") else ""
-        bounds = exact if estimate.low is None else f"{print_(estimate.low)} to {print_(estimate.high)}"
+        bounds = exact if estimate.low is None else interval(print_(estimate.low), print_(estimate.high))
         made.add_row(label, Text(print_(estimate.value), style="bold"), bounds, Text(str(estimate.origin), style="dim"))
     show(console, made)
 
@@ -132,7 +149,7 @@ def _candidates(console: Console, more: More) -> None:
         step, memory = candidate["step_seconds"], candidate["peak_bytes"]["value"]
         low, high = step["interval"]
         facts = (
-            f"{units.seconds(step['value'])} ({units.seconds(low)} to {units.seconds(high)}), "
+            f"{units.seconds(step['value'])} ({interval(units.seconds(low), units.seconds(high))}), "
             f"{units.tokens(candidate['tokens_per_second']['value'])} tokens/s, {units.bytes_(memory)}"
         )
         chosen = candidate["layout"]["text"] == more["layout"]["text"]
