@@ -103,6 +103,7 @@ def _money(
 ) -> None:
     known = price(cluster.accelerator)
     quotes = list(known.rent) if known else []
+    facts["purchase"] = None
     facts["rent_quotes"] = [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes]
     if prices.usd_per_hour is not None:
         rate, told = prices.usd_per_hour, "--price-per-hour"
@@ -117,7 +118,6 @@ def _money(
     basis = f"accelerator-hours x ${rate:,.2f} ({told})"
     estimates["rent_usd"] = replace(hours.scaled(rate, basis), origin=Origin.CITED)
     if known is None or known.purchase is None:
-        facts["purchase"] = None
         return
     each, bought = known.purchase.usd.value, known.purchase
     facts["purchase"] = {"usd": each} | {key: value for key, value in _quote(bought).items() if key != "usd_per_hour"}
