@@ -89,14 +89,17 @@ def dollars(value: float | None) -> str:
     for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"${_significant(value / factor)}{suffix}"
-    return f"${value:.2f}"
+    return f"${value:.2f}" if abs(value) >= 1 else f"${_significant(value)}"
 
 
 def mass(kilograms: float | None) -> str:
-    """Kilograms below a tonne, tonnes above."""
+    """Grams below a kilogram, tonnes above a thousand."""
     if kilograms is None:
         return NOT_KNOWN
-    return f"{_significant(kilograms)} kg" if abs(kilograms) < 1000 else f"{_significant(kilograms / 1000)} t"
+    for factor, unit in ((1e3, "t"), (1.0, "kg")):
+        if abs(kilograms) >= factor:
+            return f"{_significant(kilograms / factor)} {unit}"
+    return f"{_significant(kilograms * 1000)} g"
 
 
 def tokens(value: float | None) -> str:

@@ -42,7 +42,7 @@ def test_ruled_out_layouts_are_counted_by_reason():
 
 def test_nothing_to_plan_is_an_error_with_reasons():
     with pytest.raises(UserError, match="global batch not divisible"):
-        search(ModelConfig.named("gpt2"), parse_cluster("7xa100-sxm-80gb"), sequence=1024, global_batch=2)
+        search(ModelConfig.named("gpt2"), parse_cluster("17xa100-sxm-80gb"), sequence=1024, global_batch=2)
 
 
 def test_gpt3_on_4096_accelerators_takes_seconds():

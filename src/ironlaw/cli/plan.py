@@ -55,9 +55,9 @@ def plan(
 def _print_emitted(more: dict[str, Any]) -> None:
     """Options alone on stdout, so that they can be sent to a file; what belongs to them on stderr."""
     console = messages()
-    console.print(f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}")
-    for note in more["emit"]["notes"]:
-        console.print(note)
+    told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
+    for line in [told, *more["emit"]["notes"]]:
+        console.print(line, markup=False)
     print(more["emit"]["text"], end="")
 
 

@@ -103,7 +103,7 @@ def search_layouts(ask: Ask, *, keep: int) -> Found:
 def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
     """The same work on half, twice, four times ... the accelerators, until doubling stops paying."""
     count = ask.cluster.count
-    rows = [{"accelerators": count, "step_seconds": step_seconds, "gain": None}]
+    rows: list[dict[str, Any]] = [{"accelerators": count, "step_seconds": step_seconds, "gain": None}]
     half = _best(ask, count // 2) if count % 2 == 0 else None
     if half is not None:
         rows[0]["gain"] = half / step_seconds - 1
@@ -113,7 +113,7 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
         double = rows[-1]["accelerators"] * 2
         if double > MOST_ACCELERATORS:
             break
-        seconds = _best(ask, int(double))
+        seconds = _best(ask, double)
         if seconds is None:
             stop, reason = rows[-1]["accelerators"], f"no layout of {double:,} divides the batch"
             break
@@ -128,14 +128,10 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
 def _best(ask: Ask, count: int) -> float | None:
     """Step seconds of the best layout on that many accelerators; None where none fits or can be formed."""
     try:
-        found = search_layouts(replace(ask, cluster=_resized(ask.cluster, count)), keep=1)
+        found = search_layouts(replace(ask, cluster=replace(ask.cluster, count=count)), keep=1)
     except UserError:
         return None
     return found.best[0].step_seconds if found.best else None
-
-
-def _resized(cluster: Cluster, count: int) -> Cluster:
-    return Cluster(cluster.accelerator, count, cluster.node)
 
 
 def would_fit(ask: Ask) -> list[str]:

@@ -9,18 +9,25 @@ from ironlaw.ledger import Estimate, Ledger
 from ironlaw.plan.advice import first_change, plan_layout, scaling, search_layouts, terms, would_fit
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import budget
+from ironlaw.plan.checked import evidence
 from ironlaw.plan.cluster import bounded
 from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.search import Candidate, Found
-from ironlaw.plan.setting import setting
+from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.utilisation import other_conventions
 
 SHOWN = 5
 
+KEPT = 200
+
 SURE_AT_MOST = 1.03
 """A layout that fits for sure is chosen over the fastest, which may not, if it is at most this many times slower."""
+
+SIMPLE_AT_MOST = 1.01
+"""And one with fewer kinds of parallelism over one at most this many times faster: far inside the plan's own error."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,13 @@ class Answer:
 
 def answer_on_cluster(ask: Ask) -> Answer:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
-    found = search_layouts(ask, keep=SHOWN) if ask.layout is None else None
-    if found is None:
-        assert ask.layout is not None
-        layout = ask.layout
-    else:
-        layout = chosen(found).layout
+    found = search_layouts(ask, keep=KEPT) if ask.layout is None else None
+    where = setting(ask.cluster, engine_named(ask.engine), ask.precision)
+    layout, choice = ask.layout, "given"
+    if found is not None:
+        candidate, choice = chosen(ask, found, where.memory_bytes - UNUSABLE_BYTES)
+        layout = candidate.layout
+    assert layout is not None
     ledger = plan_layout(ask, layout)
     fits = bool(ledger.facts["fits"])
     more: dict[str, Any] = {
@@ -52,40 +60,52 @@ def answer_on_cluster(ask: Ask) -> Answer:
         "cluster": _cluster(ask),
         "work": _work(ask),
         "precision": ask.precision,
-        "engine": {"name": ask.engine, "source": engine_named(ask.engine).source},
+        "engine": evidence(ask.engine, ask.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in ask.work.assumed],
-        "candidates": [_candidate(ask, candidate) for candidate in found.best] if found else [],
+        "candidates": [_candidate(ask, candidate) for candidate in found.best[:SHOWN]] if found else [],
         "ruled_out": dict(sorted(found.ruled_out.items(), key=lambda item: -item[1])) if found else {},
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
     limit = float(ledger.facts["memory_limit_bytes"])
-    _add_totals(ask, layout, ledger)
+    _add_totals(ask, layout, ledger, where)
     if fits:
         more |= _when_it_fits(ask, layout, ledger, found, limit)
+        more["margin"]["choice"] = choice
     else:
         more |= _when_it_does_not(ask, ledger, limit)
     return Answer(ledger, fits, more)
 
 
-def chosen(found: Found) -> Candidate:
-    """The fastest layout, or one hardly slower whose memory fits with the interval's upper end; else the nearest miss.
+def chosen(ask: Ask, found: Found, limit_bytes: float) -> tuple[Candidate, str]:
+    """The layout to recommend and why; the fastest, unless another is hardly slower and safer or simpler.
 
-    Out of memory after a day in the queue costs more than a percent of speed.
+    Out of memory after a day in the queue costs more than a percent of speed. Where nothing fits: the nearest miss.
     """
     if not found.best:
         assert found.nearest_miss is not None
-        return found.nearest_miss
-    fastest, sure = found.best[0], found.safest
-    if sure is not None and sure.step_seconds <= SURE_AT_MOST * fastest.step_seconds:
-        return sure
-    return fastest
+        return found.nearest_miss, "misses by least"
+    fastest = found.best[0]
+    sure = found.safest
+    if sure is None or sure.step_seconds > SURE_AT_MOST * fastest.step_seconds:
+        return fastest, "fastest"
+    nodes = ask.cluster.nodes
+    near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
+    safe = [c for c in near if (bounded(c.peak_bytes, "memory", c.layout, nodes, "").high or 0) <= limit_bytes]
+    best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
+    if fastest.layout == best.layout:
+        return fastest, "fastest"
+    return best, "simpler" if best is not sure else "its memory fits with the interval's upper end too"
 
 
-def _add_totals(ask: Ask, layout: Layout, ledger: Ledger) -> None:
+def _kinds(layout: Layout) -> int:
+    """How many kinds of parallelism beside data parallelism."""
+    return sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.virtual_stages))
+
+
+def _add_totals(ask: Ask, layout: Layout, ledger: Ledger, where: Setting) -> None:
     """Total time and the other conventions of MFU."""
     step = ledger.totals["step_seconds"]
-    where = setting(ask.cluster, engine_named(ask.engine), ask.precision)
     jobs = jobs_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
     peak = where.hardware.peak(ask.precision) * ask.cluster.count
     ledger.totals |= other_conventions(ask.model, jobs, step, peak)

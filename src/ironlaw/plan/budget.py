@@ -88,7 +88,9 @@ class Budget:
 def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Budget:
     """Money, energy and carbon of a run of `total` seconds whose step is `ledger`."""
     count = cluster.count
-    hours = replace(total.scaled(count / 3600, f"{count:,} accelerators x total time / 3600"), origin=Origin.CALCULATED)
+    hours = replace(
+        total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600"), origin=Origin.CALCULATED
+    )
     estimates: dict[str, Estimate] = {"accelerator_hours": hours}
     facts: dict[str, Any] = {}
     _money(estimates, facts, cluster, hours, prices)
@@ -101,6 +103,7 @@ def _money(
 ) -> None:
     known = price(cluster.accelerator)
     quotes = list(known.rent) if known else []
+    facts["purchase"] = None
     facts["rent_quotes"] = [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes]
     if prices.usd_per_hour is not None:
         rate, told = prices.usd_per_hour, "--price-per-hour"
@@ -115,10 +118,9 @@ def _money(
     basis = f"accelerator-hours x ${rate:,.2f} ({told})"
     estimates["rent_usd"] = replace(hours.scaled(rate, basis), origin=Origin.CITED)
     if known is None or known.purchase is None:
-        facts["purchase"] = None
         return
     each, bought = known.purchase.usd.value, known.purchase
-    facts["purchase"] = _quote(bought) | {"usd": each}
+    facts["purchase"] = {"usd": each} | {key: value for key, value in _quote(bought).items() if key != "usd_per_hour"}
     estimates["purchase_usd"] = Estimate(
         each * cluster.count, Origin.CITED,
         f"{cluster.count:,} x ${each:,.0f} ({bought.provider}, {bought.date}); no hosts, network or building",
@@ -185,7 +187,8 @@ def _power(
     }  # fmt: skip
     assert total.low is not None and total.high is not None
     basis = (
-        f"({cluster.count:,} x {each:,.0f} W + {cluster.nodes:,} hosts x {host * HOST_SHARE[0]:,.0f} W) x total time x "
+        f"(accelerators {cluster.count:,} x {each:,.0f} W + hosts {cluster.nodes:,} x {host * HOST_SHARE[0]:,.0f} W) x "
+        "total time x "
         f"PUE {overhead:g}; an accelerator computes {100 * computing:.0f}% of the time at {COMPUTING_SHARE[0]:.0%} of "
         f"{tdp.value:.0f} W and waits at {WAITING_SHARE[0]:.0%}; {host_words}; {overhead_words}"
     )

@@ -115,7 +115,10 @@ def _totals(
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(jobs.model_flops()[0]))
     kind = kind_of_layout({"pp": float(layout.pp), "tp": float(layout.tp)}, cluster.nodes)
-    basis = f"engine {where.engine.name}; 80% of runs left out of the fit, {kind.replace('_', ' ')}"
+    basis = (
+        "compute of the busiest stage x micro-batches + bubble + exposed communication + optimizer + host, "
+        f"engine {where.engine.name}; interval of runs left out of the fit, {kind.replace('_', ' ')}"
+    )
     step = bounded(seconds, "time", layout, cluster.nodes, basis)
     assert step.low is not None and step.high is not None
     peak_flops = where.hardware.peak(where.precision) * cluster.count
@@ -131,7 +134,7 @@ def _totals(
         "mfu": _inverse(
             step,
             flops / peak_flops,
-            f"model FLOPs, causal attention halved, over dense {where.precision} peak of {cluster.count} accelerators",
+            f"model FLOPs, causal attention halved, over dense {where.precision} peak x {cluster.count:,}",
         ),
     }
 

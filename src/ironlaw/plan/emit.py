@@ -254,9 +254,7 @@ def _yaml(document: dict[str, Any], indent: str = "") -> str:
 def _megatron(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
     flags = megatron_flags(ask, layout, _accumulation(ask, layout))
     head = f"# {ask.model.name}, {ask.cluster}: {layout}\n"
-    return head + " \\\n".join(flags) + "\n", [
-        "for pretrain_gpt.py; tokenizer, data and learning rate are yours to add"
-    ]
+    return head + " \\\n".join(flags) + "\n", ["for pretrain_gpt.py; add tokenizer, data and learning rate"]
 
 
 def _ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ironlaw.catalog.accelerators import DTYPES, Accelerator
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.models import model_names
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
@@ -24,8 +24,9 @@ from ironlaw.model.huggingface import is_config_file, read_config
 from ironlaw.plan.answer import Answer, answer_on_cluster
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import Prices
+from ironlaw.plan.checked import DEFAULT_ON, RUNS
 from ironlaw.plan.cluster import DEFAULT_ENGINE
-from ironlaw.plan.emit import ENGINE_OF_TRAINER, emit, trainer_named
+from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.estimate import fits, plan_run
 from ironlaw.plan.layout import Layout, parse_layout
@@ -34,6 +35,7 @@ from ironlaw.plan.work import Assumption, Wishes, settle
 __all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
 
 WIDE = ("fp32", "tf32")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     work = settle(subject.model, options.work, cluster.count, subject.config)
     precision = _precision(subject, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
-    engine = _engine(options, trainer, assumed)
+    engine = _engine(options, trainer, cluster.accelerator, assumed)
     if subject.model.sliding_window and subject.model.sliding_window < work.sequence:
         window = f"{subject.model.sliding_window:,} tokens"
         assumed.append(Assumption("attention", "full", f"its window of {window} is not used", "--seq, or fewer tokens"))
@@ -129,7 +131,8 @@ def _on_cluster(subject: Subject, on: str, options: Options) -> Answer:
 
 def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Cluster and layout; each may say how many accelerators the other leaves open."""
-    cluster, assumed = parse_cluster(on), []
+    cluster = parse_cluster(on)
+    assumed: list[Assumption] = []
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)
@@ -156,17 +159,22 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     if said is None:
         said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
         assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
-    known = (*DTYPES, "fp8_block", "mxfp8", "nvfp4")
-    if said not in known:
-        raise UserError(f"unknown precision '{said}': {did_you_mean(said, known)}")
+    if said not in PRECISIONS:
+        raise UserError(f"unknown precision '{said}': {did_you_mean(said, PRECISIONS)}")
     return said
 
 
-def _engine(options: Options, trainer: Any, assumed: list[Assumption]) -> str:
+def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed: list[Assumption]) -> str:
+    """The given engine; else that of the trainer to emit for; else one checked on this generation, or the default."""
     if options.engine is not None:
         return engine_named(options.engine).name
-    name = ENGINE_OF_TRAINER[trainer.name] if trainer else DEFAULT_ENGINE
-    reason = f"whose constants describe {trainer.name}" if trainer else "today's Megatron core in NVIDIA's tuning"
+    known = DEFAULT_ON.get(acc.generation)
+    if trainer:
+        name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
+    elif known:
+        name, reason = known, f"checked on {RUNS[known][acc.generation]} runs on {acc.generation}"
+    else:
+        name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
     assumed.append(Assumption("engine", name, reason, "--engine"))
     return name
 

@@ -58,6 +58,17 @@ class Found:
     safest: Candidate | None = None  # the fastest of which even the upper end of the memory interval fits
 
 
+GRID_WALLS = (
+    "tensor parallelism across the network",
+    "heads or feed-forward width not divisible by tp",
+    "key/value heads not divisible by tp",
+    "more pipeline stages than layers",
+    "sequence too short for cp",
+    "global batch not divisible by dp",
+)
+"""Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
+
+
 def divisors(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
@@ -72,17 +83,17 @@ def grids(
             continue
         dp = count // (tp * pp * cp)
         if tp > widest_tp:
-            reason = "tensor parallelism across the network"
+            reason = GRID_WALLS[0]
         elif model.heads % tp or model.ffn_size % tp:
-            reason = "heads or feed-forward width not divisible by tp"
+            reason = GRID_WALLS[1]
         elif model.key_value_heads % tp and tp % model.key_value_heads:
-            reason = "key/value heads not divisible by tp"
-        elif pp > model.layers or model.layers % pp:
-            reason = "layers not divisible by pp"
+            reason = GRID_WALLS[2]
+        elif pp > model.layers:
+            reason = GRID_WALLS[3]
         elif sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1):
-            reason = "sequence too short for cp"
+            reason = GRID_WALLS[4]
         elif global_batch % dp:
-            reason = "global batch not divisible by dp"
+            reason = GRID_WALLS[5]
         else:
             yield dp, tp, pp, cp
             continue
@@ -97,7 +108,7 @@ def layouts(
         per_replica = global_batch // dp
         zeros = [z for z in (0, 1, 2, 3) if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
         parallel = (0, 1) if tp > 1 else (0,)
-        chunks = divisors(model.layers // pp) if pp > 1 else [1]
+        chunks = divisors(model.layers // pp) if pp > 1 and model.layers % pp == 0 else [1]
         for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
             accumulation = per_replica // micro_batch
             allowed = [v for v in chunks if v == 1 or accumulation % pp == 0]
@@ -128,8 +139,11 @@ def search(
     found = Found([], 0, 0)
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
     rows = list(layouts(model, cluster.count, sequence, global_batch, found.ruled_out, widest_tp))
-    if excluded is not None:
+    if excluded is not None and rows:
         rows = _permitted(rows, excluded, found.ruled_out)
+        if not rows:
+            reasons = "; or ".join(reason for reason in found.ruled_out if reason not in GRID_WALLS)
+            raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     if not rows:
         reasons = "; ".join(f"{reason}: {n}" for reason, n in found.ruled_out.items())
         raise UserError(f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch")

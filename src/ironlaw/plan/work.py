@@ -1,8 +1,10 @@
 """How much training a plan is for: sequence, batch, tokens, and which of them nobody said.
 
-work = settle(model, Wishes(tokens="1T"), accelerators=64)
-work.steps, work.total_tokens
-work.assumed[0].name, work.assumed[0].how_to_set       # nothing is assumed silently
+    work = settle(model, Wishes(tokens="1T"), accelerators=64)
+    work.steps, work.total_tokens
+    work.assumed[0].name, work.assumed[0].how_to_set
+
+Nothing is assumed silently: every default carries its reason and the option that replaces it.
 """
 
 from __future__ import annotations

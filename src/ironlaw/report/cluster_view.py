@@ -26,7 +26,7 @@ SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", lambda v: units.si(v, "FLOP")),
     "step_seconds": ("Step time", units.seconds),
-    "tokens_per_second": ("Throughput", lambda v: f"{units.si(v)} tokens/s"),
+    "tokens_per_second": ("Throughput", lambda v: f"{units.tokens(v)} tokens/s"),
     "mfu": ("MFU", units.percent),
     "mfu_palm": ("MFU, PaLM's convention", units.percent),
     "mfu_6nd": ("MFU, 6 N D", units.percent),
@@ -38,10 +38,17 @@ SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "purchase_usd": ("Purchase", units.dollars),
     "break_even_hours": ("Buying pays after", _hours),
     "break_even_runs": ("Buying pays after", lambda v: f"{v:.1f} such runs" if v is not None else units.NOT_KNOWN),
-    "energy_joules": ("Energy", units.energy),
+    "energy_joules": ("Energy", lambda v: units.NOT_KNOWN if v is None else units.si(v / 3600, "Wh")),
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
 """Totals in the order of the table: what people call them, how they are printed."""
+
+
+def interval(low: str, high: str) -> str:
+    """`22.6 to 30.5 s`: a unit that both share is printed once."""
+    number, _, unit = low.partition(" ")
+    return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
+
 
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
 MFU_WORDS = "MFU: exact matrix FLOPs, causal attention halved, over the dense peak; --why has the other conventions."
@@ -51,6 +58,7 @@ def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) 
     """The whole answer: verdict, totals, candidates, terms, memory, budget, advice, assumptions."""
     _title(console, ledger, more)
     _verdict(console, ledger, fits, more)
+    _caution(console, more["engine"])
     _totals(console, ledger)
     if len(more["candidates"]) > 1:
         _candidates(console, more)
@@ -92,7 +100,8 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
         options = more.get("would_fit") or []
         nothing = "Nothing tried would fit: fewer tokens per sequence or a smaller model."
         paragraph(console, f"Would fit: {' or '.join(options)}." if options else nothing)
-        paragraph(console, "Nearest layout: " + more["layout"]["text"], style="bold")
+        label = "Layout that misses by least  " if more["searched"] else "Layout  "
+        paragraph(console, Text(label, style="dim").append(more["layout"]["text"], style="bold"))
         return
     paragraph(console, Text("Layout  ", style="dim").append(more["layout"]["text"], style="bold"))
     tail = f"; with the upper end of its interval it would need {units.bytes_(peak.high)}" if margin["tight"] else ""
@@ -107,10 +116,17 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
     slower = margin.get("slower_than_fastest")
     if slower is not None:
         paragraph(
-            console,
-            f"Chosen over the fastest, {units.percent(slower)} quicker, whose memory may pass the limit.",
-            style="dim",
+            console, f"Chosen over the fastest, {units.percent(slower)} quicker: {margin['choice']}.", style="dim"
         )
+
+
+def _caution(console: Console, engine: More) -> None:
+    """Said when no measured run backs the engine on this generation."""
+    if engine["checked_runs"]:
+        return
+    words = f"Unchecked: no run of engine {engine['name']} on {engine['generation']} has been compared with its plan"
+    others = ", ".join(f"{name} ({runs} runs)" for name, runs in list(engine["checked_there"].items())[:3])
+    paragraph(console, words + (f"; checked there: {others}." if others else "."), style="yellow")
 
 
 def _totals(console: Console, ledger: Ledger) -> None:
@@ -121,26 +137,28 @@ def _totals(console: Console, ledger: Ledger) -> None:
         if estimate is None or name in IN_WHY_ONLY:
             continue
         exact = "exact" if name in ("parameters", "flops_per_step") else ""
-        bounds = exact if estimate.low is None else f"{print_(estimate.low)} to {print_(estimate.high)}"
+        bounds = exact if estimate.low is None else interval(print_(estimate.low), print_(estimate.high))
         made.add_row(label, Text(print_(estimate.value), style="bold"), bounds, Text(str(estimate.origin), style="dim"))
     show(console, made)
 
 
 def _candidates(console: Console, more: More) -> None:
     heading(console, "Fastest layouts that fit")
+    fastest = more["candidates"][0]["step_seconds"]["value"]
     for rank, candidate in enumerate(more["candidates"], 1):
         step, memory = candidate["step_seconds"], candidate["peak_bytes"]["value"]
         low, high = step["interval"]
         facts = (
-            f"{units.seconds(step['value'])} ({units.seconds(low)} to {units.seconds(high)}), "
-            f"{units.si(candidate['tokens_per_second']['value'])} tokens/s, {units.bytes_(memory)}"
+            f"{units.seconds(step['value'])} ({interval(units.seconds(low), units.seconds(high))}), "
+            f"{units.tokens(candidate['tokens_per_second']['value'])} tokens/s, {units.bytes_(memory)}"
         )
         chosen = candidate["layout"]["text"] == more["layout"]["text"]
         mark = "  ← chosen" if chosen else ""
         paragraph(console, Text(f"{rank}  ").append(candidate["layout"]["text"] + mark, "bold" if chosen else ""), 2)
         paragraph(console, facts, 5, style="dim")
         if candidate["why_slower"]:
-            paragraph(console, "loses by " + candidate["why_slower"], 5, style="dim")
+            slower = units.percent(step["value"] / fastest - 1)
+            paragraph(console, f"{slower} slower: {candidate['why_slower']}", 5, style="dim")
 
 
 def _ruled_out(console: Console, more: More) -> None:
@@ -157,7 +175,7 @@ GRID_REASONS = (
     "tensor parallelism across the network",
     "heads or feed-forward width not divisible by tp",
     "key/value heads not divisible by tp",
-    "layers not divisible by pp",
+    "more pipeline stages than layers",
     "sequence too short for cp",
     "global batch not divisible by dp",
 )

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ironlaw import units
 from ironlaw.ledger import Ledger
-from ironlaw.report.cluster_view import SHOWN
+from ironlaw.report.cluster_view import SHOWN, interval
 from ironlaw.report.tables import heading, paragraph, show, table
 
 DERIVED = {
@@ -37,7 +37,7 @@ def show_cluster_why(console: Console, ledger: Ledger, more: Mapping[str, Any]) 
         estimate = ledger.totals.get(name)
         if estimate is None:
             continue
-        bounds = f"  {print_(estimate.low)} to {print_(estimate.high)}" if estimate.low is not None else ""
+        bounds = f"  {interval(print_(estimate.low), print_(estimate.high))}" if estimate.low is not None else ""
         title = Text(f"{label}: {print_(estimate.value)}", style="bold")
         console.print()
         paragraph(console, title.append(f"  [{estimate.origin}]{bounds}", "not bold dim"))

@@ -1,0 +1,122 @@
+"""Hugging Face configs: published files give published parameter counts; what cannot be expressed is refused."""
+
+import json
+
+import pytest
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface import from_fields, read_config
+
+GPT2 = {
+    "model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024, "n_positions": 1024,
+    "vocab_size": 50257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+QWEN2 = {
+    "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": True,
+    "sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 24,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "use_sliding_window": False, "rope_scaling": None,
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "sliding_window": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameters"),
+    [
+        (GPT2, 124_439_808),
+        (LLAMA, 8_030_261_248),
+        (QWEN2, 494_032_768),
+        (QWEN3, 8_190_735_360),
+        (MISTRAL, 7_241_732_096),
+    ],
+    ids=["gpt2", "llama3", "qwen2", "qwen3", "mistral"],
+)
+def test_published_parameter_counts(fields, parameters):
+    assert from_fields(fields).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"), [(LLAMA, "llama3-8b"), (QWEN3, "qwen3-8b"), (MISTRAL, "mistral-7b"), (GPT2, "gpt2")]
+)
+def test_the_catalogue_has_the_same_shapes(fields, name):
+    ours, known = from_fields(fields).model_dump(), ModelConfig.named(name).model_dump()
+    same = [key for key in known if key not in ("name", "dropout", "rope_scaling", "ffn", "kv_heads", "head_size")]
+    assert {key: ours[key] for key in same} == {key: known[key] for key in same}
+    assert from_fields(fields).rope_scaling == ModelConfig.named(name).rope_scaling
+
+
+def test_the_newer_place_of_rope_parameters():
+    newer = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}
+    assert from_fields(newer) == from_fields(LLAMA)
+    plain = newer | {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+    assert from_fields(plain).rope_scaling is None and from_fields(plain).rope_theta == 12345.0
+
+
+def test_file_or_directory_names_the_model(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GPT2))
+    assert read_config(folder) == read_config(folder / "config.json")
+    assert read_config(folder).name == "my-model"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, "did you mean llama"),
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"hidden_act": "relu2"}, "'relu2' is not supported"),
+        ({"attention_bias": True}, "both or neither"),
+        ({"text_config": {}}, "parts beside a decoder"),
+        ({"num_attention_heads": 33}, "33"),
+        ({"num_hidden_layers": "many"}, "layers"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_in_one_line(change, message):
+    with pytest.raises(UserError, match=message) as caught:
+        from_fields(LLAMA | change)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(UserError, match="has no hidden_size"):
+        from_fields({key: value for key, value in LLAMA.items() if key != "hidden_size"})
+
+
+def test_windows_in_some_layers_only_are_refused():
+    with pytest.raises(UserError, match="use_sliding_window"):
+        from_fields(QWEN2 | {"use_sliding_window": True})
+
+
+def test_not_json_and_not_a_model(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_config(file)
+    file.write_text('{"a": 1}')
+    with pytest.raises(UserError, match="not a Hugging Face model config"):
+        read_config(file)

@@ -1,0 +1,106 @@
+"""Money, energy and carbon, from Ironlaw's own functions. The arithmetic is in each docstring."""
+
+import pytest
+
+from ironlaw.catalog import grid, parse_cluster
+from ironlaw.errors import UserError
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.plan.budget import (
+    JOULES_PER_KWH,
+    Prices,
+    break_even_hours,
+    budget,
+    carbon_kg,
+    drawn_watts,
+    energy_joules,
+    rent_usd,
+)
+
+DAY = 86400.0
+
+
+def test_llama2_70b_on_1024_h100_rented_or_bought():
+    """8.4e23 FLOP / (1,024 x 989e12 x 50%) = 19.2 days.
+
+    Rent: 1,024 x 460.8 h x $3 = $1.42M. Purchase: 1,024 x $30,000 = $30.7M, 21.7 such runs.
+    """
+    seconds = 6 * 70e9 * 2e12 / (1024 * 989e12 * 0.5)
+    assert seconds / DAY == pytest.approx(19.2, rel=2e-3)
+    rent = rent_usd(seconds, 1024, 3.0)
+    assert rent == pytest.approx(1.42e6, rel=5e-3)
+    assert pytest.approx(30.7e6, rel=1e-3) == 1024 * 30_000
+    assert 1024 * 30_000 / rent == pytest.approx(21.7, rel=2e-3)
+    assert break_even_hours(30_000, 3.0) == 10_000
+
+
+def test_7b_on_a_trillion_tokens():
+    """6 x 7e9 x 1e12 / (1,024 x 156e12) = 3.04 days.
+
+    (1,024 x 400 W + 128 x 200 W) x 73.0 h = 31,784 kWh; at 0.43 kg/kWh 13.7 t.
+    """
+    seconds = 6 * 7e9 * 1e12 / (1024 * 156e12)
+    assert seconds / DAY == pytest.approx(3.04, rel=2e-3)
+    joules = energy_joules(seconds, 1024, 400, 128, 200)
+    assert joules / JOULES_PER_KWH == pytest.approx(31_784, rel=1e-3)
+    assert carbon_kg(joules, grid("textbook").kg_co2_per_kwh.value) == pytest.approx(13_700, rel=5e-3)
+
+
+def test_twice_the_utilisation_is_half_the_energy():
+    """From 30 to 60% of peak: the same operations in half the time at the same power."""
+    slow, fast = (energy_joules(1e20 / (share * 312e12), 8, 400, 1, 200) for share in (0.3, 0.6))
+    assert fast == pytest.approx(slow / 2)
+
+
+def test_waiting_draws_less_than_computing():
+    assert drawn_watts(700, 1.0, 0.9, 0.4) == pytest.approx(630)
+    assert drawn_watts(700, 0.0, 0.9, 0.4) == pytest.approx(280)
+
+
+def ledger(computing=8.0, waiting=2.0):
+    lines = [
+        Line(Phase.FORWARD, Kind.MATMUL, "block_linear", seconds=computing),
+        Line(Phase.COMMUNICATION, Kind.COLLECTIVE, "data_parallel", seconds=waiting),
+    ]
+    step = Estimate(computing + waiting, Origin.CALCULATED, "a test")
+    return Ledger("plan", lines=lines, totals={"step_seconds": step})
+
+
+TOTAL = Estimate(3600.0, Origin.CALCULATED, "an hour", 3000.0, 4000.0)
+
+
+def test_a_plan_through_the_catalogue():
+    cluster = parse_cluster("16xh100-sxm-80gb")
+    found = budget(ledger(), cluster, TOTAL, Prices(grid="france", pue="1.2"))
+    hours, rent, energy = (found.estimates[k] for k in ("accelerator_hours", "rent_usd", "energy_joules"))
+    assert hours.value == 16 and hours.low == pytest.approx(16 * 3000 / 3600)
+    assert rent.value == pytest.approx(16 * found.facts["rent"]["usd_per_hour"]) and rent.origin is Origin.CITED
+    assert found.facts["rent"]["date"] in rent.basis
+    # 80% of the time at 90% of 700 W, 20% at 40%; two hosts at 70% of 4,600 W; PUE 1.2
+    watts = 16 * 700 * (0.8 * 0.9 + 0.2 * 0.4) + 2 * 0.7 * 4600
+    assert energy.value == pytest.approx(watts * 3600 * 1.2)
+    assert energy.low < energy.value < energy.high
+    carbon = found.estimates["carbon_kg"].value
+    assert carbon == pytest.approx(energy.value / 3.6e6 * grid("france").kg_co2_per_kwh.value)
+
+
+def test_the_users_price_wins_and_the_named_node_picks_its_own_quote():
+    given = budget(ledger(), parse_cluster("8xh100-sxm-80gb"), TOTAL, Prices(usd_per_hour=1.0))
+    assert given.estimates["rent_usd"].value == pytest.approx(8.0)
+    assert "--price-per-hour" in given.estimates["rent_usd"].basis
+    amazon = budget(ledger(), parse_cluster("8xh100-sxm-80gb@p5-48xlarge"), TOTAL, Prices())
+    assert amazon.facts["rent"]["provider"].startswith("aws")
+    assert amazon.estimates["energy_joules"].value > 8 * 700 * 0.5 * 3600  # host of the accelerator's usual node
+
+
+def test_what_is_not_known_is_absent():
+    cluster = parse_cluster("8xmi300x")
+    found = budget(ledger(), cluster, TOTAL, Prices())
+    assert "purchase_usd" not in found.estimates
+    assert "hosts are not counted" in found.facts["power"]["host_basis"]
+    assert "usd_per_hour" not in (found.facts.get("purchase") or {})
+
+
+def test_impossible_overhead_is_refused():
+    for pue in ("0.5", "9", "arctic"):
+        with pytest.raises(UserError):
+            budget(ledger(), parse_cluster("h200"), TOTAL, Prices(pue=pue))

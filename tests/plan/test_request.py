@@ -1,0 +1,222 @@
+"""What a user asks on a catalogued cluster, and what comes back."""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ironlaw.errors import UserError
+from ironlaw.plan.checked import DEFAULT_ON, RUNS
+from ironlaw.plan.engine import engines
+from ironlaw.plan.request import Options, plan_request, resolve
+from ironlaw.plan.work import Wishes
+
+BIG_BATCH = Wishes("1T", 8192, 1024)
+
+
+def plan(what="llama3-8b", on="8xh100-sxm-80gb", layout=None, **options):
+    return plan_request(what, on=on, layout=layout, options=Options(**options))
+
+
+@pytest.fixture(scope="module")
+def searched():
+    return plan(work=Wishes("1T", 8192, 512))
+
+
+def test_the_document_has_the_promised_keys(searched):
+    document = json.loads(json.dumps(searched.to_json(), allow_nan=False))
+    assert document["fits"] is True
+    for name in ("step_seconds", "peak_bytes", "parameters", "flops_per_step", "mfu", "total_seconds", "rent_usd"):
+        assert set(document[name]) == {"value", "interval", "origin", "basis"}, name
+    assert {"layout", "candidates", "ruled_out", "assumed", "budget"} <= set(document)
+    assert document["work"]["tokens"] >= 1e12
+
+
+def test_totals_agree_with_each_other(searched):
+    totals, more = searched.ledger.totals, searched.more
+    assert totals["total_seconds"].value == pytest.approx(totals["step_seconds"].value * more["work"]["steps"])
+    assert totals["accelerator_hours"].value == pytest.approx(8 * totals["total_seconds"].value / 3600)
+    chosen = [c for c in more["candidates"] if c["layout"]["text"] == more["layout"]["text"]]
+    assert chosen and chosen[0]["step_seconds"]["value"] == pytest.approx(totals["step_seconds"].value)
+    assert sum(more["terms"].values()) == pytest.approx(totals["step_seconds"].value)
+
+
+def test_the_ranking_is_ordered_and_says_why(searched):
+    candidates = searched.more["candidates"]
+    seconds = [c["step_seconds"]["value"] for c in candidates]
+    assert len(candidates) == 5 and seconds == sorted(seconds)
+    assert candidates[0]["why_slower"] == "" and all(
+        c["why_slower"] for c in candidates[1:] if c["step_seconds"]["value"] > 1.01 * seconds[0]
+    )
+
+
+def test_the_chosen_layout_is_sure_to_fit_and_hardly_slower(searched):
+    fastest = searched.more["candidates"][0]["step_seconds"]["value"]
+    assert searched.ledger.totals["step_seconds"].value <= 1.03 * fastest
+    assert searched.ledger.totals["peak_bytes"].high <= searched.more["margin"]["limit_bytes"]
+
+
+def test_conventions_of_mfu_differ_by_what_they_count(searched):
+    totals = searched.ledger.totals
+    tokens, model = totals["tokens_per_second"].value, totals["parameters"].value
+    assert totals["mfu_6nd"].value == pytest.approx(6 * model * tokens / (8 * 989.4e12), rel=1e-6)
+    assert totals["mfu_palm"].value > totals["mfu"].value
+    assert totals["hfu"].value >= totals["mfu"].value * 0.999
+
+
+def test_a_given_layout_is_planned_as_given():
+    answer = plan("llama3-1b", "h100-sxm-80gb", "dp=1 micro_batch=1 recompute=selective", work=Wishes("1B", 2048, 8))
+    assert answer.fits and answer.more["layout"]["recompute"] == "selective"
+    assert answer.more["layout"]["accumulation"] == 8 and answer.more["candidates"] == []
+
+
+def test_a_layout_that_does_not_fit_says_by_how_much_and_what_would():
+    answer = plan(layout="dp=8 zero=0", work=Wishes("1B", 8192, 64))
+    assert not answer.fits
+    missing = answer.ledger.totals["peak_bytes"].value - answer.more["margin"]["limit_bytes"]
+    assert answer.more["margin"]["missing_bytes"] == pytest.approx(missing) and missing > 1e9
+    proposed = answer.more["would_fit"][0].removeprefix('--layout "').removesuffix('"')
+    assert plan(layout=proposed, work=Wishes("1B", 8192, 64)).fits
+
+
+def test_when_nothing_fits_the_proposed_hardware_does():
+    answer = plan("llama3-70b", work=Wishes("1B", 8192, 64))
+    assert not answer.fits and answer.more["would_fit"]
+    for words in answer.more["would_fit"]:
+        assert plan("llama3-70b", words.removeprefix("--on "), work=Wishes("1B", 8192, 64)).fits, words
+
+
+def test_layout_and_cluster_fill_in_each_other():
+    counted = plan(on="h100-sxm-80gb", layout="dp=4 zero=3 tp=2", work=BIG_BATCH)
+    assert counted.more["cluster"]["accelerators"] == 8
+    assert "accelerators" in [a["name"] for a in counted.more["assumed"]]
+    filled = plan(on="16xh100-sxm-80gb", layout="tp=4 zero=1", work=BIG_BATCH)
+    assert filled.more["layout"]["dp"] == 4
+
+
+def test_a_layout_that_cannot_be_is_wrong_input():
+    with pytest.raises(UserError, match="the cluster has 8"):
+        plan(layout="dp=3", work=BIG_BATCH)
+
+
+def test_assumptions_are_listed(searched):
+    assert [a["name"] for a in searched.more["assumed"]] == ["precision", "engine"]
+    assert {"sequence", "global batch", "tokens"} <= {a["name"] for a in plan("gpt2", "h200").more["assumed"]}
+    assert [a["name"] for a in plan("gpt2", "h200", engine="generic", precision="bf16").more["assumed"]] == [
+        "sequence", "global batch", "tokens",
+    ]  # fmt: skip
+
+
+def test_an_engine_that_nobody_checked_there_is_said():
+    assert plan(work=BIG_BATCH).more["engine"]["checked_runs"] > 0
+    assert plan(on="8xa100-sxm-80gb", work=BIG_BATCH).more["engine"]["checked_runs"] > 0
+    engine = plan(on="8xa100-sxm-80gb", engine="nemo", work=BIG_BATCH).more["engine"]
+    assert engine["checked_runs"] == 0 and "composer-fsdp" in engine["checked_there"]
+
+
+def test_checked_engines_exist():
+    assert set(RUNS) <= set(engines())
+    assert all(generation in RUNS[name] for generation, name in DEFAULT_ON.items())
+
+
+def test_a_sliding_window_that_is_not_planned_is_said():
+    names = [a["name"] for a in plan("mistral-7b", work=BIG_BATCH).more["assumed"]]
+    assert "attention" in names
+
+
+def test_a_config_file_on_a_catalogued_accelerator(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nname = "gpt2"\n[train]\nsteps = 10\nglobal_batch = 16\nsequence = 512\n')
+    answer = plan(str(file), "h100-sxm-80gb")
+    assert answer.more["work"] | {"tokens": 0} == {
+        "sequence": 512, "global_batch": 16, "steps": 10, "tokens": 0, "tokens_per_step": 8192,
+    }  # fmt: skip
+
+
+def test_scaling_stops_where_doubling_no_longer_pays():
+    rows = plan("gpt2", "8xh100-sxm-80gb", work=Wishes("1B", 1024, 64)).more["scaling"]
+    assert rows["rows"][0]["accelerators"] == 4
+    gains = [row["gain"] for row in rows["rows"] if row["gain"] is not None]
+    assert (rows["pays_up_to"] is not None and gains[-1] < 0.5) or "divides" in rows["reason"]
+    assert all(gain >= 0.5 for gain in gains[1:-1])
+
+
+def test_tensor_parallelism_stays_inside_the_island():
+    answer = plan("llama3-8b", "32xh100-sxm-80gb", work=BIG_BATCH)
+    assert answer.more["ruled_out"]["tensor parallelism across the network"] > 0
+    assert all(c["layout"]["tp"] <= 8 for c in answer.more["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("llama4", "did you mean llama3"),
+        ("nothing.toml", "no config file"),
+        ("./nothing", "no config at"),
+        ("package.models:build", "torch module"),
+    ],
+)
+def test_what_cannot_be_resolved(what, message):
+    with pytest.raises(UserError, match=message):
+        resolve(what)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int4"}, "unknown precision"),
+        ({"precision": "fp32"}, "not planned on clusters"),
+        ({"engine": "megatorn"}, "unknown engine"),
+        ({"emit": "torchtitan", "layout": "dp=8 zero=1"}, "cannot be written for torchtitan"),
+        ({"emit": "ironlaw"}, "one device"),
+        ({"emit": "torchtitn"}, "did you mean torchtitan"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        plan(work=BIG_BATCH, **options)
+    assert "\n" not in str(caught.value)
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "ironlaw", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_exit_codes_and_streams():
+    fits = run("gpt2", "--on", "h200", "--json")
+    assert fits.returncode == 0 and json.loads(fits.stdout)["fits"] is True and fits.stderr == ""
+    wrong = run("gpt2", "--on", "h201")
+    assert wrong.returncode == 2 and wrong.stdout == "" and wrong.stderr.count("\n") == 1
+    no = run("llama3-8b", "--on", "h100-sxm-80gb", "--layout", "dp=1")
+    assert no.returncode == 1 and "too much" in no.stdout
+
+
+def test_options_for_another_trainer_are_alone_on_stdout():
+    emitted = run("llama3-8b", "--on", "8xh100-sxm-80gb", "--emit", "deepspeed")
+    assert emitted.returncode == 0 and json.loads(emitted.stdout)["zero_optimization"]["stage"] in (0, 1, 2, 3)
+
+
+def test_planning_never_imports_torch():
+    code = (
+        "import sys; from ironlaw.plan.request import plan_request; import ironlaw.report.cluster_view;"
+        "plan_request('gpt2', on='h200'); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+def test_gpt3_on_4096_accelerators_in_seconds_and_a_gibibyte():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    done = run("gpt3-175b", "--on", "4096xa100-sxm-80gb", "--json")
+    seconds = time.perf_counter() - start
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and json.loads(done.stdout)["searched"]["planned"] > 5_000
+    processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    assert min(seconds, processor) < 10
+    assert used.ru_maxrss < 2**20  # KiB
