@@ -9,7 +9,7 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.plan.intervals import factors
-from ironlaw.plan.validate import errors, validate
+from ironlaw.plan.validate import _spearman, errors, validate
 
 COLUMNS = {
     "group": "made-up", "framework": "Megatron-LM", "model": "m", "layers": "24", "hidden": "2048", "heads": "16",
@@ -112,3 +112,8 @@ def test_the_record_on_measured_runs():
     fits = document["overall"]["fits"]
     assert fits["ran_denied"] < 0.02 * (fits["ran_denied"] + fits["ran_said_to_fit"])
     assert document["overall"]["time"]["mean"] < 0.2 * document["overall"]["time"]["baseline"]["mean"]
+
+
+def test_rank_correlation_shares_ranks_between_equals():
+    assert _spearman(np.array([1.0, 2.0, 3.0]), np.array([5.0, 6.0, 9.0])) == pytest.approx(1.0)
+    assert _spearman(np.array([1.0, 1.0, 2.0, 2.0]), np.array([4.0, 1.0, 2.0, 3.0])) == pytest.approx(0.0)

@@ -215,7 +215,8 @@ def ranking(record: Record, timed: list[int]) -> dict[str, Any]:
 
 
 def _spearman(a: Array, b: Array) -> float:
-    x, y = (np.argsort(np.argsort(v)).astype(float) for v in (a, b))
+    # Equal values share the mean of their ranks.
+    x, y = (((v[:, None] > v).sum(axis=1) + (v[:, None] >= v).sum(axis=1)).astype(float) for v in (a, b))
     if x.std() == 0 or y.std() == 0:
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])
