@@ -89,7 +89,9 @@ def test_other_threads_than_measured_are_refused(
 
 def test_the_interval_is_learned_from_ones_own_runs(plan: Callable[..., Ledger]) -> None:
     before = plan().totals["step_seconds"]
-    assert (before.low, before.high) == pytest.approx((0.88 * before.value, 1.15 * before.value))
+    assert (before.low, before.high) == pytest.approx(
+        (record.DEFAULT_LOW * before.value, record.DEFAULT_HIGH * before.value)
+    )
     for number in range(11):
         record.remember("2026", planned_seconds=1.0, measured_seconds=1.0 + number / 100, run=f"run{number}")
     after = plan().totals["step_seconds"]

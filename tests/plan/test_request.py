@@ -1,7 +1,7 @@
 """What a user asks on a catalogued cluster, and what comes back."""
 
 import json
-import resource
+import os
 import subprocess
 import sys
 import time
@@ -211,12 +211,14 @@ def test_planning_never_imports_torch():
 
 @pytest.mark.slow
 def test_gpt3_on_4096_accelerators_in_seconds_and_a_gibibyte():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
-    done = run("gpt3-175b", "--on", "4096xa100-sxm-80gb", "--json")
+    command = [sys.executable, "-m", "ironlaw", "plan", "gpt3-175b", "--on", "4096xa100-sxm-80gb", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        output = process.stdout.read()
+        # This process alone: RUSAGE_CHILDREN would hold the largest of every test's.
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - start
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0 and json.loads(done.stdout)["searched"]["planned"] > 5_000
-    processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    assert min(seconds, processor) < 10
+    assert process.returncode == 0 and json.loads(output)["searched"]["planned"] > 5_000
+    assert min(seconds, used.ru_utime + used.ru_stime) < 10
     assert used.ru_maxrss < 2**20  # KiB

@@ -35,7 +35,7 @@ def test_nothing_is_cut_off(answer, width):
     assert all(len(line) <= width for line in text.splitlines())
     assert "…" not in text
     joined = " ".join(text.split())
-    for words in ("Chosen", "Fits", "tokens/s", "accelerator-hours", "Buying costs", "kg CO2 per kWh", "ruled out"):
+    for words in ("Layout", "Fits", "tokens/s", "accelerator-hours", "Buying costs", "kg CO2 per kWh", "ruled out"):
         assert words in joined, words
 
 
