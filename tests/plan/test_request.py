@@ -156,7 +156,6 @@ def test_tensor_parallelism_stays_inside_the_island():
         ("llama4", "did you mean llama3"),
         ("nothing.toml", "no config file"),
         ("./nothing", "no config at"),
-        ("package.models:build", "torch module"),
     ],
 )
 def test_what_cannot_be_resolved(what, message):

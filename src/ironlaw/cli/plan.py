@@ -31,16 +31,21 @@ def plan(
     price_per_hour: Annotated[float | None, typer.Option(min=0.0001, help="US dollars per accelerator-hour.")] = None,
     grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
     pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
+    input_: Annotated[
+        list[str] | None, typer.Option("--input", help="Of a traced module: tokens=8x2048:int64.")
+    ] = None,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
+    from ironlaw.plan.answer import Options
     from ironlaw.plan.budget import Prices
-    from ironlaw.plan.request import Options, plan_request
+    from ironlaw.plan.request import plan_request
     from ironlaw.plan.work import Wishes
 
     options = Options(
-        Wishes(tokens, seq, global_batch, steps), precision, engine, layout, emit, Prices(price_per_hour, grid, pue)
-    )
+        Wishes(tokens, seq, global_batch, steps), precision, engine, layout, emit, Prices(price_per_hour, grid, pue),
+        inputs=tuple(input_ or ()),
+    )  # fmt: skip
     answer = plan_request(what, on=on, overrides=set_ or [], options=options)
     if json:
         print_json(answer.to_json())

@@ -1,0 +1,99 @@
+"""A request on a catalogued cluster: what was said, what is assumed, and the answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.nodes import Cluster, parse_cluster
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.plan.answer import Answer, Options
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.checked import DEFAULT_ON, RUNS
+from ironlaw.plan.cluster import DEFAULT_ENGINE
+from ironlaw.plan.cluster_answer import answer_on_cluster
+from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
+from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.plan.subject import Subject
+from ironlaw.plan.work import Assumption, settle
+
+WIDE = ("fp32", "tf32")
+PRECISIONS = ("bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4")
+
+
+def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
+    """Plan the given layout, or search; every default taken is among the assumptions."""
+    cluster, layout, assumed = _where(on, options)
+    work = settle(subject.model, options.work, cluster.count, subject.config)
+    precision = _precision(subject, cluster.accelerator, options, assumed)
+    trainer = trainer_named(options.emit) if options.emit else None
+    engine = _engine(options, trainer, cluster.accelerator, assumed)
+    if subject.model.sliding_window and subject.model.sliding_window < work.sequence:
+        window = f"{subject.model.sliding_window:,} tokens"
+        assumed.append(Assumption("attention", "full", f"its window of {window} is not used", "--seq, or fewer tokens"))
+    if subject.config and subject.config.train.micro_batch and layout is None:
+        assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
+    work = replace(work, assumed=work.assumed + assumed)
+    ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout)
+    if trainer:
+        ask = replace(ask, excluded=lambda candidate: trainer.cannot(candidate, subject.model))
+        if layout is not None and (reason := trainer.cannot(layout, subject.model)):
+            raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
+    answer = answer_on_cluster(ask)
+    if trainer and answer.fits:
+        values = answer.more["layout"]
+        chosen = Layout(**{key: value for key, value in values.items() if key != "text"})
+        answer.more["emit"] = emit(trainer.name, ask, chosen)
+    return answer
+
+
+def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
+    """Cluster and layout; each may say how many accelerators the other leaves open."""
+    cluster = parse_cluster(on)
+    assumed: list[Assumption] = []
+    if options.layout is None:
+        return cluster, None, assumed
+    layout = parse_layout(options.layout)
+    counted = re.match(r"\s*[\d_,.]+\s*[x*]", on) is not None
+    if not counted and layout.accelerators > 1:
+        cluster = Cluster(cluster.accelerator, layout.accelerators, cluster.node)
+        assumed.append(Assumption("accelerators", f"{cluster.count:,}", "the product of the layout", "--on COUNTx..."))
+    rest = layout.tp * layout.pp * layout.cp
+    if "dp=" not in options.layout.replace(" ", "") and counted and cluster.count % rest == 0:
+        layout = replace(layout, dp=cluster.count // rest)
+        assumed.append(Assumption("dp", str(layout.dp), "what tp, pp and cp leave", "--layout"))
+    return cluster, layout, assumed
+
+
+def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:
+    """The given precision; else the config's; else the widest 16-bit format the accelerator multiplies fast."""
+    said = options.precision
+    if said is None and subject.config and subject.config.train.precision != "auto":
+        said = subject.config.train.precision
+    if said in WIDE:
+        raise UserError(
+            f"{said} is not planned on clusters, whose memory is counted in 16 and 8 bits: use bf16 or fp16"
+        )
+    if said is None:
+        said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
+        assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
+    if said not in PRECISIONS:
+        raise UserError(f"unknown precision '{said}': {did_you_mean(said, PRECISIONS)}")
+    return said
+
+
+def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed: list[Assumption]) -> str:
+    """The given engine; else that of the trainer to emit for; else one checked on this generation, or the default."""
+    if options.engine is not None:
+        return engine_named(options.engine).name
+    known = DEFAULT_ON.get(acc.generation)
+    if trainer:
+        name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
+    elif known:
+        name, reason = known, f"checked on {RUNS[known][acc.generation]} runs on {acc.generation}"
+    else:
+        name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
+    assumed.append(Assumption("engine", name, reason, "--engine"))
+    return name

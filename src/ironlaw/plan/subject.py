@@ -1,0 +1,16 @@
+"""What a plan is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ironlaw.config import RunConfig
+from ironlaw.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model, and the run around it where a config file gives one."""
+
+    model: ModelConfig
+    config: RunConfig | None = None
