@@ -11,9 +11,9 @@ DEMO_RUN ?= runs/demo
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/pip install -qq --disable-pip-version-check --upgrade pip
+	$(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install -qq --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
 # The same public verbs that the README teaches, one after another.

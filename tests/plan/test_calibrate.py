@@ -117,5 +117,5 @@ def test_profiles_round_trip(tmp_path, monkeypatch):
     for wrong in ("../mine", "", "nemo"):
         with pytest.raises(UserError):
             profile_path(wrong)
-    with pytest.raises(UserError, match="unknown profile 'mina'"):
+    with pytest.raises(UserError, match="unknown engine 'mina'"):
         load_engine("mina")

@@ -23,7 +23,10 @@ def plan(
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimizer step.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp8, mxfp8; on this machine fp32, bf16.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Training framework whose constants are used.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", "--profile", help="Whose constants: a framework's, or a name given to calibrate."),
+    ] = None,
     layout: Annotated[str | None, typer.Option(help='Planned as given, such as "dp=8 zero=3 micro_batch=2".')] = None,
     emit: Annotated[
         str | None, typer.Option(help="Print options for torchtitan, megatron, deepspeed, accelerate or ironlaw.")

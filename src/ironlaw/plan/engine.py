@@ -96,10 +96,12 @@ def engines() -> dict[str, Engine]:
 
 
 def engine(name: str) -> Engine:
-    known = engines()
-    if name not in known:
-        raise UserError(f"unknown engine '{name}': {did_you_mean(name, known)}")
-    return known[name]
+    """A shipped engine, or one that `ironlaw calibrate` saved under this name."""
+    if name in engines():
+        return engines()[name]
+    from ironlaw.plan.profiles import load_engine  # it builds on this module
+
+    return load_engine(name)
 
 
 def engine_of_framework(framework: str, attention: str = "flash") -> Engine:

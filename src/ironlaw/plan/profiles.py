@@ -45,7 +45,7 @@ def load_engine(name: str) -> Engine:
     if name in own:
         return _read(name, own[name])
     if name not in engines():
-        raise UserError(f"unknown profile '{name}': {did_you_mean(name, [*own, *engines()])}")
+        raise UserError(f"unknown engine '{name}': {did_you_mean(name, [*own, *engines()])}")
     return engines()[name]
 
 
