@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,8 @@ def start_ironlaw(user_cache: Path, tmp_path: Path) -> Iterator[Callable[..., su
         process = subprocess.Popen(
             command(*arguments), cwd=tmp_path, env=environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            # A suite started in the background inherits an ignored Ctrl-C, which Python would then ignore too.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         started.append(process)
         return process
