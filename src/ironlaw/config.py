@@ -41,7 +41,6 @@ class TrainConfig(_Section):
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
     threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
     seed: int = Field(0, ge=0)
-    log_every: int = Field(1, gt=0)  # steps between lines on a terminal that is not interactive
     profile_steps: int = Field(5, ge=0)  # steps recorded for the time by operation; 0 records none
 
 

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ironlaw.cli.console import messages, output, print_json, progress
+
+if TYPE_CHECKING:
+    from ironlaw.machine.profile import Profile
 
 
 def measure(
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores unless given.", min=1)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
+    from ironlaw.machine import interference
+    from ironlaw.machine.profile import profile_path
+    from ironlaw.report.terminal import show_profile
+
+    started = time.perf_counter()
+    profile = measure_and_keep(threads)
+    if json:
+        print_json(profile.to_json())
+        return
+    show_profile(output(), profile, interference.typical(profile))
+    messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")
+
+
+def measure_and_keep(threads: int | None = None) -> Profile:
+    """Measure with a progress bar, and keep the profile and what it saw of interference. `train` does it too."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
     from ironlaw.machine import interference
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.profile import earlier_profile, save_profile
-    from ironlaw.report.terminal import show_profile
 
-    started = time.perf_counter()
     with progress("Measuring this machine") as update:
         profile = measure_machine(
             threads=threads,
@@ -28,10 +44,6 @@ def measure(
             earlier=earlier_profile(),
             progress=lambda what, fraction: update(fraction, what),
         )
-    path = save_profile(profile)
+    save_profile(profile)
     interference.remember(profile, interference.rounds(profile))
-    if json:
-        print_json(profile.to_json())
-        return
-    show_profile(output(), profile, interference.typical(profile))
-    messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {path}")
+    return profile

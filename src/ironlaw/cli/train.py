@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json, progress
+from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import load_config
 from ironlaw.errors import UserError
 
@@ -24,8 +24,8 @@ def train(
     if resume and out is None:
         raise UserError("--resume needs --out DIR: which run should go on?")
 
-    from ironlaw.machine import interference
-    from ironlaw.machine.profile import Profile, load_profile, profile_path, save_profile
+    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.machine.profile import load_profile, profile_path
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name, find_run
     from ironlaw.train.session import run_training
@@ -34,22 +34,15 @@ def train(
     folder = out or default_name(settings.model.name)
     find_run(folder, settings, resume)  # before a minute is spent on anything else
 
-    def machine_profile() -> Profile:
-        if profile_path().is_file():
-            return load_profile()
-        from ironlaw.machine.measure import measure
-
+    if not profile_path().is_file():
         say.print("This machine has not been measured yet: measuring first (`ironlaw measure`).")
-        with progress("Measuring this machine") as update:
-            profile = measure(progress=lambda what, fraction: update(fraction, what))
-        save_profile(profile)
-        interference.remember(profile, interference.rounds(profile))
-        return profile
+        measure_and_keep()
+    profile = load_profile()
 
     live = LiveRun(say, folder)
     with live:
         outcome = run_training(
-            settings, folder, machine_profile(), resume=resume,
+            settings, folder, profile, resume=resume,
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
     summary = {

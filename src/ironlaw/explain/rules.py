@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "host_bound", Axis.MACHINE, 0.10, lambda e: e.phase_share(Phase.HOST), _host_says,
-        "raise train.log_every, and close what else uses the cores",
+        "close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms",
     ),
     Rule(

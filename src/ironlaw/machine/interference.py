@@ -29,14 +29,10 @@ def remember(profile: Profile, ratios: Iterable[dict[str, float]]) -> None:
     """Append what a measurement or a run saw of the machine of this profile."""
     path = history_path()
     path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": anchors(profile)}
     with path.open("a", encoding="utf-8") as file:
         for ratio in ratios:
-            entry = {
-                "machine": profile.machine,
-                "kernels": len(profile.best_seconds),
-                "anchor": anchors(profile),
-            } | ratio
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(about | ratio) + "\n")
 
 
 def rounds(profile: Profile) -> list[dict[str, float]]:
