@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from ironlaw.config import RunConfig, TrainConfig, load_config
+from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train import checkpoint
 from ironlaw.train.loop import Outcome, StepReport
 from ironlaw.train.optimizer import build_optimizer
+from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -32,7 +33,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def trained() -> tuple[Transformer, torch.optim.Optimizer]:
     model = Transformer(MODEL)
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer = build_optimizer(model, OptimizerConfig())
     tokens = torch.randint(0, 20, (2, 6))
     model(tokens, tokens).backward()
     optimizer.step()
