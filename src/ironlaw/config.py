@@ -47,6 +47,8 @@ class TrainConfig(_Section):
 class CheckpointConfig(_Section):
     every: int = Field(200, ge=0)  # steps; 0: only at the end and when interrupted
     keep: int = Field(2, gt=0)  # the newest k
+    keep_every: int = Field(0, ge=0)  # and those of steps divisible by this, for ever; 0: none
+    keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
 
 
 class EvaluationConfig(_Section):
@@ -69,6 +71,22 @@ class RunConfig(_Section):
             raise ValueError(
                 f"train.global_batch = {self.train.global_batch} is not a multiple of train.micro_batch = "
                 f"{self.micro_batch}: use train.global_batch = {self.micro_batch * self.accumulation}"
+            )
+        if (
+            self.checkpoint.keep_best
+            and self.checkpoint.every
+            and (not self.evaluation.every or self.checkpoint.every % self.evaluation.every)
+        ):
+            raise ValueError(
+                f"checkpoint.keep_best needs a validation at every checkpoint: use evaluation.every = "
+                f"{self.checkpoint.every} or a divisor of it"
+            )
+        if self.checkpoint.keep_every and (
+            not self.checkpoint.every or self.checkpoint.keep_every % self.checkpoint.every
+        ):
+            raise ValueError(
+                f"checkpoint.keep_every = {self.checkpoint.keep_every} is not a multiple of checkpoint.every = "
+                f"{self.checkpoint.every}: no checkpoint would be kept for it"
             )
         if self.sequence > self.model.context:
             raise ValueError(
