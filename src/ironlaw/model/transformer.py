@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.feed_forward import FeedForward
+from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 
 
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -55,21 +57,22 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
         self.out = nn.Linear(config.query_size, config.hidden, bias=config.bias)
         if config.qk_norm:
-            self.query_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
-            self.key_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
+            query_size, key_size = config.qk_norm_sizes
+            self.query_norm = nn.RMSNorm(query_size, eps=config.norm_eps)
+            self.key_norm = nn.RMSNorm(key_size, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         config = self.config
         batch, sequence, _ = x.shape
         sizes = (config.query_size, config.key_value_size, config.key_value_size)
         query, key, value = self.qkv(x).split(sizes, dim=-1)
+        if config.qk_norm_whole:
+            query, key = self.normed(query, key, value.dtype)
         query = query.view(batch, sequence, config.heads, config.size_of_head)
         key = key.view(batch, sequence, config.key_value_heads, config.size_of_head)
         value = value.view(batch, sequence, config.key_value_heads, config.size_of_head)
-        if config.qk_norm:
-            # In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel.
-            query = self.query_norm(query.float()).to(value.dtype)
-            key = self.key_norm(key.float()).to(value.dtype)
+        if config.qk_norm and not config.qk_norm_whole:
+            query, key = self.normed(query, key, value.dtype)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         mixed = F.scaled_dot_product_attention(
@@ -83,33 +86,19 @@ class Attention(nn.Module):
         )  # (B, A, S, D)
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, config.query_size))
 
-
-class FeedForward(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = config.activation
-        self.up = nn.Linear(config.hidden, config.ffn_size, bias=config.bias)
-        self.gate = nn.Linear(config.hidden, config.ffn_size, bias=config.bias) if config.gated_ffn else None
-        self.down = nn.Linear(config.ffn_size, config.hidden, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activate(self.up(x)))
-        return self.down(self.activate(self.gate(x)) * self.up(x))
-
-    def activate(self, x: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return F.silu(x)
-        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+    def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""
+        return self.query_norm(query.float()).to(dtype), self.key_norm(key.float()).to(dtype)
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = build_norm(config)
         self.attention = Attention(config)
         self.ffn_norm = build_norm(config)
-        self.ffn = FeedForward(config)
+        experts = config.moe is not None and config.moe.in_layer(layer)
+        self.ffn = MixtureOfExperts(config) if experts else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
@@ -125,7 +114,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = build_norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
@@ -144,7 +133,7 @@ class Transformer(nn.Module):
             if parameter.dim() < 2:
                 (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(parameter)
                 continue
-            residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+            residual = name.endswith(("out.weight", "down.weight"))
             std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             nn.init.normal_(parameter, std=std)
 
@@ -163,7 +152,8 @@ class Transformer(nn.Module):
         if targets is None:
             return self.head(x)
         # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        return attach_balance_losses(loss, self) if self.config.moe else loss
 
     def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
         """None means plain causal; a sliding window needs its own (S, S) mask."""
