@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
+from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, evaluation_batches
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
@@ -137,11 +138,11 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def _to_device(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Tensor, Tensor]:
-        pair = torch.from_numpy(inputs), torch.from_numpy(targets)
+    def _to_device(self, batch: Batch[np.ndarray]) -> Batch[Tensor]:
+        tensors = batch.map(torch.from_numpy)
         if self.device.type == "cuda":
-            return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in pair)  # type: ignore[return-value]
-        return pair
+            return tensors.map(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
+        return tensors
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -180,17 +181,17 @@ class Trainer:
         """A very short run is not recorded: every step of it would be slower."""
         return self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
 
-    def _timed_step(self, batches: Prefetcher[tuple[Tensor, Tensor]], recording: bool) -> StepTimes:
+    def _timed_step(self, batches: Prefetcher[Batch[Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         config, clock = self.config, self.clock
         with clock.step() as times, step_scope(recording):
             with clock.phase(Phase.DATA):
-                inputs, targets = next(batches)
+                batch = next(batches)
             losses = []
             for first in range(0, config.train.global_batch, config.micro_batch):
-                micro = slice(first, first + config.micro_batch)
+                micro = batch.rows(slice(first, first + config.micro_batch))
                 with clock.phase(Phase.FORWARD), phase_scope(recording, Phase.FORWARD), self._autocast():
-                    loss = self.model(inputs[micro], targets[micro]) / config.accumulation
+                    loss = self.model(micro.inputs, micro.targets) / config.accumulation
                 with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
                     loss.backward()
                 losses.append(loss.detach())
@@ -222,7 +223,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
+    def _record_steps(self, batches: Prefetcher[Batch[Tensor]], metrics: TextIO) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
@@ -291,11 +292,10 @@ class Trainer:
             self.dataset.validation, config.sequence, config.micro_batch,
             config.evaluation.batches * config.accumulation,
         )  # fmt: skip
-        for pair in batches:
-            inputs, targets = self._to_device(*pair)
+        for batch in map(self._to_device, batches):
             with self._autocast():
-                total += float(self.model(inputs, targets)) * inputs.numel()
-            tokens += inputs.numel()
+                total += float(self.model(batch.inputs, batch.targets)) * batch.inputs.numel()
+            tokens += batch.inputs.numel()
         self.model.train()
         self.validation_loss = total / tokens
         seconds = time.perf_counter() - began
