@@ -14,6 +14,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.generate import continue_tokens
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses, update_routing
 from ironlaw.model.transformer import Transformer
+from ironlaw.workload.parameters import model_parameters
 
 BASE: dict[str, Any] = {
     "layers": 2, "hidden": 32, "heads": 4, "vocab": 60, "context": 24, "kv_heads": 2, "ffn": 48, "gated_ffn": True,
@@ -141,6 +142,21 @@ def test_gradients_are_those_of_finite_differences(factor: float | None) -> None
         return layer.combine(rows, fixed)
 
     assert torch.autograd.gradcheck(experts, (x, weights, *layer.experts.parameters()))
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_parameters_are_counted_and_listed(name: str, gated: bool) -> None:
+    model = Transformer(config(TABLES[name], gated_ffn=gated, qk_norm=gated, qk_norm_whole=gated))
+    there = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    assert [(p.name, p.shape) for p in model_parameters(model.config)] == there
+    assert sum(p.numel() for p in model.parameters()) == model.config.parameters
+    assert len(there) == model.config.parameter_tensors
+    moe = model.config.moe
+    assert moe is not None
+    idle = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    idle = idle * (moe.experts - moe.experts_per_token) // moe.experts
+    assert model.config.active_parameters == model.config.parameters - idle
 
 
 @pytest.mark.parametrize("name", TABLES)
