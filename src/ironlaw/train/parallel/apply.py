@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ironlaw.config import RunConfig, TrainConfig
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
 from ironlaw.model.transformer import Transformer
+from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import pipeline, tensor
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.workload.optimizers import OptimizerConfig, assign
+from ironlaw.workload.parameters import Parameter
 
 
 @dataclass
@@ -26,6 +32,14 @@ class Applied:
     plain: dict[int, Transformer]
     partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+
+    @property
+    def model(self) -> Transformer:
+        """Everything here under the names of the whole model."""
+        return self._model
+
+    def __post_init__(self) -> None:
+        self._model = pipeline.joined(self.plain)
 
     @property
     def stages(self) -> int:
@@ -44,7 +58,7 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     if layout.tp > 1 or layout.cp > 1:
         place = SharedPlace(ranks)
         model.place = place
-        for block in model.blocks:
+        for block in tensor.blocks_of(model):
             block.attention.place = place
 
     # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
@@ -56,12 +70,12 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     if layout.pp > 1:
         stages = layout.pp * layout.virtual_stages
         numbers = pipeline.stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
-        plain = {number: pipeline.cut(model, stages, number) for number in numbers}
+        plain = {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
 
     # Tensor parallel on whole weights: FSDP afterwards shards each rank's part, and gathers only that.
     if layout.tp > 1:
         for part in plain.values():
-            tensor.parallelize(part, ranks.mesh["tp"], layout.sequence_parallel)
+            tensor.parallelize(part, ranks.mesh["tp"], layout.sp)
 
     for part in plain.values():
         part.to(ranks.device)
@@ -81,9 +95,11 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
             )
 
     # Read only now: FSDP has put its own parameters in place of the model's.
-    partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sequence_parallel)]
+    partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
     last = plain.get(layout.pp * layout.virtual_stages - 1)
-    copied = last.head.weight if last is not None and layout.pp > 1 and config.model.tied else None
+    copied = None
+    if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
+        copied = cast(nn.Parameter, last.head.weight)
     return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied)
 
 
@@ -106,20 +122,40 @@ def shard(part: Transformer, ranks: Ranks) -> None:
     fully_shard(part, mesh=mesh, reshard_after_forward=False)
 
 
-def by_mesh(optimizer: torch.optim.Optimizer, applied: Applied, config: TrainConfig) -> torch.optim.Optimizer:
-    """Parameter groups split so that each holds one kind: a fused update takes tensors of one mesh only.
+ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")
+"""Optimizers that update every element by itself: they do the same on a part of a tensor."""
 
-    The copy of a tied embedding is not decayed, like the original.
-    """
-    groups: list[dict[str, object]] = []
-    for group in optimizer.param_groups:
-        kinds: dict[object, list[nn.Parameter]] = {}
-        for parameter in group["params"]:
-            mesh = getattr(parameter, "device_mesh", None)
-            copied = parameter is applied.copied_head
-            kinds.setdefault((mesh, copied), []).append(parameter)
-        rest = {name: value for name, value in group.items() if name != "params"}
-        for (_, copied), parameters in kinds.items():  # type: ignore[misc]
-            groups.append(rest | {"params": parameters} | ({"weight_decay": 0.0} if copied else {}))
-    optimizer.param_groups[:] = groups  # type: ignore[assignment]
+
+def build(applied: Applied, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of this rank's part. UserError for one that needs whole tensors where a rank has parts."""
+    parted = any(isinstance(parameter, DTensor) for parameter in applied.parameters())
+    if config.name not in ELEMENTWISE and (parted or applied.stages > 1):
+        raise UserError(
+            f"optimizer.name = {config.name!r} works on whole tensors and this layout divides them: use one of "
+            f"{', '.join(ELEMENTWISE)}, or dp alone with layout.zero = 0"
+        )
+    optimizer = build_optimizer(applied.model, config)
+    if parted or applied.copied_head is not None:
+        _regroup(optimizer, applied, config)
     return optimizer
+
+
+def _regroup(optimizer: torch.optim.Optimizer, applied: Applied, config: OptimizerConfig) -> None:
+    """Groups split so that each holds one kind: a fused update takes tensors of one mesh only.
+
+    The copy of a tied embedding is treated like the original.
+    """
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kind = "copy" if parameter is applied.copied_head else getattr(parameter, "device_mesh", None)
+            kinds.setdefault(kind, []).append(parameter)
+        rest = {name: value for name, value in group.items() if name != "params"}
+        for kind, parameters in kinds.items():
+            more: dict[str, Any] = {}
+            if kind == "copy":
+                (of,) = assign([Parameter("embedding.weight", tuple(parameters[0].shape), True)], config)
+                more = {"weight_decay": of.weight_decay, "lr_scale": of.lr_scale, "lr": config.lr * of.lr_scale}
+            groups.append(rest | {"params": parameters} | more)
+    optimizer.param_groups[:] = groups

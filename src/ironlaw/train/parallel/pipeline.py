@@ -18,39 +18,46 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ironlaw.model.transformer import Transformer
+from ironlaw.plan.layout import V_SHAPED, ends_lighter
 from ironlaw.train.parallel.ranks import Ranks
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
-FOLDED = ("zbv", "dualpipev")
-"""Schedules whose second chunks run back: the first rank has the first stage and the last."""
+
+def _kind(schedule: str, virtual: int) -> Any:
+    if schedule == "1f1b":
+        return ScheduleInterleaved1F1B if virtual > 1 else Schedule1F1B
+    return {
+        "gpipe": ScheduleGPipe, "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
+        "dualpipe": ScheduleDualPipeV,
+    }[schedule]  # fmt: skip
 
 
 def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
     """Stages of a pipeline rank, in order."""
-    if schedule in FOLDED:
+    if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * chunk for chunk in range(virtual)]
 
 
 def rank_of_last(schedule: str, pp: int) -> int:
-    return 0 if schedule in FOLDED else pp - 1
+    return 0 if schedule in V_SHAPED else pp - 1
 
 
-def layers_of(layers: int, stages: int, stage: int) -> range:
-    """Equal parts, the first ones larger: what the planner assumes of `partition = "equal"`."""
-    whole, rest = divmod(layers, stages)
-    first = stage * whole + min(stage, rest)
-    return range(first, first + whole + (stage < rest))
+def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
+    """Layers of each stage as the planner deals them (`plan/stages.py`): as equal as can be, less at the ends."""
+    less = ends_lighter(layers, stages)
+    if virtual > 1 and less is not None:
+        counts = [(layers + sum(less)) // stages] * stages
+        counts[0] -= less[0]
+        counts[-1] -= less[1]
+    else:
+        whole, rest = divmod(layers, stages)
+        turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+        counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
-def cut(model: Transformer, stages: int, stage: int) -> Transformer:
+def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
     """The part of `model` that is one stage; parts keep their names, so that a checkpoint knows them."""
     part = Transformer.__new__(Transformer)
     nn.Module.__init__(part)
@@ -59,17 +66,36 @@ def cut(model: Transformer, stages: int, stage: int) -> Transformer:
     part.embedding = model.embedding if first else None
     part.positions = model.positions if first else None
     part.blocks = nn.ModuleList()
-    for layer in layers_of(len(model.blocks), stages, stage):
+    for layer in layers_of(len(model.blocks), stages, virtual)[stage]:
         part.blocks.add_module(str(layer), model.blocks[layer])
     part.final_norm = model.final_norm if last else None
-    part.head = model.head if last else None
+    head = model.head if last else None
     if last and stages > 1 and model.config.tied:
         # A copy, kept equal: both stages add up their gradients (`step.py`).
-        part.head = nn.Linear(model.head.in_features, model.head.out_features, bias=False, device="meta")
-        part.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        rows, columns = model.head.weight.shape
+        head = nn.Linear(columns, rows, bias=False, device="meta")
+        head.weight = nn.Parameter(model.head.weight.detach().clone())
+    part.head = head  # type: ignore[assignment]
     for name, buffer in model.named_buffers(recurse=False):
         part.register_buffer(name, buffer, persistent=False)
     return part
+
+
+def joined(parts: dict[int, Transformer]) -> Transformer:
+    """All stages of this rank under one roof and their own names: for the optimizer and for checkpoints."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    some = next(iter(parts.values()))
+    roof = Transformer.__new__(Transformer)
+    nn.Module.__init__(roof)
+    roof.config = some.config
+    for name in ("embedding", "positions", "final_norm", "head"):
+        setattr(roof, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
+    roof.blocks = nn.ModuleList()
+    for part in parts.values():
+        for name, block in part.blocks.named_children():
+            roof.blocks.add_module(name, block)
+    return roof
 
 
 def build_schedule(
@@ -86,7 +112,7 @@ def build_schedule(
     stages = config.pp * config.virtual_stages
     here = sequence // config.cp
     tokens = torch.zeros(micro_batch, here, dtype=torch.long, device=ranks.device)
-    stream_rows = here // (config.tp if config.sequence_parallel else 1)
+    stream_rows = here // (config.tp if config.sp else 1)
     stream = torch.zeros(micro_batch, stream_rows, hidden, device=ranks.device, requires_grad=True)
     loss = torch.zeros(1, device=ranks.device, requires_grad=True)
     built = []
@@ -99,8 +125,8 @@ def build_schedule(
                 group=ranks.group("pp"),
             )
         )  # fmt: skip
-    kind = SCHEDULES[config.schedule]
-    single = config.schedule in ("gpipe", "1f1b")
+    kind = _kind(config.schedule, config.virtual_stages)
+    single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss)
 
 

@@ -20,7 +20,7 @@ class SharedPlace(Place):
     def __init__(self, ranks: Ranks) -> None:
         config = ranks.config
         self.tp, self.tp_rank = config.tp, ranks.index("tp")
-        self.sp = config.sequence_parallel
+        self.sp = config.sp
         self.cp, self.cp_rank = config.cp, ranks.index("cp")
         self.mesh: DeviceMesh | None = ranks.context
 

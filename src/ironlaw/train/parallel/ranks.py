@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,6 @@ from ironlaw.plan.layout import Layout
 
 TIMEOUT_SECONDS = 300.0
 """A collective that takes longer hangs: some rank is gone or elsewhere."""
-
-SCHEDULES_OF_CHUNKS = {"gpipe": False, "1f1b": False, "interleaved": True, "zero-bubble": True, "zbv": True,
-                       "dualpipev": True}  # fmt: skip
-"""Whether a schedule works on several model chunks per rank."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +72,12 @@ def settled(config: LayoutConfig, size: int) -> LayoutConfig:
             f"[layout] {dp}tp {config.tp} x pp {config.pp} x cp {config.cp} does not make {size} ranks: "
             f"start {(config.dp or 1) * others} (torchrun --nproc-per-node) or change the layout"
         )
-    config = config.model_copy(update={"dp": size // others})
-    if config.dp and config.dp % config.hybrid:
-        raise UserError(f"layout.dp = {config.dp} is not a multiple of layout.hybrid = {config.hybrid}")
-    return config
+    return config.model_copy(update={"dp": size // others})
 
 
 def planned_layout(config: LayoutConfig, micro_batch: int) -> Layout:
     """The same in the planner's type."""
-    return Layout(
-        dp=config.dp or 1, zero=config.zero, tp=config.tp, sp=config.sequence_parallel, pp=config.pp,
-        virtual_stages=config.virtual_stages, cp=config.cp, ep=config.ep, micro_batch=micro_batch,
-    )  # fmt: skip
+    return Layout(**config.model_dump() | {"dp": config.dp or 1}, micro_batch=micro_batch)
 
 
 def check(config: RunConfig, size: int) -> LayoutConfig:
@@ -101,37 +91,20 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"use a multiple of {layout.dp}"
         )
     micro_batch = min(config.micro_batch, share)
-    if layout.zero < 2:  # the planner advises against more with a pipeline; it runs all the same
-        plan = planned_layout(layout, micro_batch)
-        plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
-    else:
-        plan = replace(planned_layout(layout, micro_batch), zero=1)
-        plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
+    plan = planned_layout(layout, micro_batch)
+    plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if model.key_value_heads % layout.tp:
         raise UserError(f"layout.tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
     if config.sequence % (2 * layout.cp) and layout.cp > 1:
         raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")
-    _check_pipeline(layout, share // micro_batch)
-    if layout.hybrid > 1 and not layout.zero:
-        raise UserError("layout.hybrid needs layout.zero of 1 to 3: without sharding every replica is a copy")
-    return layout
-
-
-def _check_pipeline(layout: LayoutConfig, micro_batches: int) -> None:
-    if layout.pp == 1:
-        return
-    chunks = SCHEDULES_OF_CHUNKS[layout.schedule]
-    if layout.virtual_stages > 1 and not chunks:
-        raise UserError(f'layout.schedule = "{layout.schedule}" has one chunk per rank: use schedule = "interleaved"')
-    if layout.schedule in ("zbv", "dualpipev") and layout.virtual_stages != 2:
-        raise UserError(f'layout.schedule = "{layout.schedule}" needs virtual_stages = 2')
-    if layout.schedule == "interleaved" and layout.virtual_stages == 1:
-        raise UserError('layout.schedule = "interleaved" needs virtual_stages of 2 or more; or use schedule = "1f1b"')
-    if micro_batches < layout.pp:
+    if layout.pp > 1 and share // micro_batch < layout.pp:
         raise UserError(
-            f"{micro_batches} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so that "
-            f"each replica has at least {layout.pp}"
+            f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
+            f"that each replica has at least {layout.pp}"
         )
+    if layout.ep > 1 or (model.moe is not None and size > 1):
+        raise UserError("this trainer does not train a mixture of experts on several ranks yet: use one process")
+    return layout
 
 
 def start(config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
@@ -149,8 +122,8 @@ def start(config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
     config = settled(config, size)
     assert config.dp is not None
     sharded = config.zero > 0
-    replicate = config.hybrid if sharded else config.dp * config.cp
-    shard = config.dp // config.hybrid * config.cp if sharded else 1
+    replicate = config.dp // (config.shard or config.dp) if sharded else config.dp * config.cp
+    shard = (config.shard or config.dp) * config.cp if sharded else 1
     mesh = init_device_mesh(
         device.type, (config.pp, replicate, shard, config.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
     )

@@ -47,6 +47,13 @@ class DistributedStep:
             return tokens
         return tokens[:, place.positions(tokens.shape[1])].contiguous()
 
+    def samples(self, step: int) -> Tensor | None:
+        """Numbers of this replica's sequences within the run, where dropout is drawn by them."""
+        if not self.config.model.dropout:
+            return None
+        first = step * self.config.train.global_batch + self.ranks.index("dp") * self.share
+        return torch.arange(first, first + self.share)
+
     def forward_backward(self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None) -> Tensor:
         """Gradients of the mean loss over the global batch; returns this rank's own mean loss (zero without one)."""
         inputs, targets = self.local(inputs), self.local(targets)
@@ -97,7 +104,9 @@ class DistributedStep:
         """What neither autograd nor FSDP adds up."""
         for parameter in self.applied.parameters():
             gradient = parameter.grad
-            if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+                continue
+            if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         if self.applied.partial:
             _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.ranks.group("tp"))

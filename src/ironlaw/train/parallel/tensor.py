@@ -7,6 +7,8 @@ and as much for the feed-forward network.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ironlaw.model.transformer import Attention, Transformer
+from ironlaw.model.transformer import Attention, Block, Transformer
 
 
 class SplitProjection(nn.Module):
@@ -37,13 +39,17 @@ class SplitProjection(nn.Module):
                 linear.bias = nn.Parameter(bias.clone())
             setattr(self, name, linear)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query(x), self.key(x), self.value(x)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in self.children())
+
+
+def blocks_of(model: Transformer) -> list[Block]:
+    return cast(list[Block], list(model.blocks))
 
 
 def split_projections(model: Transformer) -> None:
-    for block in model.blocks:
-        block.attention.qkv = SplitProjection(block.attention)
+    for block in blocks_of(model):
+        block.attention.qkv = SplitProjection(block.attention)  # type: ignore[assignment]
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -82,13 +88,13 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
 
 
 def _gated(model: Transformer) -> bool:
-    return any(block.ffn.gate is not None for block in model.blocks)
+    return any(getattr(block.ffn, "gate", None) is not None for block in blocks_of(model))
 
 
 def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.Parameter]:
     """Parameters whole on every rank that see only the rank's heads or positions: gradients add up over tp."""
     found: list[nn.Parameter] = []
-    for block in model.blocks:
+    for block in blocks_of(model):
         if block.attention.config.qk_norm:
             found += [block.attention.query_norm.weight, block.attention.key_norm.weight]
         if sequence_parallel:
