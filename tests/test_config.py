@@ -149,3 +149,12 @@ def test_derived_figures() -> None:
     assert (config.micro_batch, config.accumulation, config.sequence, config.tokens_per_step) == (2, 4, 12, 96)
     plain = build_config({"model": MODEL, "train": {"global_batch": 8}})
     assert (plain.micro_batch, plain.accumulation, plain.sequence) == (8, 1, 16)
+
+
+def test_layout_is_a_section_that_may_be_absent() -> None:
+    document = {"model": {"name": "gpt2"}}
+    assert build_config(document).layout is None
+    layout = build_config(document | {"layout": {"tp": 2}}).layout
+    assert layout is not None and (layout.tp, layout.dp, layout.zero) == (2, None, 0)
+    with pytest.raises(UserError, match=r"unknown key layout\.tpp: .*layout\.tp"):
+        build_config(document | {"layout": {"tpp": 2}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -47,11 +47,31 @@ class TrainConfig(_Section):
 class CheckpointConfig(_Section):
     every: int = Field(200, ge=0)  # steps; 0: only at the end and when interrupted
     keep: int = Field(2, gt=0)  # the newest k
+    keep_every: int = Field(0, ge=0)  # and those of steps divisible by this, for ever; 0: none
+    keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
 
 
 class EvaluationConfig(_Section):
     every: int = Field(100, ge=0)  # steps; 0: only at the end
     batches: int = Field(8, gt=0)  # validation batches of `train.global_batch` sequences each
+
+
+class LayoutConfig(_Section):
+    """How the job is spread over processes; the planner's words (`plan/layout.py`), one rank per device.
+
+    With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
+    """
+
+    dp: int | None = Field(None, gt=0)  # data parallel replicas; what the other degrees leave of the ranks unless given
+    zero: int = Field(0, ge=0, le=3)  # what replicas shard: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
+    hybrid: int = Field(1, gt=0)  # groups of replicas: state is sharded within a group and copied between groups
+    tp: int = Field(1, gt=0)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
+    sequence_parallel: bool = False  # and the residual stream between them: less memory for the same traffic
+    pp: int = Field(1, gt=0)  # pipeline stages
+    virtual_stages: int = Field(1, gt=0)  # model chunks per pipeline rank: a smaller bubble, more messages
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] = "1f1b"
+    cp: int = Field(1, gt=0)  # context parallel ranks: each sequence is divided
+    ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
 
 
 class RunConfig(_Section):
@@ -62,6 +82,7 @@ class RunConfig(_Section):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    layout: LayoutConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -69,6 +90,22 @@ class RunConfig(_Section):
             raise ValueError(
                 f"train.global_batch = {self.train.global_batch} is not a multiple of train.micro_batch = "
                 f"{self.micro_batch}: use train.global_batch = {self.micro_batch * self.accumulation}"
+            )
+        if (
+            self.checkpoint.keep_best
+            and self.checkpoint.every
+            and (not self.evaluation.every or self.checkpoint.every % self.evaluation.every)
+        ):
+            raise ValueError(
+                f"checkpoint.keep_best needs a validation at every checkpoint: use evaluation.every = "
+                f"{self.checkpoint.every} or a divisor of it"
+            )
+        if self.checkpoint.keep_every and (
+            not self.checkpoint.every or self.checkpoint.keep_every % self.checkpoint.every
+        ):
+            raise ValueError(
+                f"checkpoint.keep_every = {self.checkpoint.keep_every} is not a multiple of checkpoint.every = "
+                f"{self.checkpoint.every}: no checkpoint would be kept for it"
             )
         if self.sequence > self.model.context:
             raise ValueError(
@@ -160,10 +197,16 @@ def _toml_value(text: str) -> Any:
 
 def _is_text(section: str, key: str) -> bool:
     """Whether this key holds any text (unknown keys do not: they are refused later, by name)."""
-    known = RunConfig.model_fields.get(section)
-    kind = known.annotation if known else None
-    field = kind.model_fields.get(key) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    kind = _section_type(section)
+    field = kind.model_fields.get(key) if kind is not None else None
     return field is not None and field.annotation in (str, str | None)
+
+
+def _section_type(name: str) -> type[BaseModel] | None:
+    """The type of a section, also of one that may be absent."""
+    known = RunConfig.model_fields.get(name)
+    kinds = (known.annotation, *get_args(known.annotation)) if known else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
@@ -187,8 +230,8 @@ def _explain(error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         if len(location) == 1:
             return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
-        section = RunConfig.model_fields[location[0]].annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel)
+        section = _section_type(location[0])
+        assert section is not None
         return f"unknown key {key}: {_nearest(location[0], location[-1], section)}"
     if problem["type"] == "missing":
         return f"{key} is missing: add it, or give model.name of a catalogued model"

@@ -93,8 +93,8 @@ def test_the_first_step_is_what_a_plain_loop_would_do(
     )  # fmt: skip
     expected = []
     for step in range(4):
-        inputs, targets = (torch.from_numpy(array) for array in batches.batch(step))
-        loss = model(inputs, targets)
+        batch = batches.batch(step).map(torch.from_numpy)
+        loss = model(batch.inputs, batch.targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
