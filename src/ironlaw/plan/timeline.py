@@ -30,8 +30,8 @@ RIVALRY = 6.0
 """Exponent of the norm that stands for max(device, host): where both are close, each waits for the other at times."""
 
 UNFUSED_SOFTMAX_LAUNCHES = 0.25
-"""Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25): its fused
-kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank are no multiple of four."""
+"""Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
+fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
 
 
 @dataclass(frozen=True)
