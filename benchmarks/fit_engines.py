@@ -201,8 +201,8 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
                        "network_slowdown"], []),
     "megatron-deepspeed": (
         ["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
-         "matmul_slowdown", "streaming_traffic", "shard_traffic", "score_traffic", "loss_traffic", "tp_hidden", "pp_hidden",
-         "island_slowdown", "network_slowdown", "optimizer_traffic"],
+         "matmul_slowdown", "streaming_traffic", "shard_traffic", "score_traffic", "loss_traffic", "tp_hidden",
+         "pp_hidden", "island_slowdown", "network_slowdown", "optimizer_traffic"],
         [],
     ),
     "megatron-core": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "tp_hidden", "dp_hidden",
