@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, evaluation_batches, permuted
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.errors import UserError
@@ -39,7 +40,9 @@ def test_the_order_is_pinned() -> None:
 
 def test_targets_are_one_ahead_and_int64() -> None:
     batches = Batches(TOKENS, sequence=8, sequences_per_batch=4, seed=0)
-    inputs, targets = batches.batch(3)
+    batch = batches.batch(3)
+    inputs, targets = batch.inputs, batch.targets
+    assert batch.documents is None
     assert inputs.shape == targets.shape == (4, 8)
     assert inputs.dtype == targets.dtype == np.int64
     np.testing.assert_array_equal(inputs + 1, targets)
@@ -72,23 +75,23 @@ def test_batches_run_on_across_epochs() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 def test_ranks_share_the_global_batch(ranks: int) -> None:
     whole = Batches(TOKENS, 8, 6, seed=2)
-    parts = [Batches(TOKENS, 8, 6, seed=2, rank=rank, ranks=ranks) for rank in range(ranks)]
+    parts = [Batches(TOKENS, 8, 6, seed=2, rank=rank, world=ranks) for rank in range(ranks)]
     for step in (0, 1, 20, 1000):
-        joined = np.concatenate([part.batch(step)[0] for part in parts])
-        np.testing.assert_array_equal(joined, whole.batch(step)[0])
+        joined = np.concatenate([part.batch(step).inputs for part in parts])
+        np.testing.assert_array_equal(joined, whole.batch(step).inputs)
 
 
 def test_resumed_batches_are_the_same_and_seeds_differ() -> None:
     first, second = Batches(TOKENS, 8, 4, seed=3), Batches(TOKENS, 8, 4, seed=3)
     for step in range(50):
         first.batch(step)
-    np.testing.assert_array_equal(first.batch(50)[0], second.batch(50)[0])
+    np.testing.assert_array_equal(first.batch(50).inputs, second.batch(50).inputs)
     assert Batches(TOKENS, 8, 4, seed=4).starts(0).tolist() != first.starts(0).tolist()
 
 
 def test_steps_in_any_order_are_the_same() -> None:
     # Windows are located many at a time: going back and jumping must not show it.
-    batches = Batches(TOKENS, 8, 6, seed=2, rank=1, ranks=2)
+    batches = Batches(TOKENS, 8, 6, seed=2, rank=1, world=2)
     for step in (5, 4, 170, 171, 500, 0, 341, 340):
         assert batches.starts(step).tolist() == Batches(TOKENS, 8, 6, 2, 1, 2).starts(step).tolist()
         whole = Batches(TOKENS, 8, 6, seed=2)
@@ -103,7 +106,7 @@ def test_exactly_one_batch_is_enough() -> None:
 def test_wrong_sizes_are_one_line() -> None:
     for act, words in (
         (lambda: Batches(TOKENS[:32], 8, 4, seed=0), "has 32 tokens .* needs 33: lower train.global_batch"),
-        (lambda: Batches(TOKENS, 8, 4, seed=0, ranks=3), "multiple of 3"),
+        (lambda: Batches(TOKENS, 8, 4, seed=0, world=3), "multiple of 3"),
         (lambda: next(evaluation_batches(TOKENS[:8], 8, 4)), "data.validation_fraction"),
     ):
         with pytest.raises(UserError, match=words) as caught:
@@ -113,31 +116,31 @@ def test_wrong_sizes_are_one_line() -> None:
 
 def test_evaluation_sees_each_window_once_and_spreads_a_limit() -> None:
     blocks = list(evaluation_batches(TOKENS, 10, 32))
-    inputs = np.concatenate([inputs for inputs, _ in blocks])
-    assert inputs[:, 0].tolist() == list(range(0, 1000, 10)) and blocks[-1][0].shape == (4, 10)
-    assert all((targets == inputs + 1).all() for inputs, targets in blocks)
-    limited = np.concatenate([inputs for inputs, _ in evaluation_batches(TOKENS, 10, 5, limit=2)])
+    inputs = np.concatenate([block.inputs for block in blocks])
+    assert inputs[:, 0].tolist() == list(range(0, 1000, 10)) and blocks[-1].inputs.shape == (4, 10)
+    assert all((block.targets == block.inputs + 1).all() for block in blocks)
+    limited = np.concatenate([block.inputs for block in evaluation_batches(TOKENS, 10, 5, limit=2)])
     assert limited[:, 0].tolist() == list(range(0, 1000, 100))
 
 
 def test_prefetcher_gives_the_batches_in_order_and_resumes() -> None:
     batches = Batches(TOKENS, 8, 4, seed=0)
     with Prefetcher(batches, stop=10) as prefetcher:
-        seen = [next(prefetcher)[0] for _ in range(6)]
+        seen = [next(prefetcher).inputs for _ in range(6)]
         saved = prefetcher.step
     assert saved == 6
     with Prefetcher(batches, start=saved, stop=10) as prefetcher:
-        seen += [inputs for inputs, _ in prefetcher]
+        seen += [batch.inputs for batch in prefetcher]
         assert prefetcher.step == 10 and prefetcher.batches_per_second is not None
     for step, inputs in enumerate(seen):
-        np.testing.assert_array_equal(inputs, batches.batch(step)[0])
+        np.testing.assert_array_equal(inputs, batches.batch(step).inputs)
     assert len(seen) == 10
 
 
 def test_prefetcher_measures_the_wait() -> None:
-    def slow(inputs: np.ndarray, targets: np.ndarray) -> int:
+    def slow(batch: Batch[np.ndarray]) -> int:
         time.sleep(0.05)
-        return len(inputs)
+        return len(batch.inputs)
 
     with Prefetcher(Batches(TOKENS, 8, 4, seed=0), stop=3, apply=slow) as prefetcher:
         assert list(prefetcher) == [4, 4, 4]
@@ -146,11 +149,11 @@ def test_prefetcher_measures_the_wait() -> None:
 
 
 def test_prefetcher_hands_over_exceptions_after_the_good_batches() -> None:
-    def fail_at_third(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    def fail_at_third(batch: Batch[np.ndarray]) -> np.ndarray:
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("disk on fire")
-        return inputs
+        return batch.inputs
 
     calls: list[int] = []
     with Prefetcher(Batches(TOKENS, 8, 4, seed=0), apply=fail_at_third) as prefetcher:

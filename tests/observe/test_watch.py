@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_the_timeline_covers_the_recorded_step(ledger: Ledger) -> None:
     phases = [s for s in line["segments"] if s["lane"] == "phases"]
     assert {"forward", "backward", "optimizer"} <= {s["style"] for s in phases}
     assert all(0 <= s["start"] <= s["end"] <= line["seconds"] + 1e-9 for s in line["segments"])
-    for before, after in zip(phases, phases[1:], strict=False):
+    for before, after in itertools.pairwise(phases):
         assert before["end"] <= after["start"] + 1e-9
 
 
@@ -147,9 +148,10 @@ def test_nothing_stays_wrapped(tmp_path: Path) -> None:
 
 def test_a_loop_without_a_step_says_so(tmp_path: Path) -> None:
     model = Small()
-    with pytest.raises(UserError, match="no step was observed"):
-        with ironlaw.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), out=tmp_path / "run"):
-            model(torch.zeros(2, 4, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observed = ironlaw.observe(model, optimizer, out=tmp_path / "run")
+    with pytest.raises(UserError, match="no step was observed"), observed:
+        model(torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(UserError, match="optimizer"):
         ironlaw.observe(model, [], out=tmp_path / "run")
 
@@ -180,9 +182,7 @@ def test_gaps_are_named_by_their_neighbours_and_by_what_the_thread_did() -> None
     times = partition.cut()
     assert times is not None
     phases = times.phase_seconds
-    assert (
-        phases[Phase.FORWARD] > 0.011 and phases[Phase.OPTIMIZER] > 0.011
-    )  # the gap after it is the loss, or clipping
+    assert phases[Phase.FORWARD] > 0.011 and phases[Phase.OPTIMIZER] > 0.011  # gap: loss, clipping
     assert phases[Phase.BACKWARD] > 0.001
     assert phases[Phase.IDLE] > 0.005  # asleep after the update
     assert sum(phases.values()) == pytest.approx(times.wall_seconds)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ironlaw.data.batch import Batch
 from ironlaw.errors import UserError
 
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -17,7 +18,7 @@ class Batches:
 
     An epoch visits every window of `sequence` tokens once, in a permutation of its own; the windows do not
     overlap, and their edges move from epoch to epoch. Batches run on across the end of an epoch.
-    `sequences_per_batch` is the global batch: rank r of `ranks` gets its slice of it, and the global order is
+    `sequences_per_batch` is the global batch: rank r of `world` gets its slice of it, and the global order is
     the same for any number of ranks.
     """
 
@@ -28,14 +29,14 @@ class Batches:
         sequences_per_batch: int,
         seed: int,
         rank: int = 0,
-        ranks: int = 1,
+        world: int = 1,
     ):
-        if sequences_per_batch % ranks:
+        if sequences_per_batch % world:
             raise UserError(
-                f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {ranks} "
-                f"data-parallel ranks: use a multiple of {ranks}"
+                f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {world} "
+                f"data-parallel ranks: use a multiple of {world}"
             )
-        assert 0 <= rank < ranks
+        assert 0 <= rank < world
         needed = sequence * sequences_per_batch + 1
         if len(tokens) < needed:
             raise UserError(
@@ -47,8 +48,8 @@ class Batches:
         self.sequence = sequence
         self.sequences_per_batch = sequences_per_batch
         self.seed = seed
-        self._first = rank * sequences_per_batch // ranks
-        self._share = sequences_per_batch // ranks
+        self._first = rank * sequences_per_batch // world
+        self._share = sequences_per_batch // world
         # One window fewer than fit leaves room for the epoch's offset; one batch of text has none to spare.
         fitting = (len(tokens) - 1) // sequence
         self.windows_per_epoch = fitting - 1 if fitting > sequences_per_batch else fitting
@@ -81,20 +82,20 @@ class Batches:
         """Tokens skipped before the epoch's first window."""
         return _mix(self.seed, epoch, 1) % (self._slack + 1)
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of this rank, each (sequences, sequence) int64; targets are one token ahead."""
+    def batch(self, step: int) -> Batch[np.ndarray]:
+        """This rank's share of step `step`; targets are one token ahead."""
         inputs = np.empty((self._share, self.sequence), dtype=np.int64)
         targets = np.empty_like(inputs)
         for row, start in enumerate(self.starts(step).tolist()):
             window = self._tokens[start : start + self.sequence + 1]
             inputs[row] = window[:-1]
             targets[row] = window[1:]
-        return inputs, targets
+        return Batch(inputs, targets)
 
 
 def evaluation_batches(
     tokens: np.ndarray, sequence: int, sequences_per_batch: int, limit: int | None = None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Iterator[Batch[np.ndarray]]:
     """The validation windows in order, each once, the last batch perhaps smaller; at most `limit` batches.
 
     Spread over the whole split when limited, so that a few batches do not stand for its first documents only.
@@ -111,7 +112,7 @@ def evaluation_batches(
     for first in range(0, wanted, sequences_per_batch):
         starts = chosen[first : first + sequences_per_batch, None] * sequence
         block = plain[starts + np.arange(sequence + 1)].astype(np.int64)
-        yield np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
+        yield Batch(np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:]))
 
 
 def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import numpy as np
 
+from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches
 
 Prepared = TypeVar("Prepared")
@@ -20,7 +21,7 @@ class Prefetcher(Generic[Prepared]):
     """Iterates over the batches of steps `start`, `start + 1`, ... before `stop` (None: without end).
 
     `step` is the step of the batch that comes next, which is all there is to save: batches waiting in the
-    queue are made again on resume. `apply(inputs, targets)` runs in the thread, for example to copy into
+    queue are made again on resume. `apply(batch)` runs in the thread, for example to copy into
     pinned memory.
     An exception in the thread is raised by the consumer's next call.
     """
@@ -31,7 +32,7 @@ class Prefetcher(Generic[Prepared]):
         start: int = 0,
         stop: int | None = None,
         depth: int = 4,
-        apply: Callable[[np.ndarray, np.ndarray], Prepared] | None = None,
+        apply: Callable[[Batch[np.ndarray]], Prepared] | None = None,
     ):
         self.step = start
         self.wait_seconds = 0.0  # the consumer waited for a batch, since the start
@@ -39,7 +40,7 @@ class Prefetcher(Generic[Prepared]):
         self._batches = batches
         self._stop = stop
         self._depth = depth
-        self._apply = apply or (lambda inputs, targets: cast(Prepared, (inputs, targets)))
+        self._apply = apply or (lambda batch: cast(Prepared, batch))
         self._ready: deque[Any] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -60,7 +61,7 @@ class Prefetcher(Generic[Prepared]):
         try:
             while self._stop is None or step < self._stop:
                 start = time.perf_counter()
-                batch = self._apply(*self._batches.batch(step))
+                batch = self._apply(self._batches.batch(step))
                 self._busy_seconds += time.perf_counter() - start
                 self._made += 1
                 step += 1

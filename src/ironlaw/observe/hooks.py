@@ -178,7 +178,7 @@ def sync_points() -> Iterator[dict[str, SyncPoint]]:
 
 
 def _user_line() -> str | None:
-    """The innermost line that belongs neither to torch nor to us; None in optimizers, whose counters live on the host."""
+    """The innermost line that is neither torch's nor ours; None in optimizers, whose counters live on the host."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
         if frame.f_code.co_filename.startswith(_OPTIMIZERS):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
+from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, evaluation_batches
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
@@ -46,10 +48,12 @@ from ironlaw.observe.profile import (
     step_scope,
 )
 from ironlaw.train import checkpoint
+from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
-from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
+from ironlaw.train.state import RandomState, Stateful
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
@@ -118,10 +122,17 @@ class Trainer:
         self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
-        self.optimizer = build_optimizer(self.model, config.train)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
+        self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
+        self.checkpointer = Checkpointer(
+            self.run.checkpoints, config.checkpoint, config.model, say=self.say, before_write=self._sync_metrics
+        )
         if start is not None:
-            checkpoint.load(start, self.model, config.model, self.optimizer)
+            for missing in checkpoint.load(start, self.model, config.model, self.states):
+                self.say(f"the checkpoint holds no {missing} state: it starts anew")
             self.step, self.tokens = start.step, start.tokens
+            self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
         self.run.forget_after(self.step)
         wanted = config.train.compile
@@ -137,11 +148,11 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def _to_device(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Tensor, Tensor]:
-        pair = torch.from_numpy(inputs), torch.from_numpy(targets)
+    def _to_device(self, batch: Batch[np.ndarray]) -> Batch[Tensor]:
+        tensors = batch.map(torch.from_numpy)
         if self.device.type == "cuda":
-            return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in pair)  # type: ignore[return-value]
-        return pair
+            return tensors.map(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
+        return tensors
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -168,8 +179,11 @@ class Trainer:
                     self._probe_sometimes()
                     observed.joules = energy.joules()
             if not self._checkpoint_due() and self.step > first_step:
-                self._save_checkpoint()
+                self._take_checkpoint()
+                self.checkpointer.write()
+            self._wait_for_checkpoint()
         finally:
+            self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if self.step >= config.train.steps:  # a signal during the last step ended nothing early
@@ -180,17 +194,17 @@ class Trainer:
         """A very short run is not recorded: every step of it would be slower."""
         return self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
 
-    def _timed_step(self, batches: Prefetcher[tuple[Tensor, Tensor]], recording: bool) -> StepTimes:
+    def _timed_step(self, batches: Prefetcher[Batch[Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         config, clock = self.config, self.clock
         with clock.step() as times, step_scope(recording):
             with clock.phase(Phase.DATA):
-                inputs, targets = next(batches)
+                batch = next(batches)
             losses = []
             for first in range(0, config.train.global_batch, config.micro_batch):
-                micro = slice(first, first + config.micro_batch)
+                micro = batch.rows(slice(first, first + config.micro_batch))
                 with clock.phase(Phase.FORWARD), phase_scope(recording, Phase.FORWARD), self._autocast():
-                    loss = self.model(inputs[micro], targets[micro]) / config.accumulation
+                    loss = self.model(micro.inputs, micro.targets) / config.accumulation
                 with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
                     loss.backward()
                 losses.append(loss.detach())
@@ -205,24 +219,22 @@ class Trainer:
         self.tokens += config.tokens_per_step
         if not np.isfinite(self.train_loss):
             raise UserError(
-                f"the loss of step {self.step} is {self.train_loss}: lower train.lr or train with "
+                f"the loss of step {self.step} is {self.train_loss}: lower optimizer.lr or train with "
                 "train.precision = fp32, then run again with --resume"
             )
         return times
 
     def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
-        rate = learning_rate(self.config.train, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, learning_rate(self.config, self.step))
         with operation_scope(recording, "clip"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        with operation_scope(recording, "adamw"):
+        with operation_scope(recording, self.config.optimizer.name):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _record_steps(self, batches: Prefetcher[tuple[Tensor, Tensor]], metrics: TextIO) -> None:
+    def _record_steps(self, batches: Prefetcher[Batch[Tensor]], metrics: TextIO) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
@@ -261,6 +273,8 @@ class Trainer:
             entry["evaluation_seconds"] = self._evaluate()
             entry["validation_loss"] = self.validation_loss
             validated = True
+        if self._checkpoint_due():
+            entry["checkpoint_seconds"] = self._take_checkpoint(self.validation_loss if validated else None)
         entry["resident_bytes"] = host.resident_bytes()
         self.observed.resident_peak_bytes = max(self.observed.resident_peak_bytes or 0, entry["resident_bytes"])
         if recorded:
@@ -268,8 +282,7 @@ class Trainer:
         metrics.write(json.dumps(entry) + "\n")
         metrics.flush()
         # After the metrics: a checkpoint without its line could not be told from one with it.
-        if self._checkpoint_due():
-            self._save_checkpoint()
+        self.checkpointer.write()
         self.watch(
             StepReport(
                 step, config.train.steps, self.train_loss, self.validation_loss if validated else None, self.tokens,
@@ -291,26 +304,33 @@ class Trainer:
             self.dataset.validation, config.sequence, config.micro_batch,
             config.evaluation.batches * config.accumulation,
         )  # fmt: skip
-        for pair in batches:
-            inputs, targets = self._to_device(*pair)
+        for batch in map(self._to_device, batches):
             with self._autocast():
-                total += float(self.model(inputs, targets)) * inputs.numel()
-            tokens += inputs.numel()
+                total += float(self.model(batch.inputs, batch.targets)) * batch.inputs.numel()
+            tokens += batch.inputs.numel()
         self.model.train()
         self.validation_loss = total / tokens
         seconds = time.perf_counter() - began
         self.observed.wall_seconds["evaluation"] += seconds
         return seconds
 
-    def _save_checkpoint(self) -> float:
-        began = time.perf_counter()
-        checkpoint.save(
-            self.run.checkpoints, self.step, self.tokens, self.model, self.optimizer, self.config.model,
-            self.config.checkpoint.keep,
-        )  # fmt: skip
-        seconds = time.perf_counter() - began
+    def _take_checkpoint(self, validation_loss: float | None = None) -> float:
+        """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
+        seconds = self.checkpointer.take(self.step, self.tokens, self.model, self.states, validation_loss)
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
+
+    def _wait_for_checkpoint(self) -> None:
+        began = time.perf_counter()
+        try:
+            self.checkpointer.finish()
+        finally:
+            self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
+
+    def _sync_metrics(self) -> None:
+        """The lines of the steps that a checkpoint stands for are on the disk before it is."""
+        with self.run.metrics_file.open("rb") as file:
+            os.fsync(file.fileno())
 
     def _probe_sometimes(self) -> None:
         """Is the machine still as fast as when it was measured?"""
