@@ -167,7 +167,7 @@ class Trainer:
                 self.run.metrics_file.open("a", encoding="utf-8") as metrics,
                 Prefetcher(self.batches, start=self.step, stop=config.train.steps, apply=self._to_device) as batches,
             ):
-                while self.step < config.train.steps and self._interrupted is None:
+                while self.step < config.train.steps and not self._stopping():
                     done = self.step - first_step
                     if config.train.profile_steps and done == warmup and self._enough_steps_left():
                         self._record_steps(batches, metrics)
@@ -189,6 +189,9 @@ class Trainer:
         if self.step >= config.train.steps:  # a signal during the last step ended nothing early
             self._interrupted = None
         return Outcome(self._finish(), self.step, self._interrupted)
+
+    def _stopping(self) -> bool:
+        return self._interrupted is not None
 
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
