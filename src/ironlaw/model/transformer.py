@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import Linear
 
 
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -52,8 +53,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         # One matrix for query, key and value: one large matmul instead of three small ones.
-        self.qkv = nn.Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
-        self.out = nn.Linear(config.query_size, config.hidden, bias=config.bias)
+        self.qkv = Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
+        self.out = Linear(config.query_size, config.hidden, bias=config.bias)
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
             self.key_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
@@ -88,9 +89,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.up = nn.Linear(config.hidden, config.ffn_size, bias=config.bias)
-        self.gate = nn.Linear(config.hidden, config.ffn_size, bias=config.bias) if config.gated_ffn else None
-        self.down = nn.Linear(config.ffn_size, config.hidden, bias=config.bias)
+        self.up = Linear(config.hidden, config.ffn_size, bias=config.bias)
+        self.gate = Linear(config.hidden, config.ffn_size, bias=config.bias) if config.gated_ffn else None
+        self.down = Linear(config.ffn_size, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
@@ -127,7 +128,7 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = build_norm(config)
-        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.head = Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
         if config.positions == "rope":

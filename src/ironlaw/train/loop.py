@@ -34,6 +34,7 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
+from ironlaw.model.linear import use_onednn
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
@@ -107,7 +108,7 @@ class Trainer:
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
-        self._probe = Probe()
+        self._probe = Probe(profile.fp32_products)
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -119,6 +120,7 @@ class Trainer:
         self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
+        use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.optimizer = build_optimizer(self.model, config.train)
         if start is not None:
             checkpoint.load(start, self.model, config.model, self.optimizer)
