@@ -55,8 +55,12 @@ class OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` by oneDNN. Autocast runs products in reduced precision, where PyTorch chooses oneDNN itself."""
-    if x.dtype is torch.float32 and weight.dtype is torch.float32 and not torch.is_autocast_enabled("cpu"):
+    """`F.linear` by oneDNN, for plain fp32 tensors: parts of distributed ones and traced ones keep PyTorch's operator.
+
+    Autocast runs products in reduced precision, where PyTorch chooses oneDNN itself.
+    """
+    plain = type(weight) in (nn.Parameter, Tensor) and x.dtype is weight.dtype is torch.float32
+    if plain and not torch.is_autocast_enabled("cpu"):
         return OneDnnLinear.apply(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 

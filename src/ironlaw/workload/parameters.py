@@ -1,0 +1,87 @@
+"""The parameter tensors of a decoder: names and shapes as `model/transformer.py` has them, in its order. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ironlaw.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained tensor. `embedding`: a lookup table, also where the output layer shares it."""
+
+    name: str
+    shape: tuple[int, ...]
+    embedding: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_block_matrix(self) -> bool:
+        """A matrix of a linear layer inside a block: what optimizers for matrices are meant for."""
+        return len(self.shape) == 2 and not self.embedding and self.name.startswith("blocks.")
+
+
+def model_parameters(model: ModelConfig) -> list[Parameter]:
+    """Every tensor of `Transformer(model).named_parameters()`; a tied output layer is the embedding."""
+    result = [Parameter("embedding.weight", (model.vocab, model.hidden), embedding=True)]
+    if model.positions == "learned":
+        result.append(Parameter("positions.weight", (model.context, model.hidden), embedding=True))
+    for layer in range(model.layers):
+        result += _block(model, f"blocks.{layer}", experts=model.moe is not None and model.moe.in_layer(layer))
+    result += _norm(model, "final_norm")
+    if not model.tied:
+        result.append(Parameter("head.weight", (model.vocab, model.hidden)))
+    return result
+
+
+def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
+    qkv = model.query_size + 2 * model.key_value_size
+    result = _norm(model, f"{name}.attention_norm")
+    result += _linear(f"{name}.attention.qkv", qkv, model.hidden, model.has_qkv_bias)
+    result += _linear(f"{name}.attention.out", model.hidden, model.query_size, model.bias)
+    if model.qk_norm:
+        query, key = model.qk_norm_sizes
+        result.append(Parameter(f"{name}.attention.query_norm.weight", (query,)))
+        result.append(Parameter(f"{name}.attention.key_norm.weight", (key,)))
+    result += _norm(model, f"{name}.ffn_norm")
+    if experts:
+        return result + _experts(model, f"{name}.ffn")
+    return result + _feed_forward(model, f"{name}.ffn", model.ffn_size)
+
+
+def _feed_forward(model: ModelConfig, name: str, width: int) -> list[Parameter]:
+    result = []
+    for which in ("up", "gate") if model.gated_ffn else ("up",):
+        result += _linear(f"{name}.{which}", width, model.hidden, model.bias)
+    return result + _linear(f"{name}.down", model.hidden, width, model.bias)
+
+
+def _experts(model: ModelConfig, name: str) -> list[Parameter]:
+    """Router, the matrices of all experts stacked, and the shared experts."""
+    assert model.moe is not None
+    count, hidden, width = model.moe.experts, model.hidden, model.expert_ffn_size
+    result = [Parameter(f"{name}.router.weight", (count, hidden))]
+    if model.gated_ffn:
+        result.append(Parameter(f"{name}.experts.gate.weight", (count, width, hidden)))
+    result.append(Parameter(f"{name}.experts.up.weight", (count, width, hidden)))
+    result.append(Parameter(f"{name}.experts.down.weight", (count, hidden, width)))
+    if model.moe.shared_experts:
+        result += _feed_forward(model, f"{name}.shared", model.shared_ffn_size)
+    if model.moe.shared_gate:
+        result.append(Parameter(f"{name}.shared_gate.weight", (1, hidden)))
+    return result
+
+
+def _norm(model: ModelConfig, name: str) -> list[Parameter]:
+    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    return [Parameter(f"{name}.{part}", (model.hidden,)) for part in parts]
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> list[Parameter]:
+    weight = [Parameter(f"{name}.weight", (outputs, inputs))]
+    return [*weight, Parameter(f"{name}.bias", (outputs,))] if bias else weight
