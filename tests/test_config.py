@@ -71,7 +71,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
-        ("train.lr=3e-4", "train", "lr", 3e-4),
+        ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
         ("train.steps=7", "train", "steps", 7),
         (" train.steps = 7", "train", "steps", 7),
         ("data.path=./my texts", "data", "path", "./my texts"),
@@ -95,7 +95,7 @@ def test_the_last_set_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["train.lr", "lr=3", "train.=3", ".lr=3", "a.b.c=3", "=", ""])
 def test_set_of_another_form_is_refused(tmp_path: Path, override: str) -> None:
-    with pytest.raises(UserError, match=r"is not section.key=value: write for example --set train.lr=3e-4"):
+    with pytest.raises(UserError, match=r"is not section.key=value: write for example --set optimizer.lr=3e-4"):
         load_config(write(tmp_path), [override])
 
 
@@ -149,3 +149,12 @@ def test_derived_figures() -> None:
     assert (config.micro_batch, config.accumulation, config.sequence, config.tokens_per_step) == (2, 4, 12, 96)
     plain = build_config({"model": MODEL, "train": {"global_batch": 8}})
     assert (plain.micro_batch, plain.accumulation, plain.sequence) == (8, 1, 16)
+
+
+def test_layout_is_a_section_that_may_be_absent() -> None:
+    document = {"model": {"name": "gpt2"}}
+    assert build_config(document).layout is None
+    layout = build_config(document | {"layout": {"tp": 2}}).layout
+    assert layout is not None and (layout.tp, layout.dp, layout.zero) == (2, None, 0)
+    with pytest.raises(UserError, match=r"unknown key layout\.tpp: .*layout\.tp"):
+        build_config(document | {"layout": {"tpp": 2}})

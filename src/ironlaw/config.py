@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +14,7 @@ from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.optimizers import OptimizerConfig
 
 Precision = Literal["auto", "fp32", "bf16"]
 
@@ -23,19 +24,12 @@ class _Section(BaseModel):
 
 
 class TrainConfig(_Section):
-    """One optimizer step: how much data, at which learning rate, in which arithmetic."""
+    """One optimizer step: how much data, in which arithmetic."""
 
     steps: int = Field(1000, gt=0)
     global_batch: int = Field(8, gt=0)  # sequences per optimizer step
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
-    lr: float = Field(1e-3, gt=0)  # AdamW; small models take 1e-3, 100M 6e-4, 7B 3e-4
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # the cosine ends at this fraction of lr
-    warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)  # on matrices only; norms, biases and embeddings are not decayed
     clip: float = Field(1.0, gt=0)  # global gradient norm; inf clips nothing
     precision: Precision = "auto"  # auto: what this machine multiplies fastest, measured
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
@@ -44,14 +38,47 @@ class TrainConfig(_Section):
     profile_steps: int = Field(5, ge=0)  # steps recorded for the time by operation; 0 records none
 
 
+class ScheduleConfig(_Section):
+    """The learning rate over the steps, as a fraction of `optimizer.lr`."""
+
+    warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # the cosine ends at this fraction of the peak
+
+
+# Keys of earlier versions, and where they are now.
+MOVED = {f"train.{key}": f"optimizer.{key}" for key in ("lr", "beta1", "beta2", "eps", "weight_decay")} | {
+    f"train.{key}": f"schedule.{key}" for key in ("warmup_steps", "min_lr_fraction")
+}
+
+
 class CheckpointConfig(_Section):
     every: int = Field(200, ge=0)  # steps; 0: only at the end and when interrupted
     keep: int = Field(2, gt=0)  # the newest k
+    keep_every: int = Field(0, ge=0)  # and those of steps divisible by this, for ever; 0: none
+    keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
 
 
 class EvaluationConfig(_Section):
     every: int = Field(100, ge=0)  # steps; 0: only at the end
     batches: int = Field(8, gt=0)  # validation batches of `train.global_batch` sequences each
+
+
+class LayoutConfig(_Section):
+    """How the job is spread over processes; the planner's words (`plan/layout.py`), one rank per device.
+
+    With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
+    """
+
+    dp: int | None = Field(None, gt=0)  # data parallel replicas; what the other degrees leave of the ranks unless given
+    zero: int = Field(0, ge=0, le=3)  # what replicas shard: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
+    hybrid: int = Field(1, gt=0)  # groups of replicas: state is sharded within a group and copied between groups
+    tp: int = Field(1, gt=0)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
+    sequence_parallel: bool = False  # and the residual stream between them: less memory for the same traffic
+    pp: int = Field(1, gt=0)  # pipeline stages
+    virtual_stages: int = Field(1, gt=0)  # model chunks per pipeline rank: a smaller bubble, more messages
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] = "1f1b"
+    cp: int = Field(1, gt=0)  # context parallel ranks: each sequence is divided
+    ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
 
 
 class RunConfig(_Section):
@@ -60,8 +87,11 @@ class RunConfig(_Section):
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    layout: LayoutConfig | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -69,6 +99,22 @@ class RunConfig(_Section):
             raise ValueError(
                 f"train.global_batch = {self.train.global_batch} is not a multiple of train.micro_batch = "
                 f"{self.micro_batch}: use train.global_batch = {self.micro_batch * self.accumulation}"
+            )
+        if (
+            self.checkpoint.keep_best
+            and self.checkpoint.every
+            and (not self.evaluation.every or self.checkpoint.every % self.evaluation.every)
+        ):
+            raise ValueError(
+                f"checkpoint.keep_best needs a validation at every checkpoint: use evaluation.every = "
+                f"{self.checkpoint.every} or a divisor of it"
+            )
+        if self.checkpoint.keep_every and (
+            not self.checkpoint.every or self.checkpoint.keep_every % self.checkpoint.every
+        ):
+            raise ValueError(
+                f"checkpoint.keep_every = {self.checkpoint.keep_every} is not a multiple of checkpoint.every = "
+                f"{self.checkpoint.every}: no checkpoint would be kept for it"
             )
         if self.sequence > self.model.context:
             raise ValueError(
@@ -136,11 +182,11 @@ def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
-    """`train.lr=3e-4`: the value is read as TOML, and as a plain string when it is not TOML."""
+    """`optimizer.lr=3e-4`: the value is read as TOML, and as a plain string when it is not TOML."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) != 2 or not all(parts):
-        raise UserError(f"--set {override!r} is not section.key=value: write for example --set train.lr=3e-4")
+        raise UserError(f"--set {override!r} is not section.key=value: write for example --set optimizer.lr=3e-4")
     value = _toml_value(text)
     if not isinstance(value, str) and _is_text(*parts):
         value = text  # data.path=2024 is a folder
@@ -160,10 +206,16 @@ def _toml_value(text: str) -> Any:
 
 def _is_text(section: str, key: str) -> bool:
     """Whether this key holds any text (unknown keys do not: they are refused later, by name)."""
-    known = RunConfig.model_fields.get(section)
-    kind = known.annotation if known else None
-    field = kind.model_fields.get(key) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    kind = _section_type(section)
+    field = kind.model_fields.get(key) if kind is not None else None
     return field is not None and field.annotation in (str, str | None)
+
+
+def _section_type(name: str) -> type[BaseModel] | None:
+    """The type of a section, also of one that may be absent."""
+    known = RunConfig.model_fields.get(name)
+    kinds = (known.annotation, *get_args(known.annotation)) if known else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
@@ -185,10 +237,12 @@ def _explain(error: ValidationError) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
+        if key in MOVED:
+            return f"{key} has moved: write {MOVED[key]}"
         if len(location) == 1:
             return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
-        section = RunConfig.model_fields[location[0]].annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel)
+        section = _section_type(location[0])
+        assert section is not None
         return f"unknown key {key}: {_nearest(location[0], location[-1], section)}"
     if problem["type"] == "missing":
         return f"{key} is missing: add it, or give model.name of a catalogued model"

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ironlaw.config import RunConfig, TrainConfig, load_config
+from ironlaw.config import CheckpointConfig, RunConfig, load_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train import checkpoint
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.state import RandomState, host_copy
+from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -32,31 +41,48 @@ Usage = namedtuple("Usage", "total used free")
 
 def trained() -> tuple[Transformer, torch.optim.Optimizer]:
     model = Transformer(MODEL)
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer = build_optimizer(model, OptimizerConfig())
     tokens = torch.randint(0, 20, (2, 6))
     model(tokens, tokens).backward()
     optimizer.step()
     return model, optimizer
 
 
-def save(folder: Path, step: int, keep: int = 2) -> checkpoint.Checkpoint:
+def write(
+    folder: Path, step: int, model: Transformer, states: dict[str, Any], **policy: int | float | None
+) -> checkpoint.Checkpoint:
+    validation_loss = policy.pop("validation_loss", None)
+    checkpointer = Checkpointer(folder, CheckpointConfig(**policy), MODEL)
+    checkpointer.take(step, 100 * step, model, states, validation_loss)
+    checkpointer.write()
+    checkpointer.finish()
+    assert checkpointer.last is not None
+    return checkpointer.last
+
+
+def save(folder: Path, step: int, **policy: int | float | None) -> checkpoint.Checkpoint:
     model, optimizer = trained()
-    return checkpoint.save(folder, step, 100 * step, model, optimizer, MODEL, keep)
+    return write(folder, step, model, {"optimizer": optimizer, "random": RandomState()}, **policy)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     model, optimizer = trained()
-    checkpoint.save(tmp_path, 3, 300, model, optimizer, MODEL, keep=2)
-    expected_random = torch.rand(4)
+    write(tmp_path, 3, model, {"optimizer": optimizer, "random": RandomState()})
+    expected_random = draws()
     other, other_optimizer = trained()
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.tokens) == (3, 300)
-    checkpoint.load(found, other, MODEL, other_optimizer)
-    assert torch.equal(torch.rand(4), expected_random)  # dropout goes on where it was
+    missing = checkpoint.load(found, other, MODEL, {"optimizer": other_optimizer, "random": RandomState()})
+    assert missing == []
+    assert draws() == expected_random  # dropout goes on where it was
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         for name in ("exp_avg", "exp_avg_sq", "step"):
@@ -163,14 +189,14 @@ def test_room_is_asked_for_what_will_be_there_at_once(tmp_path: Path, monkeypatc
     """`keep` checkpoints and the one being written; those that are there already need no more."""
     one = checkpoint.checkpoint_bytes(MODEL)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(2.5 * one)))
-    checkpoint.check_space(tmp_path / "not" / "yet", MODEL, keep=1)
+    checkpoint.check_space(tmp_path / "not" / "yet", one, count=1)
     with pytest.raises(UserError, match=r"lower checkpoint.keep"):
-        checkpoint.check_space(tmp_path, MODEL, keep=2)
+        checkpoint.check_space(tmp_path, one, count=2)
     (tmp_path / "step-00000001").mkdir()
-    checkpoint.check_space(tmp_path, MODEL, keep=2)
+    checkpoint.check_space(tmp_path, one, count=2)
 
 
-@pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_atomically"])
+@pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_atomically", "publish"])
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
@@ -193,7 +219,7 @@ def test_another_failure_is_not_called_a_full_disk(tmp_path: Path, monkeypatch: 
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr("ironlaw.train.checkpoint.save_file", denied)
-    with pytest.raises(PermissionError):
+    with pytest.raises(UserError, match=r"cannot write to .* \(Permission denied\): the checkpoint of step 2"):
         save(tmp_path, 2)
     assert names(tmp_path) == []
 
@@ -213,6 +239,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def fill(disk: Path, leave: int) -> None:
     free = shutil.disk_usage(disk).free
     (disk / "ballast").write_bytes(b"\0" * max(0, free - leave))
@@ -229,7 +262,7 @@ def test_a_real_disk_too_small_from_the_start(
 
 
 # Room for no checkpoint, and room for not even a line of metrics, which fail in different places.
-@pytest.mark.parametrize(("leave", "message"), [(200_000, "the checkpoint of step 50"), (0, "free some space")])
+@pytest.mark.parametrize(("leave", "message"), [(200_000, "the checkpoint of step 60"), (0, "free some space")])
 def test_a_real_disk_that_fills_up_on_the_way(
     small_disk: Path, train: Train, losses: Losses, tiny_file: Callable[..., Path], tmp_path: Path,
     ironlaw_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, leave: int, message: str,
@@ -240,7 +273,8 @@ def test_a_real_disk_that_fills_up_on_the_way(
 
     def step(self: LiveRun, report: Any) -> None:
         shown(self, report)
-        if report.step == 26:
+        if report.step == 40:
+            until((small_disk / "run" / "checkpoints" / "step-00000025").is_dir)
             fill(small_disk, leave)
 
     monkeypatch.setattr(LiveRun, "step", step)
@@ -257,3 +291,164 @@ def test_a_real_disk_that_fills_up_on_the_way(
     assert ironlaw_here("train", config, "--out", run, "--resume")[0] == 0
     train(load_config(config), tmp_path / "whole")
     assert losses(run) == losses(tmp_path / "whole")
+
+
+# -- behind the back of the step ---------------------------------------------------------------------------------
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_written(
+    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writing of step 4 is held up until step 7 is done, and still what it writes is the state of step 4."""
+    config = tiny_config({"dropout": 0.1})
+    train(config, tmp_path / "whole")
+    reached, plain = threading.Event(), checkpoint.WholeFiles.write
+
+    def slow(self: checkpoint.WholeFiles, folder: Path, taken: Any) -> dict[str, str]:
+        assert reached.wait(timeout=100), "the run waited for the writer"
+        return plain(self, folder, taken)
+
+    def watch(report: StepReport) -> None:
+        if report.step == 7:
+            reached.set()
+        if report.step == 8:  # its checkpoint waited for the one of step 4
+            raise InterruptedError
+
+    monkeypatch.setattr(checkpoint.WholeFiles, "write", slow)
+    with pytest.raises(InterruptedError):
+        train(config, tmp_path / "run", watch=watch)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000008")
+    said: list[str] = []
+    train(config, tmp_path / "run", resume=True, say=said.append)
+    assert said == ["resumed from step 4"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_snapshot_does_not_change_with_the_run(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    states = {"optimizer": optimizer, "random": RandomState()}
+    weights, saved = checkpoint.WholeFiles().take(model, states)
+    before = [tensor.clone() for tensor in (*weights.values(), saved["optimizer"]["state"][0]["exp_avg"])]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+            optimizer.state[parameter]["exp_avg"].fill_(7.0)
+    after = (*weights.values(), saved["optimizer"]["state"][0]["exp_avg"])
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def test_a_copy_keeps_what_is_shared_and_what_is_nested() -> None:
+    shared = torch.arange(6.0).view(2, 3).t()
+    tree = {"a": [shared, (shared, 3, None)], "b": {"c": "text", "d": torch.tensor(2.5)}}
+    copied = host_copy(tree)
+    assert copied["a"][0] is copied["a"][1][0]
+    assert copied["a"][0].is_contiguous() and torch.equal(copied["a"][0], shared)
+    shared.zero_()
+    assert copied["a"][0].sum() == 15
+    assert (copied["a"][1][1:], copied["b"]["c"], copied["b"]["d"].item()) == ((3, None), "text", 2.5)
+
+
+def test_a_full_disk_does_not_stop_the_run(
+    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = checkpoint.WholeFiles.write
+
+    def full(self: checkpoint.WholeFiles, folder: Path, taken: Any) -> dict[str, str]:
+        if int(folder.name.split(".")[1].removeprefix("step-")) == 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(self, folder, taken)
+
+    monkeypatch.setattr(checkpoint.WholeFiles, "write", full)
+    said: list[str] = []
+    outcome = train(tiny_config(), tmp_path / "run", say=said.append)
+    assert outcome.step == 12
+    assert said == [
+        "the disk is full: the checkpoint of step 8 was not written, that of step 4 is intact; free some space; "
+        "training goes on"
+    ]
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000004", "step-00000012"]
+
+
+def test_a_writer_that_breaks_is_not_silent(
+    tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: checkpoint.WholeFiles, folder: Path, taken: Any) -> dict[str, str]:
+        raise TypeError("a bug of ours")
+
+    monkeypatch.setattr(checkpoint.WholeFiles, "write", broken)
+    with pytest.raises(TypeError, match="a bug of ours"):
+        train(tiny_config(), tmp_path / "run")
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.5, 50: None, 60: 2.2}
+    for step, loss in losses.items():
+        save(tmp_path, step, keep=1, keep_every=30, keep_best=1, validation_loss=loss)
+    assert names(tmp_path) == ["step-00000020", "step-00000030", "step-00000060"]
+
+
+def test_the_best_by_validation_loss_survives(
+    tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluate(self: Trainer) -> float:
+        self.validation_loss = 1.0 + abs(self.step - 14)
+        return 0.0
+
+    monkeypatch.setattr(Trainer, "_evaluate", evaluate)
+    config = tiny_config(
+        train={"steps": 40}, checkpoint={"keep": 1, "keep_best": 1, "every": 4}, evaluation={"every": 2}
+    )
+    train(config, tmp_path / "run")
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000012", "step-00000040"]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"keep_best": 1, "every": 5}, "use evaluation.every = 5 or a divisor"),
+        ({"keep_every": 30, "every": 20}, "is not a multiple of checkpoint.every = 20"),
+    ],
+)
+def test_policies_that_would_keep_nothing_are_refused(tiny_config: Config, table: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny_config(checkpoint=table)
+
+
+def test_a_checkpoint_of_the_first_format_still_loads(tmp_path: Path) -> None:
+    """As 0.1 wrote it: schema version 1, optimizer and torch's generator only."""
+    made = save(tmp_path, 5)
+    state = torch.load(made.path / "training.pt", weights_only=True)
+    torch.save({"optimizer": state["optimizer"], "random": state["random"]["cpu"]}, made.path / "training.pt")
+    names_ = ("model.safetensors", "training.pt")
+    index = {
+        "schema_version": 1, "step": 5, "tokens": 500, "model": MODEL.model_dump(mode="json"),
+        "sha256": {name: checkpoint.sha256(made.path / name) for name in names_},
+    }  # fmt: skip
+    index["index_sha256"] = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+    (made.path / "checkpoint.json").write_text(json.dumps(index), encoding="utf-8")
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 5
+    model, optimizer = trained()
+    assert checkpoint.load(found, model, MODEL, {"optimizer": optimizer, "random": RandomState()}) == []
+    assert torch.equal(torch.get_rng_state(), state["random"]["cpu"])
+    first = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(first, state["optimizer"]["state"][0]["exp_avg"])
+
+
+def test_a_state_that_a_checkpoint_does_not_hold_is_said(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    model, optimizer = trained()
+    states = {"optimizer": optimizer, "random": RandomState(), "ema": optimizer}
+    assert checkpoint.load(found, model, MODEL, states) == ["ema"]
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    model, _ = trained()
+    other = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
+    with pytest.raises(UserError, match=r"the optimizer state in .* is of another kind"):
+        checkpoint.load(found, model, MODEL, {"optimizer": other})

@@ -8,12 +8,15 @@ Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.dropout import Draw
+from ironlaw.model.place import WHOLE, Place
 
 
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -48,6 +51,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    place: Place = WHOLE
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
@@ -58,30 +63,34 @@ class Attention(nn.Module):
             self.query_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
             self.key_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, draw: Draw | None = None
+    ) -> Tensor:
         config = self.config
-        batch, sequence, _ = x.shape
-        sizes = (config.query_size, config.key_value_size, config.key_value_size)
-        query, key, value = self.qkv(x).split(sizes, dim=-1)
-        query = query.view(batch, sequence, config.heads, config.size_of_head)
-        key = key.view(batch, sequence, config.key_value_heads, config.size_of_head)
-        value = value.view(batch, sequence, config.key_value_heads, config.size_of_head)
+        # Heads are counted by what is there: a tensor parallel rank computes some of them.
+        query, key, value = (part.unflatten(-1, (-1, config.size_of_head)) for part in self.project(x))
         if config.qk_norm:
             # In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel.
             query = self.query_norm(query.float()).to(value.dtype)
             key = self.key_norm(key.float()).to(value.dtype)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
-        mixed = F.scaled_dot_product_attention(
+        mixed = self.place.attend(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=config.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=config.key_value_heads != config.heads,
+            mask,
+            config.dropout if self.training else 0.0,
+            draw,
         )  # (B, A, S, D)
-        return self.out(mixed.transpose(1, 2).reshape(batch, sequence, config.query_size))
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""
+        config, together = self.config, self.qkv(x)
+        if not isinstance(together, Tensor):  # three matrices after all: where ranks hold parts of each
+            return together
+        return together.split((config.query_size, config.key_value_size, config.key_value_size), dim=-1)
 
 
 class FeedForward(nn.Module):
@@ -104,29 +113,41 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.layer = layer
         self.attention_norm = build_norm(config)
         self.attention = Attention(config)
         self.ffn_norm = build_norm(config)
         self.ffn = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, mask))
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, draw: Draw | None = None
+    ) -> Tensor:
+        draw = draw.of_layer(self.layer) if draw is not None else None
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask, draw), draw, "attention")
+        return x + self._drop(self.ffn(self.ffn_norm(x)), draw, "ffn")
+
+    def _drop(self, x: Tensor, draw: Draw | None, site: str) -> Tensor:
+        if draw is None or not self.training:
+            return self.dropout(x)
+        return draw.residual(x, site)
 
 
 class Transformer(nn.Module):
     """Tokens (B, S) to logits (B, S, V), or to the mean cross-entropy when targets (B, S) are given."""
 
+    place: Place = WHOLE
+    dropout_seed = 0  # of masks that are drawn by sample
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = build_norm(config)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.final_norm: nn.Module | None = build_norm(config)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
@@ -148,22 +169,40 @@ class Transformer(nn.Module):
             std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             nn.init.normal_(parameter, std=std)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        sequence = tokens.shape[1]
-        x = self.embedding(tokens)  # (B, S, H)
-        if self.positions is not None:
-            x = x + self.positions.weight[:sequence]
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
+        """`samples` (B,): the number of each sequence within the run. With it dropout is a function of seed and
+        sample, the same on any layout; without it, of torch's generator.
+
+        A pipeline stage has some of the parts only: without an embedding `tokens` are hidden states (B, S, H), without
+        an output layer the result is.
+        """
+        place = self.place
+        sequence = place.sequence(tokens)
+        draw = None
+        if samples is not None and self.config.dropout and self.training:
+            draw = Draw(self.dropout_seed, self.config, samples, place, sequence)
+        x = self.embed(tokens, sequence) if self.embedding is not None else tokens
         rotary = None
         if self.config.positions == "rope":
-            rotary = (self.rotary_cos[:sequence], self.rotary_sin[:sequence])
+            rows = place.positions(sequence)
+            rotary = (self.rotary_cos[rows], self.rotary_sin[rows])
         mask = self.attention_mask(sequence, tokens.device)
         for block in self.blocks:
-            x = block(x, rotary, mask)
+            x = block(x, rotary, mask, draw)
+        if self.final_norm is None:
+            return x
         x = self.final_norm(x)
         if targets is None:
             return self.head(x)
         # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+    def embed(self, tokens: Tensor, sequence: int) -> Tensor:
+        assert self.embedding is not None
+        x = self.embedding(tokens)  # (B, S, H)
+        if self.positions is not None:
+            x = x + self.place.weight(self.positions)[self.place.stream_positions(sequence)]
+        return x
 
     def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
         """None means plain causal; a sliding window needs its own (S, S) mask."""

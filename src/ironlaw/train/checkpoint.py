@@ -1,33 +1,34 @@
-"""Checkpoints: written whole or not at all, checked when read, and exact, so that a resumed run repeats no step.
+"""Checkpoints on disk: whole or not there, checked when read, and exact, so that a resumed run repeats no step.
 
 A checkpoint is a directory `step-00000200/` with the weights (safetensors, readable by anything), the training
-state (optimizer moments, random generator) and `checkpoint.json` with the checksums. It is written under another
-name and renamed when complete, so that a torn one is never chosen.
+state (optimizer moments, random generators, ...) and `checkpoint.json` with the checksums. It is written under another
+name and renamed when complete, so that a torn one is never chosen. `checkpointer.py` does the writing, behind the
+back of the step.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.run_directory import existing_folder, write_atomically
+from ironlaw.train.run_directory import existing_folder, sync_folder, write_atomically
+from ironlaw.train.state import Stateful, host_copy, unique_weights
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 had only the optimizer and torch's generators in training.pt; it is still read
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"
 
 
@@ -41,15 +42,72 @@ class Checkpoint:
     index: dict[str, Any]
 
 
+class Store(Protocol):
+    """How the tensors of a checkpoint lie in its directory. `WholeFiles` is one process's; shards would be another's.
+
+    `take` runs between two steps: nothing it returns may change afterwards. `write` runs in a thread of its own, on
+    every rank, into a folder all ranks see, and returns the SHA-256 of each file that this rank wrote. `read` runs on
+    every rank and returns the names of the states that it did not find.
+    """
+
+    name: str
+
+    def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> Any: ...
+    def write(self, folder: Path, taken: Any) -> dict[str, str]: ...
+    def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]: ...
+
+
+class WholeFiles:
+    """Everything in two files, by one process."""
+
+    name = "whole"
+
+    def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        taken: tuple[dict[str, Tensor], dict[str, Any]] = host_copy(
+            (unique_weights(model), {name: part.state_dict() for name, part in states.items()})
+        )
+        return taken
+
+    def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
+        weights, states = taken
+        save_file(weights, folder / WEIGHTS)
+        torch.save(states, folder / STATE)
+        return {name: sha256(folder / name) for name in (WEIGHTS, STATE)}
+
+    def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
+        weights = load_file(folder / WEIGHTS)
+        missing = model.load_state_dict(weights, strict=False).missing_keys
+        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        if not states:
+            return []
+        saved = torch.load(folder / STATE, weights_only=True)
+        if isinstance(saved["random"], Tensor):  # schema version 1
+            saved["random"] = {"cpu": saved["random"]} | (
+                {"cuda": saved.pop("cuda_random")} if "cuda_random" in saved else {}
+            )
+        for name in states.keys() & saved.keys():
+            try:
+                states[name].load_state_dict(saved[name])
+            except (ValueError, KeyError, RuntimeError) as error:
+                raise UserError(
+                    f"the {name} state in {folder} is of another kind ({str(error).splitlines()[0]}): resume with the "
+                    "config it was trained with, or start anew from its weights with train.start_from"
+                ) from None
+        return sorted(states.keys() - saved.keys())
+
+
+STORES: dict[str, Store] = {WholeFiles.name: WholeFiles()}  # by the name in the index
+
+
 def checkpoint_bytes(model: ModelConfig) -> int:
     """Weights and two moments in fp32; the rest is small."""
     return 12 * model.parameters
 
 
-def check_space(folder: Path, model: ModelConfig, keep: int) -> None:
-    """Before any work is lost: is there room for all that is kept, and one more while it is written?"""
-    there = min(keep, len(_complete(folder)))
-    needed, free = (keep + 1 - there) * checkpoint_bytes(model), shutil.disk_usage(existing_folder(folder)).free
+def check_space(folder: Path, bytes_each: float, count: int) -> None:
+    """Before any work is lost: is there room for the `count` that are kept, and one more while it is written?"""
+    there = min(count, len(complete(folder)))
+    needed, free = (count + 1 - there) * bytes_each, shutil.disk_usage(existing_folder(folder)).free
     if free < needed:
         raise UserError(
             f"the disk of {folder} has {units.bytes_(free)} free, checkpoints need {units.bytes_(needed)}: "
@@ -57,55 +115,21 @@ def check_space(folder: Path, model: ModelConfig, keep: int) -> None:
         )
 
 
-def save(
-    folder: Path, step: int, tokens: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: ModelConfig,
-    keep: int,
-) -> Checkpoint:  # fmt: skip
-    """Write `folder/step-N` and drop all but the newest `keep`. A full disk is a UserError that leaves no trace."""
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".step-{step:08d}.{os.getpid()}.partial"
-    try:
-        partial.mkdir(parents=True)
-        save_file(unique_weights(model), partial / WEIGHTS)
-        state = {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            state["cuda_random"] = torch.cuda.get_rng_state_all()
-        torch.save(state, partial / STATE)
-        index: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "step": step,
-            "tokens": tokens,
-            "model": config.model_dump(mode="json"),
-            "sha256": {name: _sha256(partial / name) for name in (WEIGHTS, STATE)},
-        }
-        index["index_sha256"] = _index_sha256(index)
-        write_atomically(partial / INDEX, json.dumps(index, indent=1) + "\n")
-        _sync(partial)
-        if final.exists():  # a resumed run came to the same step again
-            shutil.rmtree(final)
-        partial.rename(final)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        # The writers wrap the system's error in their own types; the disk itself tells whether it is full.
-        if getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(folder).free < checkpoint_bytes(config):
-            raise UserError(
-                f"the disk is full: the checkpoint of step {step} was not written, earlier ones are intact; "
-                "free some space and run again with --resume"
-            ) from None
-        raise
-    for old in _complete(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return Checkpoint(final, step, tokens, index)
-
-
-def newest(folder: Path, warn: Any = None) -> Checkpoint | None:
-    """The newest checkpoint whose checksums hold; `warn(message)` is told of every one passed over."""
-    for path in reversed(_complete(folder)):
+def newest(
+    folder: Path,
+    warn: Callable[[str], Any] | None = None,
+    usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+) -> Checkpoint | None:
+    """The newest checkpoint that is `usable` and whose checksums hold; `warn(message)` is told of every damaged one."""
+    for path in reversed(complete(folder)):
         try:
-            return read_index(path)
+            found = read_index(path)
         except UserError as error:
             if warn is not None:
                 warn(f"{error}, so it is passed over")
+            continue
+        if usable(found):
+            return found
     return None
 
 
@@ -114,7 +138,11 @@ def read_index(path: Path) -> Checkpoint:
     try:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         intact = index["index_sha256"] == _index_sha256(index)
-        intact = intact and all(_sha256(path / name) == digest for name, digest in index["sha256"].items())
+        if intact and index["schema_version"] > SCHEMA_VERSION:
+            raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
+        intact = intact and all(sha256(path / name) == digest for name, digest in index["sha256"].items())
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         intact = False
     if not intact:
@@ -134,56 +162,14 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def load(
-    checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Restore weights, and with an optimizer also its moments and the random generators."""
+    checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, states: Mapping[str, Stateful] | None = None
+) -> list[str]:
+    """Restore the weights and the named `states`; returns the names of those that the checkpoint does not hold."""
     check_model(checkpoint, config)
-    weights = load_file(checkpoint.path / WEIGHTS)
-    missing = model.load_state_dict(weights, strict=False).missing_keys
-    assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
-    if optimizer is not None:
-        state = torch.load(checkpoint.path / STATE, weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        if "cuda_random" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_random"])
-
-
-def unique_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict without second names of shared tensors and without the names that compilation inserts."""
-    seen: set[int] = set()
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            weights[name] = tensor.detach().contiguous().cpu()
-    return weights
-
-
-def _differences(saved: ModelConfig, now: ModelConfig, fields: list[str]) -> str:
-    return ", ".join(f"{f} {getattr(saved, f)} there, {getattr(now, f)} here" for f in fields[:3])
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _index_sha256(index: dict[str, Any]) -> str:
-    """The index vouches for the files; this vouches for the index, whose step decides where a run goes on."""
-    rest = {key: value for key, value in index.items() if key != "index_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the files are on the disk: a rename must not overtake its content."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    store = STORES.get(checkpoint.index.get("store", WholeFiles.name))
+    if store is None:
+        raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
+    return store.read(checkpoint.path, model, states or {})
 
 
 def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
@@ -192,5 +178,49 @@ def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
     if found is None:
         raise UserError(f"no intact checkpoint in {folder}: train the run first")
     model = Transformer(config)
-    load(found, model, config, optimizer=None)
+    load(found, model, config)
     return model.eval()
+
+
+def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The index vouches for the files, and its own checksum for the index, whose step decides where a run goes on."""
+    index = {"schema_version": SCHEMA_VERSION, **about}
+    index["index_sha256"] = _index_sha256(index)
+    write_atomically(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    return index
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its name. Synced first: the rename must not overtake the content."""
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(partial)
+    if final.exists():  # damaged, passed over, and the run came to the same step again
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync_folder(final.parent)
+
+
+def complete(folder: Path) -> list[Path]:
+    """The checkpoints with a final name, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _differences(saved: ModelConfig, now: ModelConfig, fields: list[str]) -> str:
+    return ", ".join(f"{f} {getattr(saved, f)} there, {getattr(now, f)} here" for f in fields[:3])
+
+
+def _index_sha256(index: dict[str, Any]) -> str:
+    rest = {key: value for key, value in index.items() if key != "index_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

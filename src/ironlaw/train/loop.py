@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -47,10 +48,12 @@ from ironlaw.observe.profile import (
     step_scope,
 )
 from ironlaw.train import checkpoint
+from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
-from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
+from ironlaw.train.state import RandomState, Stateful
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
@@ -119,10 +122,17 @@ class Trainer:
         self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
-        self.optimizer = build_optimizer(self.model, config.train)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
+        self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
+        self.checkpointer = Checkpointer(
+            self.run.checkpoints, config.checkpoint, config.model, say=self.say, before_write=self._sync_metrics
+        )
         if start is not None:
-            checkpoint.load(start, self.model, config.model, self.optimizer)
+            for missing in checkpoint.load(start, self.model, config.model, self.states):
+                self.say(f"the checkpoint holds no {missing} state: it starts anew")
             self.step, self.tokens = start.step, start.tokens
+            self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
         self.run.forget_after(self.step)
         wanted = config.train.compile
@@ -169,8 +179,11 @@ class Trainer:
                     self._probe_sometimes()
                     observed.joules = energy.joules()
             if not self._checkpoint_due() and self.step > first_step:
-                self._save_checkpoint()
+                self._take_checkpoint()
+                self.checkpointer.write()
+            self._wait_for_checkpoint()
         finally:
+            self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if self.step >= config.train.steps:  # a signal during the last step ended nothing early
@@ -206,19 +219,17 @@ class Trainer:
         self.tokens += config.tokens_per_step
         if not np.isfinite(self.train_loss):
             raise UserError(
-                f"the loss of step {self.step} is {self.train_loss}: lower train.lr or train with "
+                f"the loss of step {self.step} is {self.train_loss}: lower optimizer.lr or train with "
                 "train.precision = fp32, then run again with --resume"
             )
         return times
 
     def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
-        rate = learning_rate(self.config.train, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, learning_rate(self.config, self.step))
         with operation_scope(recording, "clip"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        with operation_scope(recording, "adamw"):
+        with operation_scope(recording, self.config.optimizer.name):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -262,6 +273,8 @@ class Trainer:
             entry["evaluation_seconds"] = self._evaluate()
             entry["validation_loss"] = self.validation_loss
             validated = True
+        if self._checkpoint_due():
+            entry["checkpoint_seconds"] = self._take_checkpoint(self.validation_loss if validated else None)
         entry["resident_bytes"] = host.resident_bytes()
         self.observed.resident_peak_bytes = max(self.observed.resident_peak_bytes or 0, entry["resident_bytes"])
         if recorded:
@@ -269,8 +282,7 @@ class Trainer:
         metrics.write(json.dumps(entry) + "\n")
         metrics.flush()
         # After the metrics: a checkpoint without its line could not be told from one with it.
-        if self._checkpoint_due():
-            self._save_checkpoint()
+        self.checkpointer.write()
         self.watch(
             StepReport(
                 step, config.train.steps, self.train_loss, self.validation_loss if validated else None, self.tokens,
@@ -302,15 +314,23 @@ class Trainer:
         self.observed.wall_seconds["evaluation"] += seconds
         return seconds
 
-    def _save_checkpoint(self) -> float:
-        began = time.perf_counter()
-        checkpoint.save(
-            self.run.checkpoints, self.step, self.tokens, self.model, self.optimizer, self.config.model,
-            self.config.checkpoint.keep,
-        )  # fmt: skip
-        seconds = time.perf_counter() - began
+    def _take_checkpoint(self, validation_loss: float | None = None) -> float:
+        """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
+        seconds = self.checkpointer.take(self.step, self.tokens, self.model, self.states, validation_loss)
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
+
+    def _wait_for_checkpoint(self) -> None:
+        began = time.perf_counter()
+        try:
+            self.checkpointer.finish()
+        finally:
+            self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
+
+    def _sync_metrics(self) -> None:
+        """The lines of the steps that a checkpoint stands for are on the disk before it is."""
+        with self.run.metrics_file.open("rb") as file:
+            os.fsync(file.fileno())
 
     def _probe_sometimes(self) -> None:
         """Is the machine still as fast as when it was measured?"""

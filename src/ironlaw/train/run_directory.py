@@ -139,6 +139,17 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
             )
 
 
+def sync_folder(path: Path) -> None:
+    """Wait until what a folder lists is on the disk: a power cut must not undo a rename."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Either the old content or the new, never half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

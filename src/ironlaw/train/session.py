@@ -77,7 +77,7 @@ def _check_start(
     start = checkpoint.newest(run.checkpoints, warn=say)
     if start is not None:
         checkpoint.check_model(start, config.model)
-    checkpoint.check_space(run.checkpoints, config.model, config.checkpoint.keep)
+    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), config.checkpoint.keep)
     return start
 
 

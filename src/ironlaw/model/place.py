@@ -1,0 +1,53 @@
+"""Which part of every sequence and of the heads a process computes: all of it, unless a layout says otherwise.
+
+The modules ask their `Place` where a whole and a shared computation differ, and nowhere else. The shared ones are in
+`train/parallel`, which alone knows of ranks.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ironlaw.model.dropout import Draw
+
+Rows = slice | Tensor
+"""Positions within a sequence, usable as an index: all of the first ones, or a (rows,) tensor."""
+
+
+class Place:
+    """The whole: every position of the sequence, every head."""
+
+    def sequence(self, tokens: Tensor) -> int:
+        """Length of the whole sequence of which `tokens` (B, S) or hidden states (B, S, H) are this process's part."""
+        return tokens.shape[1]
+
+    def positions(self, sequence: int) -> Rows:
+        """Positions of the tokens that this process attends from."""
+        return slice(sequence)
+
+    def stream_positions(self, sequence: int) -> Rows:
+        """Positions of the residual stream that this process holds: fewer under sequence parallelism."""
+        return slice(sequence)
+
+    def heads(self, heads: int) -> slice:
+        """Heads computed here."""
+        return slice(heads)
+
+    def weight(self, module: nn.Embedding) -> Tensor:
+        """A table as a plain tensor."""
+        return module.weight
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None
+    ) -> Tensor:
+        """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D)."""
+        if draw is not None and dropout:
+            return draw.attention(query, key, value, mask)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )  # fmt: skip
+
+
+WHOLE = Place()

@@ -1,0 +1,229 @@
+"""Checkpoints while the run goes on: copy between two steps, write behind the back of the following ones.
+
+    seconds = checkpointer.take(step, tokens, model, states)   # the step waits for this copy, and for nothing else
+    checkpointer.write()                                       # a thread writes, checks, syncs and renames
+    ...
+    checkpointer.finish()                                      # at the end: wait; UserError if the last one failed
+
+A write that fails (a full disk, a disk that is gone) loses nothing: earlier checkpoints stay, the run goes on, and the
+next one is tried when it is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+from torch import nn
+
+from ironlaw.config import CheckpointConfig
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.train import checkpoint as disk
+from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
+from ironlaw.train.state import Stateful
+
+NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
+
+
+class Ranks(Protocol):
+    """The processes that write one checkpoint together. `gather` returns every rank's value, in order, on every rank.
+
+    It is called from the writing thread, by every rank the same number of times.
+    """
+
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+class Alone:
+    rank = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    step: int
+    about: dict[str, Any]
+    tensors: Any
+
+
+class Checkpointer:
+    """Writes into `folder` and keeps what `policy` says. `before_write` runs in the thread: what goes to disk first."""
+
+    def __init__(
+        self,
+        folder: Path,
+        policy: CheckpointConfig,
+        model: ModelConfig,
+        *,
+        store: Store | None = None,
+        ranks: Ranks | None = None,
+        say: Callable[[str], None] | None = None,
+        before_write: Callable[[], None] | None = None,
+    ) -> None:
+        self.folder, self.policy, self.model_config = folder, policy, model
+        self.store: Store = store or WholeFiles()
+        self.ranks: Ranks = ranks or Alone()
+        self.say = say or (lambda message: None)
+        self.before_write = before_write or (lambda: None)
+        self.last: Checkpoint | None = None  # the newest that this process knows to be complete
+        self.failure: str | None = None  # why the latest one was not written
+        self.write_seconds = 0.0  # behind the step, all together
+        self._taken: _Taken | None = None
+        self._thread: threading.Thread | None = None
+        self._bug: BaseException | None = None
+
+    def take(
+        self, step: int, tokens: int, model: nn.Module, states: Mapping[str, Stateful],
+        validation_loss: float | None = None, **about: Any,
+    ) -> float:  # fmt: skip
+        """Copy everything; returns the seconds it took, waiting for the write before it included.
+
+        One copy at a time: a disk slower than `checkpoint.every` slows the run instead of filling the memory.
+        """
+        began = time.perf_counter()
+        self.wait()
+        about = {
+            "step": step, "tokens": tokens, "validation_loss": validation_loss,
+            "model": self.model_config.model_dump(mode="json"), "store": self.store.name, **about,
+        }  # fmt: skip
+        self._taken = _Taken(step, about, self.store.take(model, states))
+        return time.perf_counter() - began
+
+    def write(self) -> None:
+        """Start writing what was taken; does nothing when nothing was."""
+        if self._taken is None:
+            return
+        self._thread = threading.Thread(target=self._run, name="checkpoint", args=(self._taken,), daemon=True)
+        self._taken = None
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the write under way, if there is one, has ended well or badly."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._bug is not None:
+            bug, self._bug = self._bug, None
+            raise bug
+
+    def finish(self) -> None:
+        """Wait for the last write; UserError when it failed, because nothing will be tried again."""
+        self.wait()
+        if self.failure is not None:
+            raise UserError(f"{self.failure}; run again with --resume")
+
+    # -- in the thread ---------------------------------------------------------------------------------------
+
+    def _run(self, taken: _Taken) -> None:
+        began = time.perf_counter()
+        if sys.platform.startswith("linux"):
+            with contextlib.suppress(OSError):  # on Linux the priority is the thread's own
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._write(taken)
+        except BaseException as error:  # handed over: a thread's own traceback would only be printed
+            self._bug = error
+        finally:
+            self.write_seconds += time.perf_counter() - began
+
+    def _write(self, taken: _Taken) -> None:
+        """Folder, files, index, name: every rank does its part of each stage, or all give up together."""
+        final = self.folder / disk.name_of(taken.step)
+        partial = self.folder / f".{final.name}.{self.ranks.gather(os.getpid())[0]}.partial"
+        digests: dict[str, str] = {}
+
+        def prepare() -> None:
+            self.before_write()
+            partial.mkdir(parents=True, exist_ok=True)
+
+        def write() -> None:
+            digests.update(self.store.write(partial, taken.tensors))
+
+        def commit() -> None:
+            files = {name: digest for rank in everybodys for name, digest in rank.items()}
+            index = disk.write_index(partial, taken.about | {"sha256": files})
+            disk.publish(partial, final)
+            self.last = Checkpoint(final, taken.step, taken.about["tokens"], index)
+            self._drop_old()
+
+        first = self.ranks.rank == 0
+        problem = self._attempt(prepare, taken.step) if first else None
+        problem = problem if self._anybodys(problem) else self._attempt(write, taken.step)
+        everybodys = self.ranks.gather(digests)
+        if not self._anybodys(problem):
+            problem = self._attempt(commit, taken.step) if first else None
+        self.failure = self._anybodys(problem)
+        if self.failure is not None and first:
+            shutil.rmtree(partial, ignore_errors=True)
+            self.say(f"{self.failure}; training goes on")
+
+    def _attempt(self, stage: Callable[[], None], step: int) -> str | None:
+        """None, or in one line why this stage failed here."""
+        try:
+            stage()
+        except Exception as error:
+            problem = self._disk_problem(error, step)
+            if problem is None:  # not the disk's fault but ours
+                self._bug = error
+            return problem or f"the checkpoint of step {step} was not written: {error}"
+        return None
+
+    def _anybodys(self, problem: str | None) -> str | None:
+        return next((found for found in self.ranks.gather(problem) if found is not None), None)
+
+    def _disk_problem(self, error: Exception, step: int) -> str | None:
+        """The writers wrap the system's error in their own types; the disk itself tells whether it is full."""
+        kept = f"that of step {self.last.step} is" if self.last else "earlier ones are"
+        lost = f"the checkpoint of step {step} was not written, {kept} intact"
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        if not full and isinstance(error, OSError | RuntimeError | SafetensorError):
+            full = _free_bytes(self.folder) < disk.checkpoint_bytes(self.model_config)
+        if full:
+            return f"the disk is full: {lost}; free some space"
+        return (
+            f"cannot write to {self.folder} ({error.strerror or error}): {lost}" if isinstance(error, OSError) else None
+        )
+
+    def _drop_old(self) -> None:
+        """Keep the newest, those at multiples of `keep_every` and the best by validation loss; drop the rest."""
+        paths = disk.complete(self.folder)
+        kept = set(paths[-self.policy.keep :])
+        every = self.policy.keep_every
+        kept |= {path for path in paths if every and int(path.name.removeprefix("step-")) % every == 0}
+        if self.policy.keep_best:
+            rated = [(loss, path) for path in paths if (loss := _validation_loss(path)) is not None]
+            kept |= {path for _, path in sorted(rated)[: self.policy.keep_best]}
+        for path in paths:
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _free_bytes(folder: Path) -> float:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return float("inf")
+
+
+def _validation_loss(path: Path) -> float | None:
+    try:
+        loss = json.loads((path / disk.INDEX).read_text(encoding="utf-8"))["validation_loss"]
+        return None if loss is None or loss != loss else float(loss)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,92 @@
+"""What a checkpoint is made of: named parts with a `state_dict`, and copies of them that no later step can change."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class Stateful(Protocol):
+    """A part of the training state: the optimizer, the loss scaler, averaged weights, random generators, ...
+
+    `state_dict` returns tensors, numbers, text, None, and dicts, lists and tuples of them: what
+    `torch.load(weights_only=True)` reads back.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class RandomState:
+    """Every generator that a step may draw from: torch's on each device, numpy's and Python's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        state: dict[str, Any] = {
+            "cpu": torch.get_rng_state(),
+            "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
+            "python": random.getstate(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        torch.set_rng_state(state_dict["cpu"])
+        if "numpy" in state_dict:
+            name, keys, position, has_gauss, gauss = state_dict["numpy"]
+            np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+        if "python" in state_dict:
+            version, words, gauss_next = state_dict["python"]
+            random.setstate((version, tuple(words), gauss_next))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state_dict["cuda"])
+
+
+def host_copy(tree: Any) -> Any:
+    """The same nesting with every tensor copied to this host's memory. Shared tensors stay shared.
+
+    From CUDA the copies go to pinned memory without waiting for each other; the call returns when all are done.
+    """
+    seen: dict[tuple[Any, ...], Tensor] = {}
+    waiting: set[torch.device] = set()
+
+    def copy(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            key = (node.device, node.data_ptr(), node.shape, node.stride(), node.dtype)
+            if node.numel() == 0 or key not in seen:
+                seen[key] = _copied(node.detach(), waiting)
+            return seen[key]
+        if isinstance(node, dict):
+            return {name: copy(value) for name, value in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(copy(value) for value in node)
+        return node
+
+    copied = copy(tree)
+    for device in waiting:
+        torch.cuda.synchronize(device)
+    return copied
+
+
+def _copied(tensor: Tensor, waiting: set[torch.device]) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    waiting.add(tensor.device)
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)
+
+
+def unique_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without second names of shared tensors and without the names that compilation inserts."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.detach()
+    return weights
