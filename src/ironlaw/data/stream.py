@@ -168,12 +168,11 @@ class StreamBatches:
                         following = _Start(start.samples + samples, *ends.popleft())
                         self._note(following)
                         whole += samples
-                        if following.epoch != start.epoch:
-                            if start.samples == 0 and not whole:
-                                raise UserError(
-                                    f"no {BLOCK_BYTES:,} bytes of the text give one sequence of {self.sequence} tokens: lower "
-                                    "model.context, or give more text in data.path"
-                                )
+                        if following.epoch != start.epoch and start.samples == 0 and not whole:
+                            raise UserError(
+                                f"the training text is shorter than one sequence of {self.sequence} tokens: lower "
+                                "model.context, or give more text in data.path"
+                            )
                         if samples:
                             yield start, tokens, np.array(bounds)
                         start, parts, bounds, length = following, [], [0], 0
