@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.model.config import ModelConfig
+from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Precision = Literal["auto", "fp32", "bf16"]
@@ -178,7 +178,7 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
 
 def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """A catalogued model's table, so that its problems are reported as those of the `model` section."""
-    return model_figures(name) | {"name": name} | overrides
+    return with_overrides(model_figures(name) | {"name": name}, overrides)
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
