@@ -21,7 +21,7 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.data.batches import Batches
+from ironlaw.data.batches import Batches, Windows
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
@@ -53,6 +53,12 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     )
 
 
+def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
+    size, seed = config.train.global_batch, config.train.seed
+    windows = Windows(TOKENS, config.sequence, seed, size)
+    return Batches(windows, config.sequence, size, seed, rank, world)
+
+
 class Run:
     """The model of a case under its layout, trained step by step."""
 
@@ -63,9 +69,7 @@ class Run:
         self.applied = layouts.apply(Transformer(config.model), config, self.ranks)
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.step = DistributedStep(self.applied, config)
-        self.batches = Batches(
-            TOKENS, config.sequence, config.train.global_batch, config.train.seed, self.ranks.index("dp"), self.ranks.dp
-        )
+        self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
         results = []
@@ -86,7 +90,7 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
     model.dropout_seed = config.train.seed
     optimizer = build_optimizer(model, config.optimizer)
     size = config.train.global_batch
-    batches, results = Batches(TOKENS, config.sequence, size, config.train.seed), []
+    batches, results = batches_of(config), []
     for step in range(config.train.steps):
         batch = batches.batch(step).map(torch.from_numpy)
         samples, total = torch.arange(size) + step * size, 0.0

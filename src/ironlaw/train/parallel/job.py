@@ -43,10 +43,8 @@ def job(config: RunConfig, memory_bytes: float) -> Iterator[Job]:
     size = world_size()
     if config.layout is None:
         config = config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)})
-    if os.environ.get("RANK") == "0":
-        layout = check(config, size)  # before anybody waits for anybody
-    else:
-        layout = _quietly(config, size)
+    # Before anybody waits for anybody.
+    layout = check(config, size) if os.environ.get("RANK") == "0" else _quietly(config, size)
     try:
         ranks = start(layout)
         preflight.check(preflight.facts(config))

@@ -78,7 +78,7 @@ def run_distributed(
     run: RunDirectory = first_does(lambda: find_run(out, config, resume))
     plan = first_does(lambda: plan_run(config, profile))
     # Rank 0 prepares; the others then find everything in the cache.
-    first_does(lambda: _prepared(config, data_progress))
+    first_does(lambda: _prepared(config, data_progress, say))
     dataset = prepare(config.data, config.model.vocab)
     start = first_does(lambda: check_start(config, dataset, run, say))
     if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
@@ -103,5 +103,5 @@ def run_distributed(
     return outcome
 
 
-def _prepared(config: RunConfig, progress: Callable[[int, int], None] | None) -> None:
-    prepare(config.data, config.model.vocab, progress)
+def _prepared(config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]) -> None:
+    prepare(config.data, config.model.vocab, progress, say)

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, evaluation_batches
+from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.machine import host
+from ironlaw.model.linear import use_onednn
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
 from ironlaw.train import checkpoint
@@ -29,6 +30,7 @@ from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
+from ironlaw.train.transfer import Transfer
 
 
 class Gatherer:
@@ -60,12 +62,12 @@ class DistributedTrainer(Trainer):
         host.keep_freed_memory()
         torch.set_num_threads(threads_per_rank(self.profile.threads))
         self.device = ranks.device
-        self.batches = Batches(
-            self.dataset.train, config.sequence, config.train.global_batch, config.train.seed, ranks.index("dp"),
-            ranks.dp,
-        )  # fmt: skip
+        self.loader = Loader(self.dataset, config.data, config.sequence)
+        self.batches = self.loader.training(config.train.global_batch, config.train.seed, ranks.index("dp"), ranks.dp)
+        self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
         model = Transformer(config.model)
+        use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
         self.applied = layouts.apply(model, config, ranks)
         self.model = self.applied.model
@@ -130,7 +132,7 @@ class DistributedTrainer(Trainer):
         config, ranks, step = self.config, self.ranks, self.distributed
         size = step.share if step.schedule is not None else step.micro_batch
         wanted = config.evaluation.batches * config.train.global_batch
-        batches = list(evaluation_batches(self.dataset.validation, config.sequence, size, -(-wanted // size)))
+        batches = list(self.loader.validation(size, -(-wanted // size)))
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         with step.evaluating():
             for first in range(0, len(batches), ranks.dp):
@@ -139,7 +141,7 @@ class DistributedTrainer(Trainer):
                 counts = mine < len(batches) and (step.schedule is None or len(batches[mine].inputs) == size)
                 if step.schedule is not None and len(batches[0].inputs) < size:
                     break  # less text than one batch of the pipeline
-                batch = self._to_device(batches[mine] if counts else batches[0])
+                batch = self.to_device(batches[mine] if counts else batches[0])
                 losses, tokens = step.evaluate(batch.inputs, batch.targets)
                 if counts:
                     total += torch.tensor([losses, tokens], dtype=torch.float64, device=self.device)
