@@ -47,8 +47,8 @@ def measure_case(name: str, model: dict[str, object], batch: int, micro: int, pr
         "data": {"mock": True},
         "train": {
             "steps": 1, "global_batch": batch, "micro_batch": micro, "precision": precision, "profile_steps": 0,
-            "warmup_steps": 1,
         },
+        "schedule": {"warmup_steps": 1},
         "evaluation": {"every": 0, "batches": 1},
         "checkpoint": {"every": 0},
     }  # fmt: skip

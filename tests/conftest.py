@@ -115,9 +115,10 @@ def tiny_document(corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]
             "model": TINY_GPT | (model or {}),
             "data": {"path": str(corpus), "validation_fraction": 0.1, "cache": str(tmp_path / "data-cache")},
             "train": {
-                "steps": 12, "global_batch": 8, "lr": 3e-3, "warmup_steps": 2, "precision": "fp32",
-                "profile_steps": 0,
+                "steps": 12, "global_batch": 8, "precision": "fp32", "profile_steps": 0,
             },
+            "optimizer": {"lr": 3e-3},
+            "schedule": {"warmup_steps": 2},
             "checkpoint": {"every": 4},
             "evaluation": {"every": 6, "batches": 2},
         }  # fmt: skip

@@ -71,7 +71,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "section", "key", "value"),
     [
-        ("train.lr=3e-4", "train", "lr", 3e-4),
+        ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
         ("train.steps=7", "train", "steps", 7),
         (" train.steps = 7", "train", "steps", 7),
         ("data.path=./my texts", "data", "path", "./my texts"),
@@ -95,7 +95,7 @@ def test_the_last_set_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["train.lr", "lr=3", "train.=3", ".lr=3", "a.b.c=3", "=", ""])
 def test_set_of_another_form_is_refused(tmp_path: Path, override: str) -> None:
-    with pytest.raises(UserError, match=r"is not section.key=value: write for example --set train.lr=3e-4"):
+    with pytest.raises(UserError, match=r"is not section.key=value: write for example --set optimizer.lr=3e-4"):
         load_config(write(tmp_path), [override])
 
 

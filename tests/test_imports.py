@@ -24,10 +24,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "train": ("observe", "plan", "workload", "machine", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
-    "workload": ("model", "ledger", "errors", "units"),  # no hardware: never machine
     "machine": ("config", "catalog", "model", "data", "ledger", "errors", "units"),
     "report": BASE,  # no calculation: reads ledgers and documents only
-    "config": ("catalog", "data", "errors", "model"),
+    "config": ("workload", "catalog", "data", "errors", "model"),
+    "workload": ("model", "ledger", "errors", "units"),  # no hardware: never machine
     "data": ("errors", "units"),
     "model": ("catalog", "errors"),
     "ledger": ("errors",),

@@ -14,6 +14,7 @@ from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.optimizers import OptimizerConfig
 
 Precision = Literal["auto", "fp32", "bf16"]
 
@@ -23,25 +24,31 @@ class _Section(BaseModel):
 
 
 class TrainConfig(_Section):
-    """One optimizer step: how much data, at which learning rate, in which arithmetic."""
+    """One optimizer step: how much data, in which arithmetic."""
 
     steps: int = Field(1000, gt=0)
     global_batch: int = Field(8, gt=0)  # sequences per optimizer step
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
-    lr: float = Field(1e-3, gt=0)  # AdamW; small models take 1e-3, 100M 6e-4, 7B 3e-4
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # the cosine ends at this fraction of lr
-    warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)  # 0.95, not 0.999: recovers faster from a bad batch (GPT-3, Llama)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)  # on matrices only; norms, biases and embeddings are not decayed
     clip: float = Field(1.0, gt=0)  # global gradient norm; inf clips nothing
     precision: Precision = "auto"  # auto: what this machine multiplies fastest, measured
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
     threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
     seed: int = Field(0, ge=0)
     profile_steps: int = Field(5, ge=0)  # steps recorded for the time by operation; 0 records none
+
+
+class ScheduleConfig(_Section):
+    """The learning rate over the steps, as a fraction of `optimizer.lr`."""
+
+    warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # the cosine ends at this fraction of the peak
+
+
+# Keys of earlier versions, and where they are now.
+MOVED = {f"train.{key}": f"optimizer.{key}" for key in ("lr", "beta1", "beta2", "eps", "weight_decay")} | {
+    f"train.{key}": f"schedule.{key}" for key in ("warmup_steps", "min_lr_fraction")
+}
 
 
 class CheckpointConfig(_Section):
@@ -105,6 +112,8 @@ class RunConfig(_Section):
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     recovery: RecoveryConfig = RecoveryConfig()
@@ -200,11 +209,11 @@ def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply(document: dict[str, Any], override: str) -> None:
-    """`train.lr=3e-4`: the value is read as TOML, and as a plain string when it is not TOML."""
+    """`optimizer.lr=3e-4`: the value is read as TOML, and as a plain string when it is not TOML."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) != 2 or not all(parts):
-        raise UserError(f"--set {override!r} is not section.key=value: write for example --set train.lr=3e-4")
+        raise UserError(f"--set {override!r} is not section.key=value: write for example --set optimizer.lr=3e-4")
     value = _toml_value(text)
     if not isinstance(value, str) and _is_text(*parts):
         value = text  # data.path=2024 is a folder
@@ -255,6 +264,8 @@ def _explain(error: ValidationError) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
+        if key in MOVED:
+            return f"{key} has moved: write {MOVED[key]}"
         if len(location) == 1:
             return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
         section = _section_type(location[0])

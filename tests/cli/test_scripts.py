@@ -141,7 +141,7 @@ def test_a_users_own_text(ironlaw_here: Here, tiny_file: FileOf, tmp_path: Path)
 def test_the_saved_config_reproduces_the_run(
     ironlaw_here: Here, tiny_file: FileOf, tmp_path: Path, read_metrics: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
-    ironlaw_here("train", tiny_file(), "--out", "one", "--set", "train.lr=1e-3", "--set", "train.seed=4")
+    ironlaw_here("train", tiny_file(), "--out", "one", "--set", "optimizer.lr=1e-3", "--set", "train.seed=4")
     code, _, _ = ironlaw_here("train", "one/config.toml", "--out", "two")
     assert code == 0
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))

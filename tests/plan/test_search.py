@@ -20,11 +20,7 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch):
     found = search(TINY, EIGHT, sequence=1024, global_batch=8, engine="megatron-core", keep=5)
     everything = []
     for row in layouts(TINY, 4, 1024, 8, {}):
-        dp, zero, tp, sp, pp, virtual, cp, micro_batch, recompute = row
-        layout = searching.Layout(
-            dp=dp, zero=zero, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual, cp=cp, micro_batch=micro_batch,
-            recompute=("none", "selective", "full")[recompute],
-        )  # fmt: skip
+        layout = searching._layout(row)
         assert layout.reason_invalid(TINY, sequence=1024, global_batch=8, accelerators=4) is None
         ledger = plan_cluster(TINY, EIGHT, layout, sequence=1024, global_batch=8, engine="megatron-core")
         if ledger.facts["fits"]:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from ironlaw.config import CheckpointConfig, RunConfig, TrainConfig, load_config
+from ironlaw.config import CheckpointConfig, RunConfig, load_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
@@ -30,6 +30,7 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.state import RandomState, host_copy
+from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -40,7 +41,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def trained() -> tuple[Transformer, torch.optim.Optimizer]:
     model = Transformer(MODEL)
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer = build_optimizer(model, OptimizerConfig())
     tokens = torch.randint(0, 20, (2, 6))
     model(tokens, tokens).backward()
     optimizer.step()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ironlaw.config import RunConfig, TrainConfig, load_config
+from ironlaw.config import RunConfig, load_config
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
@@ -23,6 +23,7 @@ from ironlaw.train.checkpoint import load_for_inference
 from ironlaw.train.loop import Outcome
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.schedule import learning_rate
+from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -77,7 +78,7 @@ def test_the_first_step_is_what_a_plain_loop_would_do(
     tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
 ) -> None:
     """Written again without any of the trainer's machinery: model, batches, clipping, AdamW."""
-    config = tiny_config(train={"steps": 4, "warmup_steps": 0, "clip": 0.5})
+    config = tiny_config(train={"steps": 4, "clip": 0.5}, schedule={"warmup_steps": 0})
     train(config, tmp_path / "run")
     from ironlaw.data.batches import Batches
 
@@ -98,7 +99,7 @@ def test_the_first_step_is_what_a_plain_loop_would_do(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.train, step)
+            group["lr"] = learning_rate(config, step)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
@@ -108,7 +109,7 @@ def test_the_first_step_is_what_a_plain_loop_would_do(
 def test_it_learns_and_validates(
     tiny_config: Config, train: Train, tmp_path: Path, read_metrics: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
-    config = tiny_config(train={"steps": 60, "lr": 1e-2}, evaluation={"every": 20})
+    config = tiny_config(train={"steps": 60}, optimizer={"lr": 1e-2}, evaluation={"every": 20})
     outcome = train(config, tmp_path / "run")
     totals = outcome.ledger.totals
     entries = read_metrics(tmp_path / "run")
@@ -182,8 +183,8 @@ def test_the_wall_time_of_the_run_is_accounted_for(tiny_config: Config, train: T
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tiny_config: Config, train: Train, tmp_path: Path) -> None:
-    config = tiny_config(train={"lr": 1e30, "clip": float("inf"), "warmup_steps": 0})
-    with pytest.raises(UserError, match=r"lower train\.lr") as error:
+    config = tiny_config(train={"clip": float("inf")}, optimizer={"lr": 1e30}, schedule={"warmup_steps": 0})
+    with pytest.raises(UserError, match=r"lower optimizer\.lr") as error:
         train(config, tmp_path / "run")
     assert "\n" not in str(error.value)
 
@@ -191,8 +192,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(tiny_config: Config, train: Trai
 # -- schedule and optimizer --------------------------------------------------------------------------------------
 
 
-def test_learning_rate() -> None:
-    config = TrainConfig(steps=110, warmup_steps=10, lr=1.0, min_lr_fraction=0.1)
+def scheduled(tiny_config: Config, steps: int, lr: float, **schedule: Any) -> RunConfig:
+    return tiny_config(train={"steps": steps}, optimizer={"lr": lr}, schedule=schedule)
+
+
+def test_learning_rate(tiny_config: Config) -> None:
+    config = scheduled(tiny_config, 110, 1.0, warmup_steps=10, min_lr_fraction=0.1)
     assert [learning_rate(config, step) for step in (0, 4, 9, 10)] == pytest.approx([0.1, 0.5, 1.0, 1.0])
     assert learning_rate(config, 60) == pytest.approx(0.55)  # half way down the cosine
     assert learning_rate(config, 35) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
@@ -202,9 +207,9 @@ def test_learning_rate() -> None:
     assert falling == sorted(falling, reverse=True)
 
 
-def test_learning_rate_without_warmup_and_in_a_run_shorter_than_it() -> None:
-    assert learning_rate(TrainConfig(steps=10, warmup_steps=0, lr=2.0), 0) == 2.0
-    short = TrainConfig(steps=5, warmup_steps=100, lr=1.0)
+def test_learning_rate_without_warmup_and_in_a_run_shorter_than_it(tiny_config: Config) -> None:
+    assert learning_rate(scheduled(tiny_config, 10, 2.0, warmup_steps=0), 0) == 2.0
+    short = scheduled(tiny_config, 5, 1.0, warmup_steps=100)
     assert [learning_rate(short, step) for step in (0, 4)] == pytest.approx([0.01, 0.05])
 
 
@@ -213,7 +218,7 @@ def test_only_the_matrices_of_linear_layers_are_decayed(tied: bool) -> None:
     model = Transformer(
         ModelConfig(layers=2, hidden=16, heads=2, vocab=30, context=8, tied=tied, qk_norm=True, norm="rmsnorm")
     )
-    optimizer = build_optimizer(model, TrainConfig(weight_decay=0.3))
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():

@@ -27,7 +27,8 @@ Finish = Callable[..., subprocess.CompletedProcess[str]]
 # Long enough for a signal to arrive in between, with validation, recorded steps and dropout on the way.
 LONG: dict[str, dict[str, Any]] = {
     "model": {"dropout": 0.1},
-    "train": {"steps": 240, "warmup_steps": 20, "profile_steps": 2},
+    "train": {"steps": 240, "profile_steps": 2},
+    "schedule": {"warmup_steps": 20},
     "checkpoint": {"every": 7, "keep": 2},
     "evaluation": {"every": 50, "batches": 1},
 }
@@ -71,10 +72,10 @@ def test_whatever_step_it_stops_at(
 
 def test_more_steps_than_first_asked_for(tiny_config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
     """A finished run may be made longer; a constant learning rate makes it the same run."""
-    constant = {"min_lr_fraction": 1.0, "warmup_steps": 0}
-    train(tiny_config(train=constant), tmp_path / "whole")
-    train(tiny_config(train=constant | {"steps": 6}), tmp_path / "run")
-    train(tiny_config(train=constant), tmp_path / "run", resume=True)
+    constant = {"schedule": {"min_lr_fraction": 1.0, "warmup_steps": 0}}
+    train(tiny_config(**constant), tmp_path / "whole")
+    train(tiny_config(**constant, train={"steps": 6}), tmp_path / "run")
+    train(tiny_config(**constant), tmp_path / "run", resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 

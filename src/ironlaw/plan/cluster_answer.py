@@ -86,8 +86,9 @@ def chosen(ask: Ask, found: Found, limit_bytes: float) -> tuple[Candidate, str]:
 
 
 def _kinds(layout: Layout) -> int:
-    """How many kinds of parallelism beside data parallelism."""
-    return sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.virtual_stages))
+    """How many kinds of parallelism beside data parallelism, and what else must be set up for them."""
+    degrees = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.virtual_stages))
+    return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
 
 
 def _add_totals(ask: Ask, layout: Layout, ledger: Ledger, where: Setting) -> None:

@@ -17,11 +17,12 @@ from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.record import time_interval
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import update_operations
+from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.transformer import (
     Precision,
     Shape,
     attention_score_pairs,
-    optimizer_operations,
     training_operations,
 )
 
@@ -46,7 +47,9 @@ def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) ->
     """All operations of an optimizer step with how often each runs in it."""
     shape = training_shape(config, precision, cuda=cuda)
     per_micro_batch = [(op, op.repeat * config.accumulation) for op in training_operations(shape)]
-    update = optimizer_operations(config.model, accumulation=config.accumulation)
+    update = update_operations(
+        model_parameters(config.model), config.optimizer, accumulation=config.accumulation, cuda=cuda
+    )
     return per_micro_batch + [(op, op.repeat) for op in update]
 
 
@@ -77,7 +80,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     slowdown = interference.typical(profile)
     machine = MeasuredMachine(profile, slowdown)
     lines = _lines(operations, machine, precision.value)
-    memory, peak_where = peak_memory(training_shape(config, precision.value), config.accumulation)
+    memory, peak_where = peak_memory(config, training_shape(config, precision.value))
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = {
         "model": config.model.model_dump(mode="json", exclude_none=True),

@@ -199,11 +199,16 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     two = np.full(len(jobs), 2.0)
 
     gradient = setting.engine.gradient_communication_bytes
+    sharing = jobs.shard_ranks
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
-    scatter = _collective("reduce_scatter", local * gradient, replicas, replicas_inside, setting)
-    gather = _collective("all_gather", local * HALF, replicas, replicas_inside, setting)
-    owned = np.where(jobs.zero > 0, local / replicas, local)
+    scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
+    gather = _collective("all_gather", local * HALF, sharing, replicas_inside, setting)
+    owned = np.where(jobs.zero > 0, local / sharing, local)
     fsdp = jobs.zero >= 3
+    # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
+    copies_inside = np.maximum(1.0, island // (jobs.tp * sharing))
+    across = _collective("all_reduce", local * gradient / sharing, jobs.copies, copies_inside, setting)
+    once = np.where(jobs.zero >= 2, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
     return Parts(
         layer_matmul_forward=matmul_forward,
         layer_matmul_backward=matmul_backward,
@@ -228,13 +233,13 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         pp_message=np.where(
             jobs.pp > 1, _collective("send_recv", message, two, np.where(crosses, 1.0, 2.0), setting), 0.0
         ),
-        dp_reduce=np.where(fsdp, 0.0, np.where(jobs.zero > 0, scatter, all_reduce)),
+        dp_reduce=once,
         dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
         fsdp_gather_layer=np.where(
-            fsdp, _collective("all_gather", unit * HALF, replicas, replicas_inside, setting), 0.0
+            fsdp, _collective("all_gather", unit * HALF, sharing, replicas_inside, setting), 0.0
         ),
         fsdp_scatter_layer=np.where(
-            fsdp, _collective("reduce_scatter", unit * gradient, replicas, replicas_inside, setting), 0.0
+            jobs.zero >= 2, _collective("reduce_scatter", unit * gradient, sharing, replicas_inside, setting), 0.0
         ),
         crosses=jobs.accelerators > island,
         tp_crosses=jobs.tp > island,

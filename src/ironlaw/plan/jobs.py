@@ -18,6 +18,11 @@ from ironlaw.plan.layout import Layout
 
 Array = npt.NDArray[np.float64]
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
+SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
+"""Order of forward and backward passes in a pipeline; `stages.py` and `bubbles.py` say what each one costs."""
+
+DEFAULTS = {"schedule": 0.0, "shard": 0.0, "window": 0.0}
+"""Columns that a row of measured runs need not have."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class Jobs:
     cp: Array
     recompute: Array
     flash: Array
+    schedule: Array  # a value of SCHEDULES
+    shard: Array  # data parallel replicas that share one sharded copy; 0: all of them
+    window: Array  # tokens that a query looks back at; 0: all
 
     def __len__(self) -> int:
         return int(self.layers.size)
@@ -71,12 +79,33 @@ class Jobs:
         return self.micro_batch * self.sequence / self.cp
 
     @property
+    def shard_ranks(self) -> Array:
+        """Ranks over which ZeRO divides what it shards: the replicas of a group, and context parallel ranks."""
+        return np.where(self.shard > 0, self.shard, self.dp) * self.cp
+
+    @property
+    def copies(self) -> Array:
+        """Sharded copies of the state: more than one under hybrid sharding."""
+        return np.where(self.shard > 0, self.dp / np.maximum(self.shard, 1.0), 1.0)
+
+    @property
     def query_size(self) -> Array:
         return self.heads * self.head_size
 
     @property
     def key_value_size(self) -> Array:
         return self.kv_heads * self.head_size
+
+    @property
+    def attended(self) -> Array:
+        """Twice the mean number of keys that a query looks at: the sequence, or less under a sliding window."""
+        span = np.where(self.window > 0, np.minimum(self.window, self.sequence), self.sequence)
+        return span * (2 - span / self.sequence)
+
+    @property
+    def v_shaped(self) -> npt.NDArray[np.bool_]:
+        """Whether a rank holds the chunks i and 2 pp - 1 - i, so that the first one has both ends of the model."""
+        return np.asarray((self.schedule == SCHEDULES["zbv"]) | (self.schedule == SCHEDULES["dualpipe"]))
 
     @property
     def stream_shards(self) -> Array:
@@ -108,7 +137,7 @@ class Jobs:
         matrices = np.where(self.gated > 0, 3.0, 2.0)
         linear = self.hidden * (qkv + self.query_size + matrices * self.ffn)
         per_token = 2 * (self.layers * linear + self.hidden * self.vocab)
-        attention = 2 * self.layers * self.sequence * self.query_size
+        attention = 2 * self.layers * self.attended * self.query_size
         return 3 * (per_token + attention) * self.global_batch * self.sequence
 
     def hardware_flops(self) -> Array:
@@ -119,7 +148,7 @@ class Jobs:
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
         linear = 2 * self.hidden * (qkv + self.query_size + matrices * self.ffn)
-        attention = np.where(self.flash > 0, 2.0, 4.0) * self.sequence * self.query_size
+        attention = np.where(self.flash > 0, 2 * self.attended, 4 * self.sequence) * self.query_size
         full = self.recompute == 2
         linear_passes = np.where(full, 4.0, 3.0)
         attention_passes = np.where(self.recompute > 0, 4.0, 3.0)
@@ -128,26 +157,41 @@ class Jobs:
 
 
 def jobs_of_columns(rows: Sequence[Mapping[str, float]]) -> Jobs:
-    """Jobs from one mapping of column to number each."""
-    return Jobs(**{f.name: np.array([row[f.name] for row in rows], dtype=float) for f in fields(Jobs)})
+    """Jobs from one mapping of column to number each; columns of `DEFAULTS` may be absent."""
+    columns = {f.name: [row.get(f.name, DEFAULTS.get(f.name)) for row in rows] for f in fields(Jobs)}
+    for name, column in columns.items():
+        assert None not in column, f"no column {name}"
+    return Jobs(**{name: np.array(column, dtype=float) for name, column in columns.items()})
 
 
 def jobs_of(model: ModelConfig, layouts: list[Layout], *, sequence: int, global_batch: int, flash: bool = True) -> Jobs:
     """The jobs of one model under several layouts."""
-    count = len(layouts)
+    rows = [layout_columns(layout) for layout in layouts]
+    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return jobs_of_table(model, columns, sequence=sequence, global_batch=global_batch, flash=flash)
 
-    def same(value: float) -> Array:
-        return np.full(count, float(value))
 
-    def each(name: str) -> Array:
-        return np.array([float(getattr(layout, name)) for layout in layouts])
+def layout_columns(layout: Layout) -> dict[str, float]:
+    """The columns that a layout sets."""
+    return {
+        "dp": float(layout.dp), "zero": float(layout.zero), "shard": float(layout.shard or 0),
+        "tp": float(layout.tp), "sp": float(layout.sp), "pp": float(layout.pp),
+        "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
+        "cp": float(layout.cp), "micro_batch": float(layout.micro_batch),
+        "recompute": float(RECOMPUTE[layout.recompute]),
+    }  # fmt: skip
 
-    return Jobs(
-        layers=same(model.layers), hidden=same(model.hidden), heads=same(model.heads),
-        kv_heads=same(model.key_value_heads), head_size=same(model.size_of_head), ffn=same(model.ffn_size),
-        gated=same(model.gated_ffn), vocab=same(model.vocab), tied=same(model.tied), biased=same(model.bias),
-        sequence=same(sequence), global_batch=same(global_batch), micro_batch=each("micro_batch"),
-        dp=each("dp"), zero=each("zero"), tp=each("tp"), sp=each("sp"), pp=each("pp"),
-        virtual=each("virtual_stages"), cp=each("cp"),
-        recompute=np.array([float(RECOMPUTE[layout.recompute]) for layout in layouts]), flash=same(flash),
-    )  # fmt: skip
+
+def jobs_of_table(
+    model: ModelConfig, columns: Mapping[str, Array], *, sequence: int, global_batch: int, flash: bool = True
+) -> Jobs:
+    """The jobs of one model under layouts whose columns are given (those of `layout_columns`)."""
+    count = len(next(iter(columns.values())))
+    window = model.sliding_window or 0
+    shared = {
+        "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.key_value_heads,
+        "head_size": model.size_of_head, "ffn": model.ffn_size, "gated": model.gated_ffn, "vocab": model.vocab,
+        "tied": model.tied, "biased": model.bias, "sequence": sequence, "global_batch": global_batch,
+        "flash": flash, "window": window if window < sequence else 0,
+    }  # fmt: skip
+    return Jobs(**{name: np.full(count, float(value)) for name, value in shared.items()}, **columns)

@@ -6,7 +6,10 @@
 Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
 state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
 ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
-parallel, ep expert parallel.
+parallel, ep expert parallel. `shard` replicas share one sharded copy, which the others repeat: hybrid sharding
+(arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe (arXiv 1811.06965: all
+forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill the bubble; in a V
+every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at once).
 """
 
 from __future__ import annotations
@@ -18,7 +21,23 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 
 RECOMPUTATION = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "gpipe", "zb", "zbv", "dualpipe")
+_SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+V_SHAPED = ("zbv", "dualpipe")
+
+
+def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
+    """Layers that the first and the last chunk hold less than the others; None where the chunks cannot be made equal.
+
+    The embedding and the output layer count as a layer each where that makes it even (arXiv 2407.21783, 3.3.2).
+    """
+    for less in ((0, 0), (0, 1), (1, 1)):
+        if (layers + sum(less)) % chunks == 0:
+            return less
+    return None
 
 
 @dataclass(frozen=True)
@@ -27,10 +46,12 @@ class Layout:
 
     dp: int = 1
     zero: int = 0
+    shard: int | None = None  # replicas that share what ZeRO shards; all of them when absent
     tp: int = 1
     sp: bool = False
     pp: int = 1
     virtual_stages: int = 1
+    schedule: str = "1f1b"
     cp: int = 1
     ep: int = 1
     micro_batch: int = 1  # sequences per forward pass of a replica
@@ -71,11 +92,28 @@ class Layout:
             return "sequence parallelism needs tp > 1"
         if sequence % (self.cp * (self.tp if self.sp else 1)):
             return f"{sequence} tokens are not divisible by cp = {self.cp}" + (f" x tp = {self.tp}" if self.sp else "")
-        if self.pp * self.virtual_stages > model.layers:
-            return f"{model.layers} layers are fewer than pp {self.pp} x virtual_stages {self.virtual_stages}"
-        if self.virtual_stages > 1 and model.layers % (self.pp * self.virtual_stages):
-            return f"{model.layers} layers are not divisible by pp {self.pp} x virtual_stages {self.virtual_stages}"
-        return self._reason_batch(global_batch)
+        return self._reason_pipeline(model.layers) or self._reason_sharding() or self._reason_batch(global_batch)
+
+    def _reason_pipeline(self, layers: int) -> str | None:
+        if self.pp == 1 and (self.virtual_stages > 1 or self.schedule != "1f1b"):
+            return f"{'virtual_stages' if self.virtual_stages > 1 else f'schedule={self.schedule}'} needs pp > 1"
+        if self.schedule in V_SHAPED and self.virtual_stages != 2:
+            return f"schedule={self.schedule} holds two chunks per rank: use virtual_stages=2"
+        if self.schedule == "gpipe" and self.virtual_stages > 1:
+            return "schedule=gpipe has one chunk per rank: use virtual_stages=1"
+        if self.virtual_stages == 1 and self.pp > layers:
+            return f"{layers} layers are fewer than pp {self.pp}"
+        if self.virtual_stages > 1 and ends_lighter(layers, self.pp * self.virtual_stages) is None:
+            chunks = f"pp {self.pp} x virtual_stages {self.virtual_stages}"
+            return f"{layers} layers are not divisible by {chunks}, nor with one less at the ends"
+        return None
+
+    def _reason_sharding(self) -> str | None:
+        if self.shard is not None and self.zero == 0:
+            return "shard says how far ZeRO shards: it needs zero=1, 2 or 3"
+        if self.shard is not None and self.dp % self.shard:
+            return f"dp {self.dp} replicas cannot be grouped by shard = {self.shard}"
+        return None
 
     def _reason_batch(self, global_batch: int) -> str | None:
         per_round = self.dp * self.micro_batch
@@ -84,12 +122,11 @@ class Layout:
         if self.accumulation is not None and per_round * self.accumulation != global_batch:
             batch = self.global_batch()
             return f"dp x micro_batch x accumulation is {batch} sequences, the global batch is {global_batch}"
-        if self.virtual_stages > 1 and self.pp == 1:
-            return "virtual_stages needs pp > 1"
-        if self.virtual_stages > 1 and (global_batch // per_round) % self.pp:
+        if self.virtual_stages > 1 and self.schedule not in V_SHAPED and (global_batch // per_round) % self.pp:
             return f"interleaving needs the {global_batch // per_round} micro-batches divisible by pp = {self.pp}"
-        if self.zero >= 2 and self.pp > 1:
-            return "zero 2 and 3 with a pipeline would gather or reduce for every micro-batch: use zero=1"
+        if self.schedule in V_SHAPED and global_batch // per_round < 2 * self.pp:
+            count = global_batch // per_round
+            return f"schedule={self.schedule} needs 2 pp = {2 * self.pp} micro-batches or more, there are {count}"
         if self.ep > 1:
             return "expert parallelism needs a mixture of experts, and this model is dense"
         return None
@@ -120,13 +157,25 @@ def parse_layout(text: str) -> Layout:
         values[key] = _value(key, value)
     if values.get("recompute", "none") not in RECOMPUTATION:
         raise UserError(f"layout: recompute is {', '.join(RECOMPUTATION)}, not '{values['recompute']}'")
+    values["schedule"] = _schedule(values.get("schedule", "1f1b"))
+    if values["schedule"] in V_SHAPED:
+        values.setdefault("virtual_stages", 2)
     if not 0 <= values.get("zero", 0) <= 3:
         raise UserError(f"layout: zero is 0, 1, 2 or 3, not {values['zero']}")
     return Layout(**values)
 
 
+def _schedule(word: str) -> str:
+    chosen = _SCHEDULE_WORDS.get(word, word)
+    if chosen == "interleaved":
+        raise UserError("layout: write an interleaved schedule as virtual_stages=2 or more, with schedule=1f1b or zb")
+    if chosen not in SCHEDULES:
+        raise UserError(f"layout: schedule is {', '.join(SCHEDULES)}, not '{word}'")
+    return chosen
+
+
 def _value(key: str, text: str) -> Any:
-    if key == "recompute":
+    if key in ("recompute", "schedule"):
         return text.lower()
     if key == "sp":
         if text.lower() not in _FLAGS:

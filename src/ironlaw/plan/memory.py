@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ironlaw.config import RunConfig
 from ironlaw.ledger import MemoryLine, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
+from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.transformer import FP32, INDEX, Shape, training_operations
-
-ADAMW_STATE_BYTES = 2 * FP32  # first and second moment per parameter
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,21 @@ def rotary_table_bytes(model: ModelConfig) -> int:
     return model.context * model.size_of_head * FP32 if model.positions == "rope" else 0
 
 
-def peak_memory(shape: Shape, accumulation: int) -> tuple[list[MemoryLine], str]:
-    """Memory at the peak of a training step by component, and where in the step that is.
-
-    Plain AdamW on fp32 weights: 4 + 4 + 8 bytes per parameter for weights, gradients and moments.
-    """
-    model = shape.model
-    operations = training_operations(shape)
+def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]:
+    """Memory at the peak of a training step by component, and where in the step that is. Weights are fp32."""
+    model, accumulation = shape.model, config.accumulation
+    operations, parameters = training_operations(shape), model_parameters(model)
     total_gradients = model.parameters * FP32
     peaks = [walk(operations, model.layers)]
     if accumulation > 1:
         peaks.append(walk(operations, model.layers, gradients_held=total_gradients))
-    peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, 0, total_gradients))
+    update = update_temporary_bytes(parameters, config.optimizer, cuda=shape.fused_rmsnorm)
+    peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, update, total_gradients))
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
     lines = [
         MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model)),
         MemoryLine("gradients", peak.gradient_bytes),
-        MemoryLine("optimizer", model.parameters * ADAMW_STATE_BYTES),
+        MemoryLine("optimizer", state_bytes(parameters, config.optimizer), note=config.optimizer.name),
         MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),
         MemoryLine("temporaries", peak.temporary_bytes),
         MemoryLine("batch", 2 * shape.tokens * INDEX * accumulation, note="tokens and targets"),

@@ -23,15 +23,15 @@ from ironlaw.plan.cluster import DEFAULT_ENGINE, Outcome, plan_jobs
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.intervals import interval_factors
-from ironlaw.plan.jobs import RECOMPUTE, Jobs
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
+from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
 from ironlaw.plan.setting import setting
 
-CHUNK = 50_000  # jobs planned at once: bounds memory at a few hundred MiB
+CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
-_COLUMNS = ("dp", "zero", "tp", "sp", "pp", "virtual", "cp", "micro_batch", "recompute")
+_COLUMNS = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "micro_batch", "recompute")
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,44 @@ def layouts(
     """Rows of `_COLUMNS`: every combination that can run."""
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
-        zeros = [z for z in (0, 1, 2, 3) if (z == 0 or dp * cp > 1) and (z < 2 or pp == 1)]
+        sharding = _shardings(dp, cp)
         parallel = (0, 1) if tp > 1 else (0,)
-        chunks = divisors(model.layers // pp) if pp > 1 and model.layers % pp == 0 else [1]
+        chunks = _pipelines(model.layers, pp)
         for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
             accumulation = per_replica // micro_batch
-            allowed = [v for v in chunks if v == 1 or accumulation % pp == 0]
+            allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
             yield from (
-                (dp, zero, tp, sp, pp, v, cp, micro_batch, recompute)
-                for zero, sp, v, recompute in product(zeros, parallel, allowed, RECOMPUTE.values())
+                (dp, zero, shard, tp, sp, pp, v, schedule, cp, micro_batch, recompute)
+                for (zero, shard), sp, (v, schedule), recompute in product(
+                    sharding, parallel, allowed, RECOMPUTE.values()
+                )
             )
+
+
+def _shardings(dp: int, cp: int) -> list[tuple[int, int]]:
+    """(zero, shard) of so many replicas: nothing, everything over all of them, or over groups of them."""
+    if dp * cp == 1:
+        return [(0, 0)]
+    groups = [0] + [d for d in divisors(dp)[:-1] if d * cp > 1]
+    return [(0, 0)] + [(zero, shard) for zero in (1, 2, 3) for shard in groups]
+
+
+def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
+    """(virtual stages, schedule) of a pipeline; GPipe takes as long as 1F1B and never holds less, so it is left out."""
+    if pp == 1:
+        return [(1, SCHEDULES["1f1b"])]
+    most = layers // pp + 1
+    even = [v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None]
+    found = [(v, SCHEDULES[name]) for v in even for name in ("1f1b", "zb")]
+    return found + [(2, SCHEDULES[name]) for name in V_SHAPED if 2 in even]
+
+
+def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
+    """Whether there are as many micro-batches as the schedule wants."""
+    virtual, schedule = pair
+    if schedule in (SCHEDULES["zbv"], SCHEDULES["dualpipe"]):
+        return accumulation >= 2 * pp
+    return virtual == 1 or accumulation % pp == 0
 
 
 def search(
@@ -148,6 +176,7 @@ def search(
         reasons = "; ".join(f"{reason}: {n}" for reason, n in found.ruled_out.items())
         raise UserError(f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch")
     table = np.array(rows, dtype=float)
+    table = table[np.argsort(table[:, _COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
     best: list[Entry] = []
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
@@ -213,16 +242,8 @@ def _permitted(
 
 
 def _jobs(model: ModelConfig, table: np.ndarray, sequence: int, global_batch: int, flash: bool) -> Jobs:
-    def same(value: float) -> np.ndarray:
-        return np.full(len(table), float(value))
-
     columns = {name: table[:, i] for i, name in enumerate(_COLUMNS)}
-    return Jobs(
-        layers=same(model.layers), hidden=same(model.hidden), heads=same(model.heads),
-        kv_heads=same(model.key_value_heads), head_size=same(model.size_of_head), ffn=same(model.ffn_size),
-        gated=same(model.gated_ffn), vocab=same(model.vocab), tied=same(model.tied), biased=same(model.bias),
-        sequence=same(sequence), global_batch=same(global_batch), flash=same(flash), **columns,
-    )  # fmt: skip
+    return jobs_of_table(model, columns, sequence=sequence, global_batch=global_batch, flash=flash)
 
 
 _TERMS = {
@@ -243,13 +264,14 @@ def _terms(outcome: Outcome, index: int) -> dict[str, float]:
 
 
 _RECOMPUTE_NAMES = {number: word for word, number in RECOMPUTE.items()}
+_SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
 
 
 def _layout(row: tuple[int, ...]) -> Layout:
-    dp, zero, tp, sp, pp, virtual, cp, micro_batch, recompute = row
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, micro_batch, recompute = row
     return Layout(
-        dp=dp, zero=zero, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual, cp=cp, micro_batch=micro_batch,
-        recompute=_RECOMPUTE_NAMES[recompute],
+        dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
+        schedule=_SCHEDULE_NAMES[schedule], cp=cp, micro_batch=micro_batch, recompute=_RECOMPUTE_NAMES[recompute],
     )  # fmt: skip
 
 

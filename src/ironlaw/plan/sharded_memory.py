@@ -7,7 +7,9 @@
     temporaries  logits and their gradients on the last stage, one recomputed layer, gathered weights under ZeRO-3
 
 In flight on stage s of p under 1F1B: min(m, p - s); interleaved with v chunks: 2 (p - s - 1) + (v - 1) p + 1 chunks of
-1/v of the stage (arXiv 2104.04473). The stage that needs most decides.
+1/v of the stage (arXiv 2104.04473); all m under GPipe; p on every stage under zero-bubble schedules, whose early stages
+hold what 1F1B holds and whose late ones keep activations for weight gradients that wait (arXiv 2401.10241); half a
+micro-batch more under DualPipe (arXiv 2412.19437, table 2). The stage that needs most decides.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.plan.engine import Engine
-from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.jobs import SCHEDULES, Array, Jobs
 from ironlaw.plan.stages import StageLayers, stage_layers
 
 HALF = 2.0
@@ -58,31 +60,52 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
 
 
-def in_flight(jobs: Jobs, stage: int) -> Array:
+def in_flight(jobs: Jobs, stage: int | Array) -> Array:
     """Micro-batches whose activations a stage holds at its fullest, as whole-stage equivalents."""
     plain = np.minimum(jobs.accumulation, jobs.pp - stage)
     chunks = 2 * (jobs.pp - stage - 1) + (jobs.virtual - 1) * jobs.pp + 1
     interleaved = np.minimum(jobs.accumulation * jobs.virtual, chunks) / jobs.virtual
-    return np.maximum(np.where(jobs.virtual > 1, interleaved, plain), 1.0)
+    alternating = np.where(jobs.virtual > 1, interleaved, plain)
+    full = jobs.pp + np.where(jobs.schedule == SCHEDULES["dualpipe"], 0.5, 0.0)
+    zero_bubble = np.minimum(jobs.accumulation, full)
+    gpipe = jobs.schedule == SCHEDULES["gpipe"]
+    held = np.where(gpipe, jobs.accumulation, np.where(jobs.schedule > 0, zero_bubble, alternating))
+    return np.maximum(held, 1.0)
 
 
 def peak_memory(jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -> PeakMemory:
     """The stage with the highest peak of each job, and what the peak is made of."""
     layers = layers or stage_layers(jobs, engine.partition)
     best: PeakMemory | None = None
-    stages = int(jobs.pp.max(initial=1))
-    for stage in range(stages):
+    for stage in _stages(jobs, engine.partition):
         here = _stage(jobs, engine, layers, stage)
         best = here if best is None else _higher(here, best)
     assert best is not None
     return best
 
 
+def _stages(jobs: Jobs, partition: str) -> list[Array]:
+    """Stages of which one has the highest peak; -1 where a job has it already.
+
+    Equal stages hold fewer micro-batches the later they come and none has more layers than the second, so that the
+    first, the second and the last are enough.
+    """
+    most = int(jobs.pp.max(initial=1))
+    if partition != "equal":
+        return [np.where(stage < jobs.pp, float(stage), -1.0) for stage in range(most)]
+    first = [np.zeros(len(jobs))]
+    if most > 1:
+        first.append(np.where(jobs.pp > 1, jobs.pp - 1, -1.0))
+    if most > 2:
+        first.append(np.where(jobs.pp > 2, 1.0, -1.0))
+    return first
+
+
 def reported_bytes(jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -> Array:
     """Peak bytes of the rank that the engine's own log speaks of: not always the one that needs most."""
     layers = layers or stage_layers(jobs, engine.partition)
     if engine.reporting_stage == "first":
-        return _stage(jobs, engine, layers, 0).total
+        return _stage(jobs, engine, layers, np.zeros(len(jobs))).total
     return peak_memory(jobs, engine, layers).total
 
 
@@ -91,17 +114,20 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
     return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
 
 
-def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakMemory:
-    exists = stage < jobs.pp
-    count = layers.counts[:, stage] if stage < layers.counts.shape[1] else np.zeros(len(jobs))
+def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> PeakMemory:
+    """What one stage of each job holds; nothing where `stage` is negative."""
+    exists, first = stage >= 0, stage == 0
+    count = layers.counts[np.arange(len(jobs)), np.maximum(stage, 0).astype(int)]
     has_head = layers.head_stage == stage
-    embedding = jobs.embedding_parameters if stage == 0 else np.zeros(len(jobs))
-    shared = (jobs.tied > 0) & (stage == 0)
+    embedding = np.where(first, jobs.embedding_parameters, 0.0)
+    shared = (jobs.tied > 0) & first
     head = np.where(has_head & ~shared, jobs.hidden * jobs.vocab, 0.0)
     final_norm = np.where(has_head, jobs.hidden * (1 + jobs.biased), 0.0)
     parameters = (count * jobs.block_parameters + embedding + head + final_norm) / jobs.tp
-    shards = jobs.dp * jobs.cp
+    shards = jobs.shard_ranks
     weights = parameters * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
+    if engine.master_bytes == 0 and engine.weight_bytes > HALF:  # fp32 weights that are gathered in 16 bits and kept
+        weights = np.where(jobs.zero == 2, parameters * (HALF + engine.weight_bytes / shards), weights)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((jobs.accumulation > 1) | (jobs.pp > 1), engine.half_gradient_bytes, 0.0)
     gradients = parameters * (engine.gradient_bytes + lasting) / np.where(jobs.zero >= 2, shards, 1.0)
@@ -118,12 +144,14 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakM
     activations = count * kept * flight
     recomputed = np.where(full, everything, np.where(selective, everything - partly, 0.0)) * (count > 0)
     block = jobs.block_parameters / jobs.tp
-    gathered = np.where(jobs.zero >= 3, block * (2 * HALF + engine.gradient_bytes), 0.0)
+    # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
+    gathered = np.where(jobs.zero >= 3, 2 * HALF, 0.0) + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)
+    gathered = gathered * block
     logits = np.where(has_head, jobs.tokens * jobs.vocab / jobs.tp * engine.logit_bytes, 0.0)
     logits = logits + np.where(has_head & (jobs.sp > 0), engine.head_gathered_bytes * jobs.tokens * jobs.hidden, 0.0)
     context = np.full(len(jobs), engine.context_bytes)
-    if stage == 0:  # the embedding's output before it is scattered over the tensor parallel ranks
-        gathered = gathered + np.where(jobs.sp > 0, engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
+    # The embedding's output before it is scattered over the tensor parallel ranks.
+    gathered = gathered + np.where(first & (jobs.sp > 0), engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
     # Logits and a recomputed block are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
@@ -133,6 +161,6 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: int) -> PeakM
     )
     total = weights + gradients + master + moments + activations + logits + temporaries + context
     return PeakMemory(
-        total, np.full(len(jobs), float(stage)), weights, gradients, master, moments, activations, logits,
+        total, stage, weights, gradients, master, moments, activations, logits,
         temporaries, context,
     )  # fmt: skip

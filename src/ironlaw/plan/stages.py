@@ -24,12 +24,14 @@ class StageLayers:
 def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     """Layers per stage: "equal", or "cost" where a stage takes layers until its share of the parameters is full.
 
+    "equal" gives what does not divide to the stages between the first and the last, which have the embedding and the
+    output layer to hold; virtual chunks are equal but for one layer less in the first or last (`ends_lighter`).
     "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
     which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
     """
     stages = int(jobs.pp.max(initial=1))
     counts = np.zeros((len(jobs), stages))
-    head_stage = jobs.pp - 1
+    head_stage = np.where(jobs.v_shaped, 0.0, jobs.pp - 1)
     if partition == "cost":
         head_stage = head_stage.copy()
         cost = jobs.hidden * (2 * jobs.query_size + 2 * jobs.key_value_size)
@@ -41,9 +43,7 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
             layers_dealt, head_stage[i] = dealt[which]
             counts[i, : len(layers_dealt)] = layers_dealt
     else:
-        index = np.arange(stages)[None, :]
-        whole, rest = np.divmod(jobs.layers, jobs.pp)
-        counts = np.where(index < jobs.pp[:, None], whole[:, None] + (index < rest[:, None]), 0.0)
+        counts = _even(jobs, stages)
     rows = np.arange(len(jobs))
     last_index = (jobs.pp - 1).astype(int)
     inner = counts.copy()
@@ -63,6 +63,22 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
         head_stage=head_stage,
         largest_parameters=per_stage.max(axis=1) / jobs.tp,
     )
+
+
+def _even(jobs: Jobs, stages: int) -> Array:
+    """Jobs x stages: layers of each stage, as equal as they can be; the last stage is the first to hold one less."""
+    index, pp = np.arange(stages)[None, :], jobs.pp[:, None]
+    exists = index < pp
+    whole, rest = np.divmod(jobs.layers, jobs.pp)
+    turn = np.where(index == pp - 1, pp - 1, np.where(index == 0, pp - 2, index - 1))  # who takes of the rest
+    counts = whole[:, None] + (turn < rest[:, None])
+    chunks = jobs.pp * jobs.virtual
+    last_less = np.where(jobs.layers % chunks == 0, 0.0, 1.0)
+    first_less = np.where((jobs.layers + 1) % chunks == 0, 0.0, last_less)
+    per_stage = jobs.virtual * (jobs.layers + first_less + last_less) / chunks
+    holds_last = np.where(jobs.v_shaped, 0, jobs.pp - 1)[:, None]
+    dealt = per_stage[:, None] - first_less[:, None] * (index == 0) - last_less[:, None] * (index == holds_last)
+    return np.where(exists, np.where(jobs.virtual[:, None] > 1, dealt, counts), 0.0)
 
 
 def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:

@@ -9,10 +9,11 @@ For a pipeline stage s and one micro-batch (forward, backward and recomputation 
     device   matmuls + attention + streaming kernels + tensor, context parallel collectives on the critical path
     host     launches: layers x (forward + backward), plus per micro-batch
     stage    max(device, host) + pipeline messages
-    step     (m - 1) max_s stage + sum_s stage / v ...   1F1B, interleaved: arXiv 2104.04473, section 2.2
+    step     m max_s stage + sum of the other stages x what the schedule leaves idle of them (`bubble_share`)
              + exposed data parallel communication + optimizer + host per step
 
-Under ZeRO-3 the gathering of weights and scattering of gradients of each micro-batch runs beside the compute.
+Under ZeRO-3 the gathering of weights and scattering of gradients of each micro-batch runs beside the compute, under
+ZeRO-2 the scattering: gradients kept in shards cannot wait for the last micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.ingredients import Parts
-from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.jobs import SCHEDULES, Array, Jobs
 from ironlaw.plan.stages import StageLayers, stage_layers
 
 RIVALRY = 6.0
@@ -49,6 +50,29 @@ class Times:
     busiest_layers: Array  # of the stage these times are of
     head: Array  # output layer and embedding, part of forward and backward
     recomputed: Array  # part of backward
+
+
+def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
+    """Idle time of a pipeline over the time that the other stages spend on one micro-batch.
+
+    forward, inputs, weights: seconds of a stage's forward pass, of the gradients of its inputs (which the stage before
+    waits for) and of its weights (which nobody waits for). With p equal stages and times F, B, W the idle time is
+    p - 1 times
+
+        1f1b, gpipe   (F + B + W) / v        arXiv 2104.04473, section 2.2
+        zb            (F + max(0, B - W)) / v   ZB-H1, arXiv 2401.10241, table 2: W fills the rest
+        zbv           max(F, B) / 2          the last rank of a V starts after p - 1 chunks
+        dualpipe      (F + max(0, B - W) + max(0, B - F)) / 2   its V form, without the overlap of F and B inside a rank
+
+    Each checked against the order of passes that PyTorch's schedules produce. The paper's smaller figures for zb and
+    zbv let stages start their optimizer step at different times; gradient clipping makes them wait for each other.
+    """
+    whole = forward + inputs + weights
+    filled = forward + np.maximum(inputs - weights, 0.0)
+    idle = np.where(schedule == SCHEDULES["zb"], filled / virtual, whole / virtual)
+    idle = np.where(schedule == SCHEDULES["zbv"], np.maximum(forward, inputs) / 2, idle)
+    both = (filled + np.maximum(inputs - forward, 0.0)) / 2
+    return np.asarray(np.where(schedule == SCHEDULES["dualpipe"], both, idle) / whole)
 
 
 def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -> Times:
@@ -89,7 +113,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     device_layer = forward + backward + again + tp_exposed + cp_exposed
     message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow
 
-    # Weights of ZeRO-3 are gathered for forward and again for backward.
+    # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
     fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * slow
     fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
@@ -100,16 +124,21 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         longer = (device**RIVALRY + host**RIVALRY) ** (1 / RIVALRY)
         return longer + message, longer - device
 
-    first, _ = stage(layers.first, embedding + np.where(jobs.pp == 1, head, 0.0))
+    both_ends = (jobs.pp == 1) | jobs.v_shaped
+    first_extra = embedding + np.where(both_ends, head, 0.0)
+    last_extra = np.where(jobs.v_shaped, 0.0, head) + np.where(jobs.pp == 1, embedding, 0.0)
+    first, _ = stage(layers.first, first_extra)
     middle, _ = stage(layers.middle, np.zeros(len(jobs)))
-    last, _ = stage(layers.last, np.where(jobs.pp == 1, embedding, 0.0) + head)
+    last, _ = stage(layers.last, last_extra)
     slowest = np.maximum(np.maximum(first, last), np.where(jobs.pp > 2, middle, 0.0))
     others = np.where(jobs.pp > 1, first + last + (jobs.pp - 2) * middle, slowest) - slowest
-    bubble = others / jobs.virtual
+    weight_gradients = parts.layer_matmul_backward * engine.matmul_slowdown / 2 + parts.layer_accumulate
+    first_half = forward + tp_exposed / passes + cp_exposed / (passes + 1)
+    second_half = device_layer - first_half - weight_gradients
+    bubble = others * bubble_share(jobs.schedule, jobs.virtual, first_half, second_half, weight_gradients)
 
     count = np.where(slowest == last, layers.last, np.where(slowest == first, layers.first, layers.middle))
-    extra = np.where(slowest == last, head, np.where(slowest == first, embedding, 0.0))
-    extra = extra + np.where(jobs.pp == 1, embedding, 0.0)
+    extra = np.where(slowest == last, last_extra, np.where(slowest == first, first_extra, 0.0))
     _, host_excess = stage(count, extra)
     steady = micro_batches * slowest
     window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel

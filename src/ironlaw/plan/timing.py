@@ -61,7 +61,7 @@ class MeasuredMachine:
         return ratios
 
     def time(self, op: Operation, precision: str) -> Timing:
-        profile = self.profile
+        profile, precision = self.profile, op.precision or precision
         if op.matmul is not None:
             seconds = profile.matmul[precision][op.kernel].at(*op.matmul)
             bound = "compute"

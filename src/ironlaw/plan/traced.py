@@ -29,7 +29,7 @@ from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.plan.traced_timing import AS_MATMUL, COPY_RATE, CataloguedAccelerator, Machine, ThisMachine
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.transformer import adamw_operations
+from ironlaw.workload.optimizers import adamw_operations
 
 if TYPE_CHECKING:
     from torch import nn

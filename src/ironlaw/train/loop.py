@@ -50,7 +50,7 @@ from ironlaw.observe.profile import (
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
-from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState, Stateful
@@ -122,7 +122,7 @@ class Trainer:
         self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
-        self.optimizer = build_optimizer(self.model, config.train)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -219,19 +219,17 @@ class Trainer:
         self.tokens += config.tokens_per_step
         if not np.isfinite(self.train_loss):
             raise UserError(
-                f"the loss of step {self.step} is {self.train_loss}: lower train.lr or train with "
+                f"the loss of step {self.step} is {self.train_loss}: lower optimizer.lr or train with "
                 "train.precision = fp32, then run again with --resume"
             )
         return times
 
     def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
-        rate = learning_rate(self.config.train, self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, learning_rate(self.config, self.step))
         with operation_scope(recording, "clip"):
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        with operation_scope(recording, "adamw"):
+        with operation_scope(recording, self.config.optimizer.name):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)

@@ -28,6 +28,7 @@ class Operation:
     matmul: tuple[int, int, int] | None = None  # (m, n, k) of C[m, n] = A[m, k] B[k, n]
     attention: tuple[int, int, int, int, int] | None = None  # sequences, tokens, heads, kv_heads, head_size
     flops: int | None = None
+    precision: str | None = None  # where it is not the step's
     elements: int = 0  # of the main tensor: what an elementwise kernel's time is counted in
     bytes_moved: int = 0  # read once plus written once: the least traffic
     saved_bytes: int = 0

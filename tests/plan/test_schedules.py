@@ -1,0 +1,142 @@
+"""Pipeline schedules: idle time and activations in flight, against the passes that PyTorch's schedules make."""
+
+import numpy as np
+import pytest
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.jobs import SCHEDULES, jobs_of
+from ironlaw.plan.layout import Layout, ends_lighter
+from ironlaw.plan.sharded_memory import in_flight
+from ironlaw.plan.stages import stage_layers
+from ironlaw.plan.timeline import bubble_share
+
+GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
+SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]
+
+
+def played(schedule, ranks, micro_batches, chunks, seconds):
+    """(idle seconds, most activations held by each rank in rank equivalents) of a schedule of PyTorch.
+
+    Passes are timed here, each as soon as its rank and its inputs are ready; `seconds` of a rank's whole share.
+    """
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    kinds = schedules._ComputationType
+    total = ranks * chunks
+
+    class Stage:
+        is_first, is_last, group_rank, group, submod, device = True, False, 0, None, None, "cpu"
+        has_backward, num_stages, group_size, stage_index_to_group_rank = True, total, ranks, {}
+
+        def __init__(self, index):
+            self.stage_index = index
+
+    v_shaped = "V" in schedule
+    held = [Stage(0), Stage(total - 1)] if v_shaped else [Stage(index * ranks) for index in range(chunks)]
+    orders = getattr(schedules, schedule)(held, micro_batches, loss_fn=None).pipeline_order
+    forward, inputs, weights = (part / chunks for part in seconds)
+    cost = {kinds.FORWARD: forward, kinds.BACKWARD_INPUT: inputs, kinds.BACKWARD_WEIGHT: weights}
+    cost[kinds.FULL_BACKWARD] = inputs + weights
+    done, clock, position = {}, dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0)
+    alive, most = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
+
+    def ready(action):
+        stage, batch = action.stage_index, action.microbatch_index
+        if action.computation_type is kinds.FORWARD:
+            return 0.0 if stage == 0 else done.get(("forward", stage - 1, batch))
+        if action.computation_type is kinds.BACKWARD_WEIGHT:
+            return done.get(("inputs", stage, batch))
+        after = [done.get(("forward", stage, batch))]
+        after += [] if stage == total - 1 else [done.get(("inputs", stage + 1, batch))]
+        return None if None in after else max(after)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in orders.items():
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                parts = [] if action is None else (getattr(action, "sub_actions", None) or [action])
+                starts = [ready(part) for part in parts]
+                if None in starts:
+                    break
+                for part in parts:
+                    kind = part.computation_type
+                    clock[rank] = max(clock[rank], ready(part)) + cost[kind]
+                    word = {kinds.FORWARD: "forward", kinds.BACKWARD_WEIGHT: "weights"}.get(kind, "inputs")
+                    done[word, part.stage_index, part.microbatch_index] = clock[rank]
+                    alive[rank] += kind is kinds.FORWARD
+                    most[rank] = max(most[rank], alive[rank])
+                    alive[rank] -= kind in (kinds.FULL_BACKWARD, kinds.BACKWARD_WEIGHT)
+                position[rank] += 1
+                moved = True
+    assert all(position[rank] == len(order) for rank, order in orders.items())
+    return max(clock.values()) - micro_batches * sum(seconds), [most[rank] / chunks for rank in sorted(most)]
+
+
+def planned_idle(schedule, ranks, chunks, seconds):
+    forward, inputs, weights = (np.array([part]) for part in seconds)
+    share = bubble_share(np.array([float(SCHEDULES[schedule])]), np.array([float(chunks)]), forward, inputs, weights)
+    return float(share[0]) * (ranks - 1) * sum(seconds)
+
+
+def held(schedule, ranks, chunks, micro_batches):
+    layout = Layout(dp=1, pp=ranks, virtual_stages=chunks, schedule=schedule)
+    jobs = jobs_of(GPT, [layout], sequence=1024, global_batch=micro_batches)
+    return [float(in_flight(jobs, stage)[0]) for stage in range(ranks)]
+
+
+@pytest.mark.parametrize("seconds", SPEEDS)
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize(
+    ("schedule", "pytorch", "chunks"),
+    [
+        ("1f1b", "ScheduleInterleaved1F1B", 1),
+        ("1f1b", "ScheduleInterleaved1F1B", 2),
+        ("zb", "ScheduleInterleavedZeroBubble", 1),
+        ("zb", "ScheduleInterleavedZeroBubble", 2),
+        ("zbv", "ScheduleZBVZeroBubble", 2),
+    ],
+)
+def test_idle_time_is_that_of_the_order_of_passes(schedule, pytorch, chunks, ranks, seconds):
+    idle, _ = played(pytorch, ranks, 4 * ranks, chunks, seconds)
+    assert planned_idle(schedule, ranks, chunks, seconds) == pytest.approx(idle, rel=1e-9)
+
+
+@pytest.mark.parametrize("seconds", SPEEDS)
+def test_dualpipe_is_planned_within_a_sixth_and_never_faster_than_it_is(seconds):
+    idle, _ = played("ScheduleDualPipeV", 8, 32, 2, seconds)
+    assert idle <= planned_idle("dualpipe", 8, 2, seconds) * (1 + 1e-9) <= 1.17 * idle
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pytorch", "chunks"),
+    [
+        ("zb", "ScheduleInterleavedZeroBubble", 1),
+        ("zbv", "ScheduleZBVZeroBubble", 2),
+        ("dualpipe", "ScheduleDualPipeV", 2),
+    ],
+)
+def test_activations_in_flight_are_those_of_the_order_of_passes(schedule, pytorch, chunks):
+    _, most = played(pytorch, 8, 32, chunks, (1.0, 1.0, 1.0))
+    assert held(schedule, 8, chunks, 32) == most
+
+
+def test_gpipe_holds_every_micro_batch_and_idles_like_1f1b():
+    assert held("gpipe", 4, 1, 32) == [32.0] * 4
+    assert held("1f1b", 4, 1, 32) == [4.0, 3.0, 2.0, 1.0]
+    assert planned_idle("gpipe", 4, 1, (1, 1, 1)) == planned_idle("1f1b", 4, 1, (1, 1, 1))
+
+
+def test_the_ends_hold_one_layer_less_where_that_makes_it_even():
+    """126 layers on 16 stages: 7, 8 x 14, 7, as Llama 3 405B was trained (arXiv 2407.21783, section 3.3.2)."""
+    model = GPT.model_copy(update={"layers": 126})
+
+    def counts(**layout):
+        jobs = jobs_of(model, [Layout(**layout)], sequence=1024, global_batch=64)
+        return [int(n) for n in stage_layers(jobs).counts[0]]
+
+    assert counts(pp=16) == [7, *[8] * 14, 7]
+    assert counts(pp=16, virtual_stages=8) == [7, *[8] * 14, 7]
+    assert counts(pp=4, virtual_stages=2, schedule="zbv") == [30, 32, 32, 32]  # both ends are on the first rank
+    assert counts(pp=5) == [25, 26, 25, 25, 25]
+    assert ends_lighter(126, 128) == (1, 1) and ends_lighter(127, 128) == (0, 1) and ends_lighter(125, 128) is None
