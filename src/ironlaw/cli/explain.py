@@ -22,7 +22,7 @@ def explain(
     document = explain_run(run).to_json()
     directory = RunDirectory(run)
     report = write_run(
-        directory.report_file, document, list(directory.metrics()), directory.config_file.read_text(encoding="utf-8")
+        directory.report_file, document, directory.metrics(), directory.config_file.read_text(encoding="utf-8")
     )
     if json:
         print_json(document)

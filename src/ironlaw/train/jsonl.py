@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that outlive a full disk and a kill: whole lines only, nothing lost while it lasts."""
+"""Files of one JSON object per line that outlive a kill and a full disk: whole lines only, and none is lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ class JsonLines:
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
         self.path = path
         self.pending: list[bytes] = []
+        self._lock = threading.Lock()  # the checkpoint's thread syncs what the loop appends
         self._say = say or (lambda message: None)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def append(self, entry: dict[str, Any]) -> None:
         """Add one line. OSError only for what waiting cannot mend, or when too much waits."""
-        self.pending.append((json.dumps(_plain(entry), allow_nan=False) + "\n").encode())
-        first = len(self.pending) == 1
+        with self._lock:
+            self.pending.append((json.dumps(_plain(entry), allow_nan=False) + "\n").encode())
+            first = len(self.pending) == 1
         try:
             self.flush()
         except OSError as error:
@@ -41,17 +44,18 @@ class JsonLines:
 
     def flush(self) -> None:
         """Write what waits. OSError when there is still no room."""
-        while self.pending:
-            line = self.pending[0]
-            try:
-                written = os.pwrite(self._descriptor, line, self._end)
-                if written < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-            except OSError:
-                os.ftruncate(self._descriptor, self._end)  # half a line would end the file for its readers
-                raise
-            self._end += len(line)
-            del self.pending[0]
+        with self._lock:
+            while self.pending:
+                line = self.pending[0]
+                try:
+                    written = os.pwrite(self._descriptor, line, self._end)
+                    if written < len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                except OSError:
+                    os.ftruncate(self._descriptor, self._end)  # half a line would end the file for its readers
+                    raise
+                self._end += len(line)
+                del self.pending[0]
 
     def sync(self) -> None:
         """Everything appended is on the disk when this returns."""

@@ -6,6 +6,7 @@ finds in the metrics how far it got, and what of that has to be done again.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,9 +53,7 @@ class Session:
 class Sessions:
     """The sessions of a run, this one last. `metrics`: the lines of earlier ones, as they are found at the start."""
 
-    def __init__(
-        self, path: Path, from_step: int, setting: dict[str, Any], metrics: Sequence[dict[str, Any]]
-    ) -> None:
+    def __init__(self, path: Path, from_step: int, setting: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> None:
         self._path = path
         self.earlier = read_sessions(path)
         if self.earlier and self.earlier[-1].how is None:
@@ -181,7 +180,5 @@ def earlier_profile(path: Path, observed: Observations) -> None:
 
 
 def _close_quietly(lines: JsonLines) -> None:
-    try:
+    with contextlib.suppress(OSError):  # a full disk: the account of sessions is not worth the run
         lines.close()
-    except OSError:
-        pass  # a full disk: the account of sessions is not worth the run

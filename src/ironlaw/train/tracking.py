@@ -148,21 +148,20 @@ class Tracking:
 
     def _run(self) -> None:
         trackers: dict[str, Tracker] = {}
-        for name in self._config.tracking.to:
-            self._safely(name, trackers, lambda name=name: self._start(name, trackers))  # type: ignore[misc]
+        for kind in self._config.tracking.to:
+            self._safely(kind, trackers, self._start, kind, trackers)
         while (item := self._queue.get()) is not None:
-            step, values = item
             for name, tracker in list(trackers.items()):
-                self._safely(name, trackers, lambda tracker=tracker: tracker.log(step, values))  # type: ignore[misc]
+                self._safely(name, trackers, tracker.log, *item)
         for name, tracker in list(trackers.items()):
             self._safely(name, trackers, tracker.close)
 
     def _start(self, name: str, trackers: dict[str, Tracker]) -> None:
         trackers[name] = TRACKERS[name](self._config, self._folder, self._first)
 
-    def _safely(self, name: str, trackers: dict[str, Tracker], call: Callable[[], None]) -> None:
+    def _safely(self, name: str, trackers: dict[str, Tracker], call: Callable[..., None], *arguments: Any) -> None:
         try:
-            call()
+            call(*arguments)
         except Exception as error:  # whatever a tracker does, the run is worth more
             trackers.pop(name, None)
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
