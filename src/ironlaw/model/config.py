@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer. One type covers the GPT-2 and the Llama families."""
+"""The shape of a decoder-only transformer. One type covers the GPT-2 and the Llama families, dense or with experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ironlaw.catalog.models import model_figures
+from ironlaw.model.moe_config import MoEConfig
 
 
 class ModelConfig(BaseModel):
@@ -29,6 +30,7 @@ class ModelConfig(BaseModel):
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
+    qk_norm_whole: bool = False  # that norm runs over all heads at once (OLMoE)
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original
@@ -39,6 +41,7 @@ class ModelConfig(BaseModel):
     tied: bool = True  # the output layer shares the embedding
     sliding_window: int | None = Field(None, gt=0)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    moe: MoEConfig | None = None  # experts in place of the dense feed-forward network
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -54,12 +57,22 @@ class ModelConfig(BaseModel):
             )
         if self.positions == "rope" and self.size_of_head % 2:
             raise ValueError(f"rotary positions need an even head size, this one is {self.size_of_head}")
+        if self.qk_norm_whole and not self.qk_norm:
+            raise ValueError("qk_norm_whole needs qk_norm = true")
+        if self.moe is not None:
+            if self.bias:
+                raise ValueError("experts have no biases: use bias = false (qkv_bias = true keeps those of attention)")
+            if not self.moe_layers:
+                raise ValueError(
+                    f"no layer has experts: {self.layers} layers, moe.dense_layers = {self.moe.dense_layers}, "
+                    f"moe.every = {self.moe.every}"
+                )
         return self
 
     @classmethod
     def named(cls, name: str, **overrides: Any) -> ModelConfig:
-        """A catalogued model, with any field replaced."""
-        return cls(**(model_figures(name) | {"name": name} | overrides))
+        """A catalogued model, with any field replaced; fields of `moe` one by one."""
+        return cls(**with_overrides(model_figures(name) | {"name": name}, overrides))
 
     @property
     def key_value_heads(self) -> int:
@@ -92,16 +105,66 @@ class ModelConfig(BaseModel):
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     @property
-    def block_parameters(self) -> int:
-        """Parameters of one transformer block."""
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Widths of the norms of query and key."""
+        if self.qk_norm_whole:
+            return self.query_size, self.key_value_size
+        return self.size_of_head, self.size_of_head
+
+    @property
+    def ffn_matrices(self) -> int:
+        return 3 if self.gated_ffn else 2
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one block's attention, and of both norms of the block."""
         qkv = self.query_size + 2 * self.key_value_size
         attention = self.hidden * qkv + self.query_size * self.hidden
         attention += qkv * self.has_qkv_bias + self.hidden * self.bias
-        attention += 2 * self.size_of_head * self.qk_norm
-        matrices = 3 if self.gated_ffn else 2
-        mlp = matrices * self.hidden * self.ffn_size
-        mlp += ((matrices - 1) * self.ffn_size + self.hidden) * self.bias
-        return attention + mlp + 2 * self.norm_parameters
+        attention += sum(self.qk_norm_sizes) * self.qk_norm
+        return attention + 2 * self.norm_parameters
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one transformer block with a dense feed-forward network."""
+        mlp = self.ffn_matrices * self.hidden * self.ffn_size
+        mlp += ((self.ffn_matrices - 1) * self.ffn_size + self.hidden) * self.bias
+        return self.attention_parameters + mlp
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.moe.layers(self.layers) if self.moe else 0
+
+    @property
+    def dense_layers(self) -> int:
+        return self.layers - self.moe_layers
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of one expert; 0 without experts."""
+        return (self.moe.expert_ffn or self.ffn_size) if self.moe else 0
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """Inner width of all shared experts together; 0 without any."""
+        return (self.moe.shared_ffn or self.moe.shared_experts * self.expert_ffn_size) if self.moe else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return self.ffn_matrices * self.hidden * self.expert_ffn_size
+
+    @property
+    def moe_block_parameters(self) -> int:
+        """Parameters of one block with experts, all of them; 0 without experts."""
+        return self._moe_block(self.moe.experts) if self.moe else 0
+
+    def _moe_block(self, experts: int) -> int:
+        """A block with experts of which `experts` are counted: attention, router, these, and the shared ones."""
+        assert self.moe is not None
+        shared = self.ffn_matrices * self.hidden * self.shared_ffn_size + self.hidden * self.moe.shared_gate
+        return self.attention_parameters + self.moe.experts * self.hidden + experts * self.expert_parameters + shared
 
     @property
     def embedding_parameters(self) -> int:
@@ -114,22 +177,41 @@ class ModelConfig(BaseModel):
 
     @property
     def parameters(self) -> int:
+        return self._parameters(self.moe_block_parameters)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token meets: of the routed experts only its own."""
+        return self._parameters(self._moe_block(self.moe.experts_per_token)) if self.moe else self.parameters
+
+    def _parameters(self, moe_block: int) -> int:
         return (
             self.embedding_parameters
-            + self.layers * self.block_parameters
+            + self.dense_layers * self.block_parameters
+            + self.moe_layers * moe_block
             + self.norm_parameters
             + self.head_parameters
         )
 
     @property
     def parameter_tensors(self) -> int:
-        """How many tensors hold the parameters: what an optimizer walks over."""
+        """How many tensors hold the parameters: what an optimizer walks over. One for all experts' same matrix."""
         norm = 2 if self.norm == "layernorm" else 1
-        linears = 5 if self.gated_ffn else 4
-        biases = self.has_qkv_bias + (linears - 1) * self.bias
-        block = 2 * norm + linears + biases + 2 * self.qk_norm
+        attention = 2 * norm + 2 + self.has_qkv_bias + self.bias + 2 * self.qk_norm
+        dense = attention + self.ffn_matrices * (1 + self.bias)
+        experts = attention + 1 + self.ffn_matrices
+        if self.moe and self.moe.shared_experts:
+            experts += self.ffn_matrices + self.moe.shared_gate
         ends = 1 + (self.positions == "learned") + norm + (not self.tied)
-        return self.layers * block + ends
+        return self.dense_layers * dense + self.moe_layers * experts + ends
+
+
+def with_overrides(figures: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A model's table with fields replaced; in its `moe` table too, where both are tables."""
+    merged = figures | overrides
+    if isinstance(figures.get("moe"), dict) and isinstance(overrides.get("moe"), dict):
+        merged["moe"] = figures["moe"] | overrides["moe"]
+    return merged
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

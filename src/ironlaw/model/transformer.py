@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
+from ironlaw.model.feed_forward import FeedForward
+from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
 
 
@@ -60,19 +62,21 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
         self.out = nn.Linear(config.query_size, config.hidden, bias=config.bias)
         if config.qk_norm:
-            self.query_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
-            self.key_norm = nn.RMSNorm(config.size_of_head, eps=config.norm_eps)
+            query_size, key_size = config.qk_norm_sizes
+            self.query_norm = nn.RMSNorm(query_size, eps=config.norm_eps)
+            self.key_norm = nn.RMSNorm(key_size, eps=config.norm_eps)
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, draw: Draw | None = None
     ) -> Tensor:
         config = self.config
+        query, key, value = self.project(x)
+        if config.qk_norm_whole:
+            query, key = self.normed(query, key, value.dtype)
         # Heads are counted by what is there: a tensor parallel rank computes some of them.
-        query, key, value = (part.unflatten(-1, (-1, config.size_of_head)) for part in self.project(x))
-        if config.qk_norm:
-            # In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel.
-            query = self.query_norm(query.float()).to(value.dtype)
-            key = self.key_norm(key.float()).to(value.dtype)
+        query, key, value = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key, value))
+        if config.qk_norm and not config.qk_norm_whole:
+            query, key = self.normed(query, key, value.dtype)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         mixed = self.place.attend(
@@ -92,24 +96,9 @@ class Attention(nn.Module):
             return together
         return together.split((config.query_size, config.key_value_size, config.key_value_size), dim=-1)
 
-
-class FeedForward(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = config.activation
-        self.up = nn.Linear(config.hidden, config.ffn_size, bias=config.bias)
-        self.gate = nn.Linear(config.hidden, config.ffn_size, bias=config.bias) if config.gated_ffn else None
-        self.down = nn.Linear(config.ffn_size, config.hidden, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(self.activate(self.up(x)))
-        return self.down(self.activate(self.gate(x)) * self.up(x))
-
-    def activate(self, x: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return F.silu(x)
-        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+    def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""
+        return self.query_norm(query.float()).to(dtype), self.key_norm(key.float()).to(dtype)
 
 
 class Block(nn.Module):
@@ -119,7 +108,8 @@ class Block(nn.Module):
         self.attention_norm = build_norm(config)
         self.attention = Attention(config)
         self.ffn_norm = build_norm(config)
-        self.ffn = FeedForward(config)
+        experts = config.moe is not None and config.moe.in_layer(layer)
+        self.ffn = MixtureOfExperts(config) if experts else FeedForward(config)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(
@@ -165,7 +155,7 @@ class Transformer(nn.Module):
             if parameter.dim() < 2:
                 (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(parameter)
                 continue
-            residual = name.endswith(("attention.out.weight", "ffn.down.weight"))
+            residual = name.endswith(("out.weight", "down.weight"))
             std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             nn.init.normal_(parameter, std=std)
 
@@ -195,7 +185,8 @@ class Transformer(nn.Module):
         if targets is None:
             return self.head(x)
         # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        return attach_balance_losses(loss, self) if self.config.moe else loss
 
     def embed(self, tokens: Tensor, sequence: int) -> Tensor:
         assert self.embedding is not None
@@ -205,10 +196,10 @@ class Transformer(nn.Module):
         return x
 
     def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
-        """None means plain causal; a sliding window needs its own (S, S) mask."""
+        """None means plain causal; a sliding window needs its own mask, (rows computed here, S)."""
         window = self.config.sliding_window
         if window is None or window >= sequence:
             return None
         position = torch.arange(sequence, device=device)
-        distance = position[:, None] - position[None, :]
+        distance = position[self.place.positions(sequence), None] - position[None, :]
         return (distance >= 0) & (distance < window)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
-from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, evaluation_batches
+from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
@@ -56,6 +56,7 @@ from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
 from ironlaw.train.state import RandomState, Stateful
+from ironlaw.train.transfer import Transfer
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
@@ -108,6 +109,7 @@ class Trainer:
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
+        self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
@@ -120,7 +122,9 @@ class Trainer:
         config = self.config
         host.keep_freed_memory()
         torch.set_num_threads(self.profile.threads)
-        self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
+        self.loader = Loader(self.dataset, config.data, config.sequence)
+        self.batches = self.loader.training(config.train.global_batch, config.train.seed)
+        self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -162,12 +166,6 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def _to_device(self, batch: Batch[np.ndarray]) -> Batch[Tensor]:
-        tensors = batch.map(torch.from_numpy)
-        if self.device.type == "cuda":
-            return tensors.map(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
-        return tensors
-
     # -- the loop --------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
@@ -205,7 +203,9 @@ class Trainer:
         """From where the run stands to its end, a signal, or a spike that makes it go back."""
         config, observed = self.config, self.observed
         ahead: Any = SkippingBatches(self.batches, self.recovery.skips)
-        with Prefetcher(ahead, start=self.step, stop=config.train.steps, apply=self._to_device) as prefetcher:
+        with Prefetcher(
+            ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
+        ) as prefetcher:
             batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
             while self.step < config.train.steps and self._interrupted is None:
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
@@ -217,6 +217,7 @@ class Trainer:
                     self._after_step(times, recorded=False)
                 self._probe_sometimes()
                 observed.joules = energy.joules()
+            self.data_facts = self.loader.facts() | prefetcher.facts()
 
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
@@ -331,14 +332,12 @@ class Trainer:
         config = self.config
         self.model.eval()
         total, tokens = 0.0, 0
-        batches = evaluation_batches(
-            self.dataset.validation, config.sequence, config.micro_batch,
-            config.evaluation.batches * config.accumulation,
-        )  # fmt: skip
-        for batch in map(self._to_device, batches):
+        batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
+        for batch in map(self.to_device, batches):
+            counted = int((batch.targets != IGNORED).sum())
             with self._autocast():
-                total += float(self.model(batch.inputs, batch.targets)) * batch.inputs.numel()
-            tokens += batch.inputs.numel()
+                total += float(self.model(batch.inputs, batch.targets)) * counted
+            tokens += counted
         self.model.train()
         self.validation_loss = total / tokens
         seconds = time.perf_counter() - began
@@ -413,6 +412,7 @@ class Trainer:
         facts = self.plan.facts | {
             "compile": self.compiled,
             "machine_slowdown": interference.middle(observed.probes),
+            "data": self.data_facts,
             "steps_done": self.step,
             "interrupted": self._interrupted,
             "started": self.journal.sessions.facts()[0]["started"],

@@ -32,26 +32,49 @@ def model_parameters(model: ModelConfig) -> list[Parameter]:
     if model.positions == "learned":
         result.append(Parameter("positions.weight", (model.context, model.hidden), embedding=True))
     for layer in range(model.layers):
-        result += _block(model, f"blocks.{layer}")
+        result += _block(model, f"blocks.{layer}", experts=model.moe is not None and model.moe.in_layer(layer))
     result += _norm(model, "final_norm")
     if not model.tied:
         result.append(Parameter("head.weight", (model.vocab, model.hidden)))
     return result
 
 
-def _block(model: ModelConfig, name: str) -> list[Parameter]:
+def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
     qkv = model.query_size + 2 * model.key_value_size
     result = _norm(model, f"{name}.attention_norm")
     result += _linear(f"{name}.attention.qkv", qkv, model.hidden, model.has_qkv_bias)
     result += _linear(f"{name}.attention.out", model.hidden, model.query_size, model.bias)
     if model.qk_norm:
-        result += [
-            Parameter(f"{name}.attention.{which}_norm.weight", (model.size_of_head,)) for which in ("query", "key")
-        ]
+        query, key = model.qk_norm_sizes
+        result.append(Parameter(f"{name}.attention.query_norm.weight", (query,)))
+        result.append(Parameter(f"{name}.attention.key_norm.weight", (key,)))
     result += _norm(model, f"{name}.ffn_norm")
+    if experts:
+        return result + _experts(model, f"{name}.ffn")
+    return result + _feed_forward(model, f"{name}.ffn", model.ffn_size)
+
+
+def _feed_forward(model: ModelConfig, name: str, width: int) -> list[Parameter]:
+    result = []
     for which in ("up", "gate") if model.gated_ffn else ("up",):
-        result += _linear(f"{name}.ffn.{which}", model.ffn_size, model.hidden, model.bias)
-    return result + _linear(f"{name}.ffn.down", model.hidden, model.ffn_size, model.bias)
+        result += _linear(f"{name}.{which}", width, model.hidden, model.bias)
+    return result + _linear(f"{name}.down", model.hidden, width, model.bias)
+
+
+def _experts(model: ModelConfig, name: str) -> list[Parameter]:
+    """Router, the matrices of all experts stacked, and the shared experts."""
+    assert model.moe is not None
+    count, hidden, width = model.moe.experts, model.hidden, model.expert_ffn_size
+    result = [Parameter(f"{name}.router.weight", (count, hidden))]
+    if model.gated_ffn:
+        result.append(Parameter(f"{name}.experts.gate.weight", (count, width, hidden)))
+    result.append(Parameter(f"{name}.experts.up.weight", (count, width, hidden)))
+    result.append(Parameter(f"{name}.experts.down.weight", (count, hidden, width)))
+    if model.moe.shared_experts:
+        result += _feed_forward(model, f"{name}.shared", model.shared_ffn_size)
+    if model.moe.shared_gate:
+        result.append(Parameter(f"{name}.shared_gate.weight", (1, hidden)))
+    return result
 
 
 def _norm(model: ModelConfig, name: str) -> list[Parameter]:

@@ -10,6 +10,7 @@ V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
 
 from __future__ import annotations
 
+from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, INDEX, Precision, Shape, attention_score_pairs
@@ -30,6 +31,8 @@ __all__ = [
 
 def training_operations(shape: Shape) -> list[Operation]:
     """Every call of one micro-batch, forward then backward, in the order of execution (layers folded)."""
+    if shape.model.moe is not None:
+        raise UserError("mixtures of experts are not planned yet")
     forward = embedding(shape) + block(shape) + head(shape)
     backward = head_backward(shape) + block_backward(shape) + embedding_backward(shape)
     return forward + backward

@@ -1,0 +1,32 @@
+"""The dense feed-forward network of a block: two matrices, or three with a gate (SwiGLU, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ironlaw.model.config import ModelConfig
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__()
+        width = width or config.ffn_size
+        self.activation = config.activation
+        self.up = nn.Linear(config.hidden, width, bias=config.bias)
+        self.gate = nn.Linear(config.hidden, width, bias=config.bias) if config.gated_ffn else None
+        self.down = nn.Linear(width, config.hidden, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activate(self.up(x)))
+        return self.down(self.activate(self.gate(x)) * self.up(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        return activate(x, self.activation)

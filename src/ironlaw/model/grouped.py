@@ -1,0 +1,123 @@
+"""Products of rows with the matrix of their expert, and the moves of rows to experts and back.
+
+Autograd functions, because what autograd would do by itself is wasteful: a slice of stacked weights has a gradient of
+the whole stack, and an indexed read one of scattered additions in no fixed order. These only ever read by index, so
+that results are the same in every run, on CUDA too, and keep for the backward pass what it needs and no more.
+
+Shapes: N tokens, k choices per token, R rows of work, E experts, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Ends = list[int] | Tensor
+"""Where the rows of each expert end: on the host, or on the device for kernels that read it there."""
+
+
+def group_ends(counts: Tensor, rows: Tensor, weight: Tensor) -> Ends:
+    """`counts` (E,) as row ends. Tensors without values (meta, fake) stand for an even load."""
+    if _has_grouped_kernel(rows, weight):
+        return counts.cumsum(0).to(torch.int32)  # stays on the device: no synchronisation
+    if counts.is_meta or isinstance(counts, FakeTensor):
+        return [rows.shape[0] * (expert + 1) // counts.numel() for expert in range(counts.numel())]
+    return counts.cumsum(0).tolist()
+
+
+def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """torch's grouped product: bf16, rows of 16 bytes, from Hopper on (its fallback elsewhere is a loop too)."""
+    return (
+        rows.is_cuda
+        and rows.dtype is torch.bfloat16
+        and hasattr(torch, "_grouped_mm")
+        and rows.shape[1] % 8 == 0
+        and weight.shape[1] % 8 == 0
+        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    )
+
+
+class GroupedProduct(torch.autograd.Function):
+    """(R, in) rows sorted by expert, (E, out, in) weights -> (R, out)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Ends) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.ends = ends
+        if isinstance(ends, Tensor):
+            return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        out = rows.new_empty(rows.shape[0], weight.shape[1])
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            torch.mm(rows[start:end], weight[expert].t(), out=out[start:end])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight = ctx.saved_tensors
+        gradient, ends = gradients[0].contiguous(), ctx.ends
+        if isinstance(ends, Tensor):
+            of_rows = torch._grouped_mm(gradient, weight, offs=ends)
+            return of_rows, torch._grouped_mm(gradient.t(), rows, offs=ends), None
+        of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            torch.mm(gradient[start:end], weight[expert], out=of_rows[start:end])
+            torch.mm(gradient[start:end].t(), rows[start:end], out=of_weight[expert])
+        return of_rows, of_weight, None
+
+
+class Dispatch(torch.autograd.Function):
+    """(N, H) tokens -> (R, H): row r is a copy of token `source[r]` // k; (N, k) `place` are the rows of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(place, kept)
+        return x.index_select(0, source // place.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        place, kept = ctx.saved_tensors
+        total: Tensor | None = None
+        for choice in range(place.shape[1]):
+            part = gradients[0].index_select(0, place[:, choice])
+            if kept is not None:
+                part *= kept[:, choice, None]
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total, None, None, None
+
+
+class Combine(torch.autograd.Function):
+    """(R, H) rows, (N, k) weights -> (N, H): the weighted sum of each token's rows. Dropped choices weigh nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, source: Tensor, place: Tensor, kept: Tensor | None,
+        filled: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(rows, weights, source, place, kept, filled)
+        if kept is not None:
+            weights = weights * kept
+        weights = weights.to(rows.dtype)
+        out = rows.new_zeros(place.shape[0], rows.shape[1])
+        for choice in range(place.shape[1]):
+            out.addcmul_(rows.index_select(0, place[:, choice]), weights[:, choice, None])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        rows, weights, source, place, kept, filled = ctx.saved_tensors
+        gradient = gradients[0]
+        of_weights = torch.empty_like(weights)
+        for choice in range(place.shape[1]):
+            torch.sum(gradient * rows.index_select(0, place[:, choice]), dim=1, out=of_weights[:, choice])
+        if kept is not None:
+            of_weights *= kept
+        of_row = weights.reshape(-1).index_select(0, source)  # weight of each row's choice
+        if filled is not None:
+            of_row *= filled  # a row that no choice fills counts for nothing
+        of_rows = gradient.index_select(0, source // place.shape[1])
+        of_rows *= of_row.to(rows.dtype)[:, None]
+        return of_rows, of_weights, None, None, None, None

@@ -1,0 +1,257 @@
+"""The mixture-of-experts layer: router, dispatch, experts, combine. Token-choice top-k (arXiv 1701.06538, 2101.03961).
+
+    layer(x)                            # (B, S, H) to (B, S, H), where a dense block has FeedForward
+    layer.experts(rows, counts)         # rows sorted by expert: what an expert parallel layout puts its exchange around
+    update_routing(model)               # after each optimizer step: moves the biases, returns the load
+
+Two ways to compute the experts. Dropless: every choice is a row, rows are sorted by expert and each expert multiplies
+its own, however many. With a capacity: each expert has the same number of rows in training, surplus choices are dropped
+in the order of the tokens, empty rows are computed for nothing, and shapes are fixed.
+
+Shapes as in `transformer.py`, and: N tokens of the micro-batch, k experts per token, E experts, F inner width, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.feed_forward import FeedForward, activate
+from ironlaw.model.grouped import Combine, Dispatch, GroupedProduct, group_ends
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one micro-batch go."""
+
+    weights: Tensor  # (N, k) fp32, with gradient: what each choice counts for
+    source: Tensor  # (R,) the choice (token x k + number) that a row works on
+    place: Tensor  # (N, k) the row of each choice
+    counts: Tensor  # (E,) choices of each expert, dropped ones included
+    kept: Tensor | None = None  # (N, k) which choices have a row; None: all
+    filled: Tensor | None = None  # (R,) which rows have a choice; None: all
+    capacity: int | None = None  # rows of each expert; None: as many as choose it
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts to where `x` lives; None when it is off."""
+    device = x.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
+class Router(nn.Module):
+    """Scores each token for each expert, in fp32 whatever the precision: a choice must not hang on rounding."""
+
+    bias: Tensor | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe = config.moe
+        self.weight = nn.Parameter(torch.empty(config.moe.experts, config.hidden))
+        # Of the choice only, and moved by the load, not by a gradient; part of a checkpoint.
+        self.register_buffer("bias", torch.zeros(config.moe.experts) if config.moe.balance == "bias" else None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """(N, H) to weights (N, k), chosen experts (N, k), choices per expert (E,), and the balancing loss if any."""
+        moe = self.moe
+        with nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())  # (N, E)
+            scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+            preference = scores.detach() if self.bias is None else scores.detach() + self.bias
+            chosen = preference.topk(moe.experts_per_token, dim=-1).indices
+            weights = scores.gather(1, chosen)
+            if moe.normalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+            if moe.routed_scale != 1.0:
+                weights = weights * moe.routed_scale
+            counts = torch.zeros(moe.experts, dtype=torch.int64, device=x.device)
+            counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+            return weights, chosen, counts, self.balance_loss(scores, counts) if self.training else None
+
+    def balance_loss(self, scores: Tensor, counts: Tensor) -> Tensor | None:
+        """coefficient x E x sum over experts of (share of the choices) x (mean score): least when both are even."""
+        moe = self.moe
+        if moe.balance != "loss" or moe.balance_loss == 0:
+            return None
+        share = counts.float() / (scores.shape[0] * moe.experts_per_token)
+        if moe.score == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        return (scores.mean(0) * share).sum() * (moe.balance_loss * moe.experts)
+
+
+class ExpertLinear(nn.Module):
+    """One matrix per expert, stacked: (E, out, in)."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+
+    def forward(self, rows: Tensor, ends: Any) -> Tensor:
+        """(R, in) with the rows' ends by expert, or (E, C, in) where all experts have C rows."""
+        weight = self.weight.to(rows.dtype)
+        if rows.dim() == 3:
+            return torch.bmm(rows, weight.transpose(1, 2))
+        product: Tensor = GroupedProduct.apply(rows, weight, ends)
+        return product
+
+
+class Experts(nn.Module):
+    """All routed experts of a layer. `gate` and `up` are (E, F, H), `down` (E, H, F)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        count, hidden, width = config.moe.experts, config.hidden, config.expert_ffn_size
+        self.activation = config.activation
+        self.gate = ExpertLinear(count, hidden, width) if config.gated_ffn else None
+        self.up = ExpertLinear(count, hidden, width)
+        self.down = ExpertLinear(count, width, hidden)
+
+    @torch.compiler.disable  # the rows of an expert change from step to step, and each size would compile anew
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """(R, H) rows sorted by expert, `counts` (E,) of each; or (E, C, H), where `counts` is not looked at."""
+        ends = None if rows.dim() == 3 else group_ends(counts, rows, self.up.weight)
+        if self.gate is None:
+            return self.down(activate(self.up(rows, ends), self.activation), ends)
+        return self.down(activate(self.gate(rows, ends), self.activation) * self.up(rows, ends), ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """A block's feed-forward network made of experts. `load` counts choices per expert since the last update."""
+
+    load: Tensor
+    dropped: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.moe = config.moe
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared = FeedForward(config, config.shared_ffn_size) if config.moe.shared_experts else None
+        self.shared_gate = nn.Linear(config.hidden, 1, bias=False) if config.moe.shared_gate else None
+        self.register_buffer("load", torch.zeros(config.moe.experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.balance_loss: Tensor | None = None  # of the last forward pass, for whoever computes the loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)  # (N, H)
+        routing = self.route(tokens)
+        rows = self.experts(self.dispatch(tokens, routing), routing.counts)
+        out = self.combine(rows, routing).view(x.shape)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        return out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
+
+    def route(self, tokens: Tensor) -> Routing:
+        """Choose, count, and order the choices by expert."""
+        weights, chosen, counts, self.balance_loss = self.router(tokens)
+        order = chosen.flatten().argsort(stable=True)  # (N k,): choices by expert, tokens in order within one
+        capacity = self.moe.capacity(tokens.shape[0]) if self.training else None
+        if self.training:
+            self.load += counts
+        if capacity is None:
+            place = torch.empty_like(order)
+            place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
+            return Routing(weights, order, place.view_as(chosen), counts)
+        return self._within(capacity, weights, chosen, counts, order)
+
+    def _within(self, capacity: int, weights: Tensor, chosen: Tensor, counts: Tensor, order: Tensor) -> Routing:
+        """Rows at fixed places: `capacity` for each expert, the surplus dropped."""
+        rows, expert = self.moe.experts * capacity, chosen.flatten()[order]
+        number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[expert]
+        kept = number < capacity
+        place = torch.where(kept, expert * capacity + number, rows)  # dropped ones share a place behind the last row
+        source = torch.zeros(rows + 1, dtype=torch.int64, device=order.device).scatter_(0, place, order)[:rows]
+        filled = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).scatter_(0, place, kept)[:rows]
+        of_choice = torch.empty_like(order).scatter_(0, order, torch.where(kept, place, 0))
+        kept_choice = torch.empty_like(kept).scatter_(0, order, kept)
+        self.dropped += order.numel() - kept.sum()
+        return Routing(
+            weights, source, of_choice.view_as(chosen), counts, kept_choice.view_as(chosen), filled, capacity
+        )
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """(N, H) to rows by expert: (R, H), or (E, C, H) with a capacity; in the precision of the experts' products."""
+        tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)
+        rows: Tensor = Dispatch.apply(tokens, routing.source, routing.place, routing.kept)
+        return rows if routing.capacity is None else rows.view(self.moe.experts, routing.capacity, -1)
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        """The experts' rows back to (N, H), weighted."""
+        rows = rows.flatten(0, -2)
+        out: Tensor = Combine.apply(rows, routing.weights, routing.source, routing.place, routing.kept, routing.filled)
+        return out
+
+
+class _Attach(torch.autograd.Function):
+    """The first tensor unchanged, with the gradient of the second's sum beside its own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, balance: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0]
+
+
+def expert_layers(model: nn.Module) -> Iterator[MixtureOfExperts]:
+    return (module for module in model.modules() if isinstance(module, MixtureOfExperts))
+
+
+def attach_balance_losses(loss: Tensor, model: nn.Module) -> Tensor:
+    """The scalar loss as it is, with the balancing losses of all layers in its gradient.
+
+    So the reported loss stays the cross-entropy, comparable with validation and with dense models.
+    """
+    losses = []
+    for layer in expert_layers(model):
+        if layer.balance_loss is not None:
+            losses.append(layer.balance_loss)
+            layer.balance_loss = None
+    if not losses or not torch.is_grad_enabled():
+        return loss
+    attached: Tensor = _Attach.apply(loss, torch.stack(losses).sum())
+    return attached
+
+
+@dataclass(frozen=True)
+class Load:
+    """How evenly a step's tokens went to experts; over all layers with experts."""
+
+    busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
+    unused: float  # share of experts that no token chose
+    dropped: float  # share of choices without a row; 0 when dropless
+
+
+@torch.no_grad()
+def update_routing(model: nn.Module) -> Load | None:
+    """Once per optimizer step: move the biases against the load (arXiv 2408.15664, algorithm 1), start counting anew.
+
+    `load` must hold the choices of all ranks by then. None for a dense model.
+    """
+    busiest, unused, dropped = [], [], []
+    for layer in expert_layers(model):
+        load = layer.load.float()
+        mean = load.mean()
+        if layer.router.bias is not None:
+            layer.router.bias += layer.moe.bias_rate * (mean - load).sign()
+        busiest.append(load.max() / mean)
+        unused.append((load == 0).float().mean())
+        dropped.append(layer.dropped / load.sum())
+        layer.load.zero_()
+        layer.dropped.zero_()
+    if not busiest:
+        return None
+    return Load(*(float(torch.stack(values).mean()) for values in (busiest, unused, dropped)))
