@@ -32,6 +32,7 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
+from ironlaw.model.linear import use_onednn
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
@@ -113,7 +114,7 @@ class Trainer:
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
-        self._probe = Probe()
+        self._probe = Probe(profile.fp32_products)
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ class Trainer:
         self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
+        use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.optimizer = build_optimizer(self.model, config.optimizer)
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
