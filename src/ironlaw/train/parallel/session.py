@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -16,22 +17,16 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import plan_run
+from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.trainer import DistributedTrainer
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
 from ironlaw.train.session import check_start
+from ironlaw.train.tracking import check_installed
 
 Result = TypeVar("Result")
 STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
-
-
-class OtherRank(RunDirectory):
-    """The run as ranks see it that write nothing."""
-
-    @property
-    def metrics_file(self) -> Path:
-        return Path(os.devnull)
 
 
 def first_does(function: Callable[[], Result]) -> Result:
@@ -75,18 +70,33 @@ def run_distributed(
     if not ranks.first:
         data_progress = planned = watch = say = None
     say = say or (lambda message: None)
+    first_does(lambda: check_installed(config.tracking))
     run: RunDirectory = first_does(lambda: find_run(out, config, resume))
+    with contextlib.ExitStack() as held:
+        return _train(config, run, profile, ranks, held, data_progress, planned, watch, say)
+
+
+def _train(
+    config: RunConfig, run: RunDirectory, profile: Profile, ranks: Ranks, held: contextlib.ExitStack,
+    data_progress: Callable[[int, int], None] | None, planned: Callable[[Ledger, Dataset], None] | None,
+    watch: Callable[[StepReport], None] | None, say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """The run directory is rank 0's alone."""
+    there = first_does(run.path.is_dir)
+    first_does(lambda: _lock(run, held) if there else None)
     plan = first_does(lambda: plan_run(config, profile))
     # Rank 0 prepares; the others then find everything in the cache.
     first_does(lambda: _prepared(config, data_progress, say))
     dataset = prepare(config.data, config.model.vocab)
     start = first_does(lambda: check_start(config, dataset, run, say))
     if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
-        say(f"{out} has done its {start.step} steps already: set train.steps higher to go on")
+        say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
         return Outcome(Ledger.load(run.ledger_file), start.step, None)
 
     def create() -> None:
         create_run(run, config)
+        if not there:
+            _lock(run, held)
         plan.save(run.plan_file)
         if dataset.tokenizer_path is not None:
             shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
@@ -94,13 +104,16 @@ def run_distributed(
             planned(plan, dataset)
 
     first_does(create)
-    here = run if ranks.first else OtherRank(run.path)
-    trainer = DistributedTrainer(config, here, plan, dataset, profile, ranks=ranks, start=start, watch=watch, say=say)
+    trainer = DistributedTrainer(config, run, plan, dataset, profile, ranks=ranks, start=start, watch=watch, say=say)
     outcome = trainer.train()
     if ranks.first:
         outcome.ledger.save(run.ledger_file)
     dist.barrier()
     return outcome
+
+
+def _lock(run: RunDirectory, held: contextlib.ExitStack) -> None:
+    held.enter_context(locked(run.path))
 
 
 def _prepared(config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]) -> None:

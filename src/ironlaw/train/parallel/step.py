@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
+from ironlaw.plan.layout import V_SHAPED
 from ironlaw.train.parallel import pipeline
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
@@ -216,10 +217,17 @@ class DistributedStep:
                 more: dict[str, Any] = {}
                 if self.has_loss:
                     more = {"targets": targets, "target": targets, "losses": losses}
-                self.schedule.eval(*((inputs,) if 0 in self.applied.plain else ()), **more)
+                first = (inputs,) if 0 in self.applied.plain else ()
+                if self.ranks.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
+                    with torch.enable_grad():
+                        self.schedule.step(*first, return_outputs=False, **more)
+                    for parameter in self.applied.parameters():
+                        parameter.grad = None
+                else:
+                    self.schedule.eval(*first, **more)
                 if not losses:
                     return 0.0, 0
-                loss = torch.stack(losses).mean()
+                loss = torch.stack([loss.detach() for loss in losses]).mean()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return float(loss) * inputs.numel(), inputs.numel()
 

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
-from ironlaw.data.prefetch import Prefetcher
 from ironlaw.errors import UserError
-from ironlaw.ledger import Phase
+from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.journal import Journal
+from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.recovery import Recovery
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
 from ironlaw.train.transfer import Transfer
@@ -43,6 +45,13 @@ class Gatherer:
         values: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+class Silent:
+    """The journal of ranks that write nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: None
 
 
 class DistributedTrainer(Trainer):
@@ -77,7 +86,7 @@ class DistributedTrainer(Trainer):
         self.store = ShardedFiles(group)
         self.checkpointer = Checkpointer(
             self.run.checkpoints, config.checkpoint, config.model, store=self.store, ranks=Gatherer(group),
-            say=self.say, before_write=self._sync_metrics,
+            say=self.say, before_write=lambda: self.journal.sync(),
         )  # fmt: skip
         if start is not None:
             checkpoint.check_model(start, config.model)
@@ -86,15 +95,22 @@ class DistributedTrainer(Trainer):
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
-        if ranks.first:
-            self.run.forget_after(self.step)
         self.distributed = DistributedStep(self.applied, config, self._autocast)
         self.compiled = False
+        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
+        self._spike_known = False
+        self._digested: Any = None
+        if ranks.first:
+            self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
+        else:
+            self.journal = cast(Journal, Silent())
+        dist.barrier()  # the others read what rank 0's journal leaves of an earlier session
+        self.recovery.start_over(self.run.metrics())
 
     def _enough_steps_left(self) -> bool:
         return False  # the profiler's reader knows one process: nothing is recorded
 
-    def _timed_step(self, batches: Prefetcher[Batch[Tensor]], recording: bool) -> StepTimes:
+    def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         config, clock = self.config, self.clock
         with clock.step() as times:
             with clock.phase(Phase.DATA):
@@ -115,11 +131,6 @@ class DistributedTrainer(Trainer):
         self._stop_agreed = stop
         self.step += 1
         self.tokens += config.tokens_per_step
-        if not np.isfinite(self.train_loss):
-            raise UserError(
-                f"the loss of step {self.step} is {self.train_loss}: lower optimizer.lr or train with "
-                "train.precision = fp32, then run again with --resume"
-            )
         return times
 
     def _stopping(self) -> bool:
@@ -150,6 +161,19 @@ class DistributedTrainer(Trainer):
         seconds = time.perf_counter() - began
         self.observed.wall_seconds["evaluation"] += seconds
         return seconds
+
+    def _restore(self, target: checkpoint.Checkpoint) -> None:
+        """All ranks have decided alike, from the same numbers; rank 0 drops the lines, then all read what is left."""
+        self.store.read(target.path, self.model, self.states)
+        self.step, self.tokens = target.step, target.tokens
+        self.checkpointer.last = target
+        self.journal.forget_after(self.step, self.observed)
+        dist.barrier()
+        self.recovery.start_over(self.run.metrics())
+        self._spike_known = False
+
+    def _finish(self) -> Ledger:
+        return super()._finish() if self.ranks.first else Ledger("run")
 
     def _probe_sometimes(self) -> None:
         if self.ranks.first:
