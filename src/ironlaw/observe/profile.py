@@ -22,6 +22,7 @@ from torch.autograd.profiler import record_function
 from ironlaw.ledger import Kind, Line, Origin, Phase
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+RECOMPUTE_SCOPE = "ironlaw.recompute"
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
@@ -146,7 +147,8 @@ def named_modules_recorded(model: nn.Module) -> Iterator[None]:
     with ExitStack() as handles:
         for module, name in module_scopes(model).items():
             handles.callback(module.register_forward_pre_hook(enter(name)).remove)
-            handles.callback(module.register_forward_hook(leave).remove)
+            # Always: a recomputation leaves a block as soon as it has what the backward pass needs, by an exception.
+            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
