@@ -71,6 +71,7 @@ class Span:
     scope: str = ""
     inside: str = ""  # name of the span around it
     phase: Phase | None = None
+    again: bool = False  # inside a recomputation
 
 
 @dataclass
@@ -179,8 +180,11 @@ def _nest(spans: list[Span]) -> None:
         if parent is not None:
             parent.self_ns -= span.self_ns
             span.scope, span.phase, span.inside = parent.scope, parent.phase, parent.name
+            span.again = parent.again
         if span.name.startswith(PHASE_SCOPE):
             span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
+        elif span.name == RECOMPUTE_SCOPE:
+            span.scope, span.again = "Block", True
         elif span.name.startswith(MODULE_SCOPE):
             span.scope = span.name.removeprefix(MODULE_SCOPE)
         elif span.name.startswith(_BACKWARD_NODE):
@@ -206,7 +210,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             step += 1
         if span.phase is None:
             continue
-        key = (span.phase, *_classify(span))
+        kind, operation = _classify(span)
+        key = (span.phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation)
         nanoseconds[key][step] += span.self_ns
         counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
     return [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 from ironlaw import units
@@ -17,7 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.workload.blocks import FP32, Policy, Shape
 from ironlaw.workload.forward import block
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import KEEPABLE, again, effective, kept_bytes, keepable
+from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,13 @@ def _hull(found: list[Choice]) -> list[Choice]:
         smaller = [c for c in found if c.held_bytes < last.held_bytes]
         if not smaller:
             return hull
-        slope = lambda c: (c.seconds - last.seconds) / (last.held_bytes - c.held_bytes)  # noqa: E731
-        hull.append(min(smaller, key=lambda c: (slope(c), c.held_bytes)))
+        hull.append(min(smaller, key=partial(_seconds_per_byte, last)))
+
+
+def _seconds_per_byte(last: Choice, choice: Choice) -> tuple[float, int]:
+    """Of equals the smallest, which needs no step in between."""
+    slope = (choice.seconds - last.seconds) / (last.held_bytes - choice.held_bytes)
+    return slope, choice.held_bytes
 
 
 def solve(
@@ -62,7 +68,7 @@ def solve(
 ) -> Shape:
     """`shape` with one policy per layer, so that `peak_bytes` is within the budget. UserError where none is.
 
-    Layers that recompute come first: when their turn comes in the backward pass, the activations of the others are gone.
+    Layers that recompute come first: when it is their turn in the backward pass, the others have let go of theirs.
     """
     hull, layers = choices(shape, seconds), shape.model.layers
 

@@ -51,6 +51,7 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.recompute import recompute_blocks, solved_policies
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState, Stateful
@@ -123,6 +124,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        recompute_blocks(self.model.blocks, solved_policies(self.plan))
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
         self.checkpointer = Checkpointer(

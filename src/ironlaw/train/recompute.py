@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ironlaw.ledger import Ledger
 from ironlaw.observe.profile import RECOMPUTE_SCOPE
 from ironlaw.workload.blocks import Policy
 
@@ -26,7 +28,7 @@ class _Chooser:
 
     def __call__(self, context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
         name = operation.__name__.split(".")[0] if hasattr(operation, "__name__") else str(operation)
-        if "attention" in name and "scaled_dot_product" in name or name == "flex_attention":
+        if ("attention" in name and "scaled_dot_product" in name) or name == "flex_attention":
             return self._answer("attention" in self.keep)
         if name in _LINEAR:
             index = self.seen[context.is_recompute]
@@ -61,13 +63,18 @@ def _contexts(keep: frozenset[str], linears: Sequence[str]) -> tuple[Any, Any]:
     return forward, _Recording(recomputation)
 
 
-def _named() -> tuple[Any, Any]:
-    return record_function("forward"), record_function(RECOMPUTE_SCOPE)
+def _unselective() -> tuple[Any, Any]:
+    return nullcontext(), record_function(RECOMPUTE_SCOPE)
 
 
-def recompute_blocks(blocks: Sequence[nn.Module], policies: Sequence[Policy]) -> None:
+def solved_policies(plan: Ledger) -> list[Policy]:
+    """What the plan chose for each layer; empty where nothing is recomputed."""
+    return [None if kept is None else frozenset(kept) for kept in plan.facts.get("recompute", ())]
+
+
+def recompute_blocks(blocks: Iterable[nn.Module], policies: Sequence[Policy]) -> None:
     """Give every block that has a policy a forward pass that keeps only what the policy says."""
-    for block, policy in zip(blocks, policies, strict=True):
+    for block, policy in zip(blocks, policies, strict=False):
         if policy is not None:
             block.forward = _recomputed(block, block.forward, policy)
 
@@ -82,7 +89,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
     if policy:
         options["context_fn"] = partial(_contexts, policy, ("qkv", "attention_out", *ffn))
     else:
-        options["context_fn"] = _named
+        options["context_fn"] = _unselective
 
     def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -16,13 +16,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.units import parse_bytes
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.forward import block, embedding, head
 from ironlaw.workload.operations import Operation
 
-KEEPABLE = ("qkv", "attention", "attention_out", "ffn_gate", "ffn_up")  # in the order of execution
+Keepable = Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"]
+KEEPABLE: tuple[Keepable, ...] = (
+    "qkv",
+    "attention",
+    "attention_out",
+    "ffn_gate",
+    "ffn_up",
+)  # in the order of execution
 AGAIN = " again"  # ends the name of an operation that is run a second time
+GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where dropout must draw the same noise twice
 
 
 class RecomputeConfig(BaseModel):
@@ -34,13 +43,15 @@ class RecomputeConfig(BaseModel):
     # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
     every: int = Field(2, gt=0)
-    keep: tuple[Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"], ...] = KEEPABLE
+    keep: tuple[Keepable, ...] = KEEPABLE
     budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.mode == "budget" and self.budget is None:
             raise ValueError('recompute.mode = "budget" needs recompute.budget, such as "20GiB"')
+        if self.budget is not None:
+            parse_bytes(self.budget)
         return self
 
 
@@ -95,26 +106,17 @@ def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
         name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
         op = replace(op, name=name, phase=Phase.BACKWARD)
         if big and op.name.removesuffix(AGAIN) in kept:
-            # It is there already; what waited for the backward pass anyway goes on waiting.
-            op = replace(op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=_mask_bytes(shape, op))
+            # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
+            saved = attention_saved_bytes(shape) - attention_saved_bytes(shape, mask=False) if op.attention else 0
+            op = replace(
+                op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=saved,
+                frees_saved_bytes=0 if op.saved_bytes else op.temporary_bytes,
+            )  # fmt: skip
         result.append(op)
     if shape.model.dropout:  # the branch dies with the recomputation
         branch = shape.tokens * shape.model.hidden * shape.matmul_bytes
         result[-1] = replace(result[-1], frees_temporary_bytes=result[-1].frees_temporary_bytes + branch)
-    if "attention_out" in kept:
-        result = [_given_back(shape, op) if op.name == "attention_out" + AGAIN else op for op in result]
     return result
-
-
-def _mask_bytes(shape: Shape, op: Operation) -> int:
-    if op.kind is not Kind.ATTENTION:
-        return 0
-    return attention_saved_bytes(shape) - attention_saved_bytes(shape, mask=False)
-
-
-def _given_back(shape: Shape, op: Operation) -> Operation:
-    """A kept result that autograd itself would not have kept becomes an ordinary temporary."""
-    return replace(op, frees_saved_bytes=shape.tokens * shape.model.hidden * shape.matmul_bytes)
 
 
 def weight_copies(shape: Shape) -> int:
@@ -130,7 +132,12 @@ def dropped(shape: Shape, policy: frozenset[str]) -> Operation:
     """The end of a block's forward pass: all goes but the result, what the policy keeps, and cast weights."""
     saved = sum(op.saved_bytes for op in block(shape))
     result = shape.tokens * shape.model.hidden * FP32
-    return _memory("drop", Phase.FORWARD, saved - result - kept_bytes(shape, policy) - weight_copies(shape))
+    held = result + kept_bytes(shape, policy) + weight_copies(shape) + _generator_bytes(shape)
+    return _memory("drop", Phase.FORWARD, saved - held)
+
+
+def _generator_bytes(shape: Shape) -> int:
+    return GENERATOR_BYTES if shape.model.dropout else 0
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
@@ -166,4 +173,6 @@ def unfolded(shape: Shape) -> Iterator[Operation]:
         if policy is not None:
             yield from second[policy]
         yield from backward
+        if policy is not None:
+            yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape))
     yield from embedding_backward(shape)
