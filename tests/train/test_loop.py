@@ -146,7 +146,7 @@ def test_metrics_have_what_scripts_read(
     for entry in entries:
         assert entry.keys() >= {"step", "loss", "tokens", "seconds", "lr", "grad_norm"}
         assert entry["seconds"] > 0 and entry["grad_norm"] > 0
-        assert entry["lr"] == pytest.approx(learning_rate(config.train, entry["step"] - 1))
+        assert entry["lr"] == pytest.approx(learning_rate(config, entry["step"] - 1))
         phases = sum(entry[f"{phase}_seconds"] for phase in ("data", "forward", "backward", "optimizer", "host"))
         assert phases <= entry["seconds"]
     assert [entry["step"] for entry in entries if entry.get("recorded")] == [3, 4]
