@@ -157,7 +157,8 @@ def test_the_run_directory_holds_the_run(tiny_config: Config, train: Train, tmp_
     run = tmp_path / "run"
     outcome = train(config, run)
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.toml", "plan.json", "ledger.json", "metrics.jsonl", "checkpoints", "tokenizer.json"}
+    files = {"config.toml", "plan.json", "ledger.json", "metrics.jsonl", "sessions.jsonl", "profile.json"}
+    assert names == files | {"checkpoints", "tokenizer.json"}
     assert load_config(run) == config
     assert Ledger.load(run / "ledger.json").to_json() == json.loads(json.dumps(outcome.ledger.to_json()))
     assert Ledger.load(run / "plan.json").side == "plan"
