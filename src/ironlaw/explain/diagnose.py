@@ -98,7 +98,8 @@ def _insufficient(evidence: Evidence) -> str | None:
         return "the step was not timed"
     if all(row.measured is None for row in evidence.gap.phases):
         return "the phases of the step were not timed"
-    if evidence.steps is not None and evidence.steps < FEWEST_STEPS:
+    recorded = evidence.fact("source") == "trace"  # whoever traces has chosen the steps
+    if not recorded and evidence.steps is not None and evidence.steps < FEWEST_STEPS:
         return f"the run has {evidence.steps} steps, and fewer than {FEWEST_STEPS} are mostly warm-up"
     if evidence.unattributed is not None and abs(evidence.unattributed) > MOST_UNATTRIBUTED:
         return f"{units.percent(evidence.unattributed, 0)} of the step has no name"

@@ -56,7 +56,7 @@ def _planned(operations: dict[str, object], run: Ledger, profile: Profile | None
     traced, facts = trace_from_json(operations), run.facts
     again = {"accumulation": facts.get("accumulation", 1), "name": facts["model"]["name"]}
     if facts["device"] != "cpu":
-        return plan_trace(traced, None, _catalogued(facts["machine"]), **again)
+        return plan_trace(traced, None, catalogued(facts["machine"]), **again)
     profile = profile or load_profile()
     if profile.name != facts["machine"]:
         raise UserError(f"the run was on {facts['machine']}, the profile here is of {profile.name}")
@@ -68,15 +68,16 @@ def _planned(operations: dict[str, object], run: Ledger, profile: Profile | None
     return plan_trace(traced, profile, **again)
 
 
-def _catalogued(name: str) -> str:
+def catalogued(name: str) -> str:
     """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
     from ironlaw.catalog import accelerator_names
 
-    words = name.lower().replace("-", " ").split()
-    known = [entry for entry in accelerator_names() if entry.lower().split("-")[0] in words]
+    words = set(name.lower().replace("-", " ").split())
+    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
+    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
     if not known:
         raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
-    return known[0]
+    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:
