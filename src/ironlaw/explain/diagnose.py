@@ -27,6 +27,7 @@ class Finding:
     advice: str
     source: str
     fault: bool
+    notice: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,10 +87,19 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
             sentence, figures = rule.says(evidence, value)
             findings.append(
                 Finding(
-                    rule.name, rule.axis, value, rule.threshold, sentence, figures, rule.advice, rule.source, rule.fault
+                    rule.name,
+                    rule.axis,
+                    value,
+                    rule.threshold,
+                    sentence,
+                    figures,
+                    rule.advice,
+                    rule.source,
+                    rule.fault,
+                    rule.notice,
                 )
             )
-    return sorted(findings, key=lambda f: (not f.fault, -f.share)), not_tested
+    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -f.share)), not_tested
 
 
 def _insufficient(evidence: Evidence) -> str | None:
