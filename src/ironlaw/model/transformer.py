@@ -196,10 +196,10 @@ class Transformer(nn.Module):
         return x
 
     def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
-        """None means plain causal; a sliding window needs its own (S, S) mask."""
+        """None means plain causal; a sliding window needs its own mask, (rows computed here, S)."""
         window = self.config.sliding_window
         if window is None or window >= sequence:
             return None
         position = torch.arange(sequence, device=device)
-        distance = position[:, None] - position[None, :]
+        distance = position[self.place.positions(sequence), None] - position[None, :]
         return (distance >= 0) & (distance < window)

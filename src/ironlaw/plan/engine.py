@@ -47,6 +47,7 @@ class Engine:
     streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
     shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
     score_traffic: float = 1.3  # the same for materialised attention scores
+    loss_traffic: float = 1.5  # the same for the loss: unfused cross entropy passes over fp32 logits many times
     optimizer_traffic: float = 1.2
 
     # communication: fraction hidden behind compute

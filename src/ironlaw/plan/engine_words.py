@@ -17,6 +17,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "streaming_traffic": ("1", "bytes of norms and residual additions over the least that fused kernels move"),
     "shard_traffic": ("1", "the same for activations, rotations and layout copies, which tp divides"),
     "score_traffic": ("1", "the same for materialised attention scores"),
+    "loss_traffic": ("1", "the same for the loss: unfused cross entropy passes over fp32 logits many times"),
     "optimizer_traffic": ("1", "bytes of the update over 34 per parameter"),
     "selective_matmul_share": ("1", "of a block's matmuls that selective recomputation repeats"),
     "tp_hidden": ("1", "of tensor parallel collectives that compute hides"),

@@ -77,20 +77,31 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:
-    """The runs with what their rows leave open decided: full recomputation where none would not fit."""
+    """The runs with what their rows leave open decided by what fits: first sharded weights, then full recomputation."""
     result = list(runs)
-    for where, indices in settings_of(runs):
-        unsaid = [i for i in indices if runs[i].open_recompute]
-        if not unsaid:
-            continue
-        jobs = jobs_of_columns([runs[i].columns for i in unsaid])
-        over = peak_memory(jobs, where.engine).total > where.memory_bytes - UNUSABLE_BYTES
-        for i, full in zip(unsaid, over, strict=True):
-            word = "full, for without it the run would not fit" if full else "none"
-            columns = runs[i].columns | {"recompute": 2.0 if full else 0.0}
-            assumed = (*runs[i].assumed, f"recompute = {word}")
-            result[i] = replace(runs[i], columns=columns, assumed=assumed, open_recompute=False)
+    for column, flag, value, assumed in OPEN:
+        for where, indices in settings_of(result):
+            unsaid = [i for i in indices if getattr(result[i], flag)]
+            if not unsaid:
+                continue
+            jobs = jobs_of_columns([result[i].columns for i in unsaid])
+            over = peak_memory(jobs, where.engine).total > where.memory_bytes - UNUSABLE_BYTES
+            for i, needed in zip(unsaid, over, strict=True):
+                run = result[i]
+                columns = run.columns | ({column: value} if needed else {})
+                notes = (*run.assumed, assumed[bool(needed)]) if assumed[bool(needed)] else run.assumed
+                result[i] = replace(run, columns=columns, assumed=notes, **{flag: False})  # type: ignore[arg-type]
     return result
+
+
+OPEN = (
+    ("zero", "open_zero", 3.0, ("", "zero = 3, for with less sharding the run would not fit")),
+    (
+        "recompute", "open_recompute", 2.0,
+        ("recompute = none", "recompute = full, for without it the run would not fit"),
+    ),
+)  # fmt: skip
+"""Column that a row may leave open, how it says so, what is assumed where the run would not fit, and in words."""
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

@@ -30,6 +30,9 @@ UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
 SUBSTITUTE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "mxfp8": "fp8"}
 """Format at whose rate another one is planned on hardware that has a peak for one of them only."""
 
+GENERIC = "generic"
+"""The engine of software that no measured runs are known of."""
+
 HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have
 USUAL_VOCAB = 50304  # GPT-2's, padded
 SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and a tied model from a plain one
@@ -51,6 +54,7 @@ class Run:
     checks: str
     assumed: tuple[str, ...]
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
+    open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
 
 
 def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -143,6 +147,7 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
         checks=words.text(row, "checks") or "memory+time",
         assumed=tuple(cells.assumed),
         open_recompute=recompute is None and engine.default_recompute == "none",
+        open_zero=words.zero_stage(row) is None and engine.name == GENERIC,
     )
 
 
@@ -163,8 +168,8 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
         return engine_of_framework(framework, attention)
     except UserError:
         said = f"framework '{framework}' is not known" if framework else "no framework is given"
-        cells.assumed.append(f"engine = generic ({said})")
-        return engine_named("generic")
+        cells.assumed.append(f"engine = {GENERIC} ({said})")
+        return engine_named(GENERIC)
 
 
 def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:

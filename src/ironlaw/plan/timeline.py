@@ -7,8 +7,8 @@
 For a pipeline stage s and one micro-batch (forward, backward and recomputation together):
 
     device   matmuls + attention + streaming kernels + tensor, context parallel collectives on the critical path
-    host     launches: layers x (forward + backward), plus per micro-batch
-    stage    max(device, host) + pipeline messages
+    host     launches: layers x (forward + backward); per micro-batch. It does not run ahead of the loss
+    stage    max(device, host) of its blocks + the same of embedding, output layer and loss + pipeline messages
     step     m max_s stage + sum of the other stages x what the schedule leaves idle of them (`bubble_share`)
              + exposed data parallel communication + optimizer + host per step
 
@@ -29,6 +29,10 @@ from ironlaw.plan.stages import StageLayers, stage_layers
 
 RIVALRY = 6.0
 """Exponent of the norm that stands for max(device, host): where both are close, each waits for the other at times."""
+
+UNFUSED_SOFTMAX_LAUNCHES = 0.25
+"""Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
+fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,11 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
     cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow
     host_passes = 1 + engine.host_backward_ratio + np.where(full, 1.0, 0.0)
-    host_layer = engine.host_layer_seconds * host_passes
+    unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
+    host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
     host_layer = host_layer + engine.host_collective_seconds * np.where(jobs.tp > 1, 2 * passes, 0.0)
 
-    head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.streaming_traffic
+    head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.loss_traffic
     embedding = parts.embedding * engine.streaming_traffic
     device_layer = forward + backward + again + tp_exposed + cp_exposed
     message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow
@@ -119,10 +124,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
 
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
-        device = count * (device_layer + fsdp_exposed) + extra
-        host = count * host_layer + engine.host_microbatch_seconds
-        longer = (device**RIVALRY + host**RIVALRY) ** (1 / RIVALRY)
-        return longer + message, longer - device
+        blocks = count * (device_layer + fsdp_exposed)
+        longer = _longer(blocks, count * host_layer) + _longer(extra, np.asarray(engine.host_microbatch_seconds))
+        return longer + message, longer - blocks - extra
 
     both_ends = (jobs.pp == 1) | jobs.v_shaped
     first_extra = embedding + np.where(both_ends, head, 0.0)
@@ -166,3 +170,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         head=micro_batches * extra,
         recomputed=m * again,
     )
+
+
+def _longer(device: Array, host: Array) -> Array:
+    return np.asarray((device**RIVALRY + host**RIVALRY) ** (1 / RIVALRY))
