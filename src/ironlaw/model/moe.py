@@ -234,6 +234,14 @@ class Load:
     unused: float  # share of experts that no token chose
     dropped: float  # share of choices without a row; 0 when dropless
 
+    def metrics(self) -> dict[str, float]:
+        """Under the names that a run's metrics have."""
+        return {
+            "expert_load_busiest_over_mean": self.busiest_over_mean,
+            "experts_unused": self.unused,
+            "expert_choices_dropped": self.dropped,
+        }
+
 
 @torch.no_grad()
 def update_routing(model: nn.Module) -> Load | None:

@@ -223,7 +223,7 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     stream = shape.tokens * model.hidden
     operations = []
     if shape.casts:
-        operations.append(elementwise(shape, "shared_ffn_cast", "cast", stream, 3, saved=stream * w))
+        operations.append(elementwise(shape, _first_shared_cast(shape), "cast", stream, 3, saved=stream * w))
     operations += feed_forward(shape, model.shared_ffn_size, "shared_ffn")
     if model.moe.shared_gate:
         # The product keeps both of its factors: the output of the shared experts is saved, not temporary.
@@ -235,8 +235,8 @@ def _shared_experts(shape: Shape) -> list[Operation]:
                 "shared_gate", Kind.MATMUL, Phase.FORWARD, "block", "matmul", matmul=(shape.tokens, 1, model.hidden),
                 flops=2 * stream, bytes_moved=stream * w, saved_bytes=cast + weight, temporary_bytes=gate,
             ),
-            elementwise(shape, "shared_gate", "silu_forward", shape.tokens, 2, saved=gate, frees_temporary=gate),
-            elementwise(shape, "shared_gate", "multiply", stream, 2, temporary=stream * w),
+            elementwise(shape, "shared_sum", "silu_forward", shape.tokens, 2, saved=gate, frees_temporary=gate),
+            elementwise(shape, "shared_sum", "multiply", stream, 2, temporary=stream * w),
         ]  # fmt: skip
     operations.append(
         elementwise(shape, "shared_sum", "add", stream, 3, temporary=stream * w, frees_temporary=2 * stream * w)
@@ -255,11 +255,11 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
         cast, weight = (stream, model.hidden * w) if shape.casts else (0, 0)
         operations += [
             elementwise(
-                shape, "shared_gate", "multiply_backward", elements, 4, backward=True, temporary=2 * stream + gate,
+                shape, "shared_sum", "multiply_backward", elements, 4, backward=True, temporary=2 * stream + gate,
                 frees_saved=stream, frees_temporary=stream,
             ),
             elementwise(
-                shape, "shared_gate", "silu_backward", shape.tokens, 3, backward=True, temporary=gate, frees_saved=gate,
+                shape, "shared_sum", "silu_backward", shape.tokens, 3, backward=True, temporary=gate, frees_saved=gate,
                 frees_temporary=gate,
             ),
             Operation(
@@ -280,7 +280,7 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
     if shape.casts:
         operations.append(
             elementwise(
-                shape, "shared_ffn_cast", "cast", shape.tokens * model.hidden, 3, backward=True, temporary=full,
+                shape, _first_shared_cast(shape), "cast", shape.tokens * model.hidden, 3, backward=True, temporary=full,
                 frees_temporary=stream,
             )
         )  # fmt: skip
@@ -292,6 +292,11 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
             )
         )  # fmt: skip
     return operations
+
+
+def _first_shared_cast(shape: Shape) -> str:
+    """Of the normed input, for the first linear layer of the shared experts."""
+    return "shared_ffn_gate_cast" if shape.model.gated_ffn else "shared_ffn_up_cast"
 
 
 def _keeping_input(op: Operation, gated: bool, input_bytes: int) -> Operation:
