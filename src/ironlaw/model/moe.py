@@ -91,6 +91,8 @@ class Router(nn.Module):
 class ExpertLinear(nn.Module):
     """One matrix per expert, stacked: (E, out, in)."""
 
+    onednn = False  # as of `Linear`: whose kernel multiplies fp32 on a CPU
+
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
@@ -100,7 +102,7 @@ class ExpertLinear(nn.Module):
         weight = self.weight.to(rows.dtype)
         if rows.dim() == 3:
             return torch.bmm(rows, weight.transpose(1, 2))
-        product: Tensor = GroupedProduct.apply(rows, weight, ends)
+        product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
         return product
 
 

@@ -22,11 +22,12 @@ from torch.autograd.profiler import record_function
 from ironlaw.ledger import Kind, Line, Origin, Phase
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+RECOMPUTE_SCOPE = "ironlaw.recompute"
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
-    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm"),
+    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
@@ -78,6 +79,7 @@ class Span:
     scope: str = ""
     inside: str = ""  # name of the span around it
     phase: Phase | None = None
+    again: bool = False  # inside a recomputation
 
 
 @dataclass
@@ -158,7 +160,8 @@ def named_modules_recorded(model: nn.Module) -> Iterator[None]:
     with ExitStack() as handles:
         for module, name in module_scopes(model).items():
             handles.callback(module.register_forward_pre_hook(enter(name)).remove)
-            handles.callback(module.register_forward_hook(leave).remove)
+            # Always: a recomputation leaves a block as soon as it has what the backward pass needs, by an exception.
+            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
@@ -189,8 +192,11 @@ def _nest(spans: list[Span]) -> None:
         if parent is not None:
             parent.self_ns -= span.self_ns
             span.scope, span.phase, span.inside = parent.scope, parent.phase, parent.name
+            span.again = parent.again
         if span.name.startswith(PHASE_SCOPE):
             span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
+        elif span.name == RECOMPUTE_SCOPE:
+            span.scope, span.again = "Block", True
         elif span.name.startswith(MODULE_SCOPE):
             span.scope = span.name.removeprefix(MODULE_SCOPE)
         elif span.name in _FUNCTIONS:
@@ -219,7 +225,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             step += 1
         if span.phase is None:
             continue
-        key = (span.phase, *_classify(span))
+        kind, operation = _classify(span)
+        key = (span.phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation)
         nanoseconds[key][step] += span.self_ns
         counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
     return [
@@ -230,13 +237,15 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
-    operation = span.name.removeprefix("aten::")
+    operation = span.name.removeprefix("aten::").removeprefix("mkldnn::")
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
     if operation == "copy_" and span.inside == _PRODUCT_WITH_BIAS:
         return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
+    if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
+        return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
     if span.scope in _FUNCTIONS.values():
         return Kind.ELEMENTWISE, span.scope

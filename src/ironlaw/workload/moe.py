@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
 from ironlaw.workload.backward import (
     attention_half_backward,
     branch_gradient,
@@ -47,6 +48,11 @@ def moe_block_backward(shape: Shape) -> list[Operation]:
     operations += _experts_backward(shape) + _route_backward(shape)
     operations += norm_backward(replace(shape, precision="fp32"), "ffn_norm", "block", 1, reader="", residual=True)
     return _of_moe_layers(shape, operations + attention_half_backward(shape))
+
+
+def layer_groups(model: ModelConfig) -> list[str]:
+    """Of each layer, the group of its operations."""
+    return [GROUP if model.moe and model.moe.in_layer(layer) else "block" for layer in range(model.layers)]
 
 
 def routing_buffer_bytes(shape: Shape) -> int:

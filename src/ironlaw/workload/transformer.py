@@ -16,10 +16,10 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, INDEX, Precision, Shape, attention_score_pairs
 from ironlaw.workload.forward import block, embedding, head
-from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import moe_block, moe_block_backward
+from ironlaw.workload.moe import layer_groups, moe_block, moe_block_backward
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
+from ironlaw.workload.recompute import recomputed_operations
 
 __all__ = [
     "FP32",
@@ -44,13 +44,8 @@ def training_operations(shape: Shape) -> list[Operation]:
         dense += moe_block(shape)
         dense_backward = moe_block_backward(shape) + dense_backward
     forward = embedding(shape) + dense + head(shape)
-    backward = head_backward(shape) + dense_backward + embedding_backward(shape)
+    backward = head_backward(shape) + recomputed_operations(shape) + dense_backward + embedding_backward(shape)
     return forward + backward
-
-
-def layer_groups(model: ModelConfig) -> list[str]:
-    """Of each layer, the group of its operations."""
-    return [MOE_GROUP if model.moe and model.moe.in_layer(layer) else "block" for layer in range(model.layers)]
 
 
 def optimizer_operations(model: ModelConfig, *, accumulation: int = 1) -> list[Operation]:

@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.layout import V_SHAPED, ends_lighter
 from ironlaw.train.parallel.ranks import Ranks
@@ -73,7 +74,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     if last and stages > 1 and model.config.tied:
         # A copy, kept equal: both stages add up their gradients (`step.py`).
         rows, columns = model.head.weight.shape
-        head = nn.Linear(columns, rows, bias=False, device="meta")
+        head = Linear(columns, rows, bias=False, device="meta")
         head.weight = nn.Parameter(model.head.weight.detach().clone())
     part.head = head  # type: ignore[assignment]
     for name, buffer in model.named_buffers(recurse=False):
