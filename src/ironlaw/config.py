@@ -58,25 +58,50 @@ class CheckpointConfig(_Section):
     keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
 
 
+class RecoveryConfig(_Section):
+    """When a loss counts as a spike, and what is done about it (train/recovery.py)."""
+
+    enabled: bool = True  # false: only a loss that is not finite ends the run
+    window: int = Field(64, ge=16)  # steps that say what is normal
+    threshold: float = Field(8.0, gt=0)  # robust standard deviations above the window's median
+    minimum_rise: float = Field(0.3, ge=0)  # nats above it as well: losses that hardly vary have large deviations
+    patience: int = Field(3, gt=0)  # steps in a row: a single hard batch is no spike
+    rewind: int = Field(10, ge=0)  # go back to a checkpoint at least so many steps before the spike
+    skip_before: int = Field(8, ge=0)  # batches before the spike that are left out with it
+    skip_after: int = Field(32, ge=0)  # and after it; PaLM left out 200 to 500 in all (arXiv 2204.02311)
+    strikes: int = Field(3, gt=0)  # the spike that stops the run
+    forgive_steps: int = Field(1000, gt=0)  # without a spike, after which the count starts again
+
+
+class TrackingConfig(_Section):
+    """Where metrics go beside metrics.jsonl. Needs the extra `track`."""
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    every: int = Field(10, gt=0)  # steps; validation losses go always
+    project: str = "ironlaw"  # of Weights & Biases; the experiment of MLflow
+    name: str | None = None  # of the run there; the run directory's unless given
+    batch_digests: bool = False  # metrics.jsonl also gets a checksum of each step's tokens: which were trained on
+
+
 class EvaluationConfig(_Section):
     every: int = Field(100, ge=0)  # steps; 0: only at the end
     batches: int = Field(8, gt=0)  # validation batches of `train.global_batch` sequences each
 
 
 class LayoutConfig(_Section):
-    """How the job is spread over processes; the planner's words (`plan/layout.py`), one rank per device.
+    """How the job is spread over processes, one per device: the planner's words (`plan/layout.py`).
 
     With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
     """
 
     dp: int | None = Field(None, gt=0)  # data parallel replicas; what the other degrees leave of the ranks unless given
     zero: int = Field(0, ge=0, le=3)  # what replicas shard: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
-    hybrid: int = Field(1, gt=0)  # groups of replicas: state is sharded within a group and copied between groups
+    shard: int | None = Field(None, gt=0)  # replicas that share one sharded copy (hybrid sharding); all unless given
     tp: int = Field(1, gt=0)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
-    sequence_parallel: bool = False  # and the residual stream between them: less memory for the same traffic
+    sp: bool = False  # sequence parallel: the residual stream too; less memory for the same traffic
     pp: int = Field(1, gt=0)  # pipeline stages
     virtual_stages: int = Field(1, gt=0)  # model chunks per pipeline rank: a smaller bubble, more messages
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"] = "1f1b"
     cp: int = Field(1, gt=0)  # context parallel ranks: each sequence is divided
     ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
 
@@ -91,6 +116,8 @@ class RunConfig(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    tracking: TrackingConfig = TrackingConfig()
     layout: LayoutConfig | None = None
 
     @model_validator(mode="after")

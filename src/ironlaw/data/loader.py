@@ -1,0 +1,137 @@
+"""From a dataset and its settings to batches: which samples, which order, made by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ironlaw.data import batches
+from ironlaw.data.batch import Batch
+from ironlaw.data.batches import Batches, PackedRows, Samples, Windows
+from ironlaw.data.config import DataConfig
+from ironlaw.data.dataset import Dataset, open_dataset
+from ironlaw.data.mixture import Mixture, together
+from ironlaw.data.packing import Packed, best_fit
+from ironlaw.data.prepare import prepare
+from ironlaw.data.processes import ProcessBatches
+from ironlaw.data.shards import TokenArray
+from ironlaw.data.stream import StreamBatches
+from ironlaw.errors import UserError
+
+
+class BatchSource(Protocol):
+    """What a prefetcher reads: the batch of any step, as a function of the step alone."""
+
+    share: int  # sequences of this rank
+    sequence: int
+    seconds: dict[str, float]  # spent so far, by stage: read, tokenise, pack
+
+    def batch(self, step: int) -> Batch[np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What another process needs to make the same batches: no tokens, only where they are."""
+
+    config: DataConfig
+    vocab: int
+    folders: tuple[Path, ...]  # none: mock data
+    weights: tuple[float, ...]
+    sequence: int
+
+    def loader(self) -> Loader:
+        if not self.folders:
+            return Loader(prepare(self.config, self.vocab), self.config, self.sequence)
+        parts = [open_dataset(folder, checksums=False) for folder in self.folders]
+        dataset = together(parts, self.weights) if self.weights else parts[0]
+        return Loader(dataset, self.config, self.sequence)
+
+
+def _reopen(recipe: Recipe, global_batch: int, seed: int, rank: int, world: int) -> BatchSource:
+    """In another process."""
+    return recipe.loader().training(global_batch, seed, rank, world)
+
+
+class Loader:
+    """The batches of one run. Packing is found once and kept."""
+
+    def __init__(self, dataset: Dataset, config: DataConfig, sequence: int):
+        self.dataset, self.config, self.sequence = dataset, config, sequence
+        self._packed: dict[int, Packed] = {}
+        self._samples: Samples | None = None
+        self._stream: StreamBatches | None = None
+
+    def training(self, global_batch: int, seed: int, rank: int = 0, world: int = 1) -> BatchSource:
+        """This rank's batches; UserError when the text is too short for one."""
+        dataset, masked = self.dataset, self.config.masks_documents
+        if dataset.stream is not None:
+            self._stream = StreamBatches(dataset.stream, self.sequence, global_batch, seed, rank, world, masked)
+            return self._stream
+        self._samples = self._all_samples(global_batch, seed)
+        if self.config.loader_processes:
+            batches.check_world(global_batch, rank, world)
+            opener = partial(_reopen, self._recipe(), global_batch, seed, rank, world)
+            share, processes = global_batch // world, self.config.loader_processes
+            return ProcessBatches(opener, share, self.sequence, masked, processes, self.config.prefetch)
+        return Batches(self._samples, self.sequence, global_batch, seed, rank, world, masked)
+
+    def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
+        """Held-out text packed as the training text is; mixtures one source behind the other."""
+        dataset, config = self.dataset, self.config
+        bounds = dataset.validation_documents
+        if config.packing == "best_fit":
+            packed = self._pack(bounds)
+            if packed.number == 0:
+                raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
+            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text)
+            return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
+        masked = bounds if config.masks_documents else None
+        return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
+
+    def _recipe(self) -> Recipe:
+        parts = self.dataset.sources or (self.dataset,)
+        folders = tuple(part.folder for part in parts if part.folder is not None)
+        config = self.config.model_copy(update={"loader_processes": 0})
+        return Recipe(config, self.dataset.vocab, folders, self.dataset.weights, self.sequence)
+
+    def facts(self) -> dict[str, Any]:
+        """How the text became rows, for the ledger: fractions of positions and documents."""
+        config = self.config
+        facts: dict[str, Any] = {"packing": config.packing, "document_mask": config.masks_documents}
+        facts |= {"source": self.dataset.name, "streaming": config.streaming, "mock": config.mock}
+        if self._samples is not None:
+            facts |= self._samples.report()
+        if self._stream is not None:
+            facts |= self._stream.report()
+        return facts
+
+    def _all_samples(self, global_batch: int, seed: int) -> Samples:
+        parts = self.dataset.sources
+        if not parts:
+            return self._samples_of(self.dataset, global_batch, seed)
+        # Each source has an order of its own, so that two of one length do not march in step.
+        samples = [self._samples_of(part, 1, seed + 2**32 * number) for number, part in enumerate(parts, 1)]
+        return Mixture(samples, self.dataset.weights, seed)
+
+    def _samples_of(self, dataset: Dataset, needed: int, seed: int) -> Samples:
+        tokens: TokenArray = dataset.train
+        if self.config.packing == "best_fit":
+            packed = self._pack(dataset.train_documents)
+            if packed.number < needed:
+                raise UserError(
+                    f"the training text packs into {packed.number:,} rows of {self.sequence} tokens but one batch "
+                    f"needs {needed}: lower train.global_batch or model.context, or give more text in data.path"
+                )
+            return PackedRows(tokens, packed, seed, dataset.end_of_text)
+        batches.check_enough(tokens, self.sequence, needed)
+        return Windows(tokens, self.sequence, seed, needed, dataset.train_documents)
+
+    def _pack(self, bounds: np.ndarray) -> Packed:
+        if id(bounds) not in self._packed:
+            self._packed[id(bounds)] = best_fit(bounds, self.sequence)
+        return self._packed[id(bounds)]
