@@ -51,6 +51,7 @@ from ironlaw.train.compile import compile_blocks
 from ironlaw.train.journal import Digested, Journal
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.recompute import recompute_blocks, solved_policies
 from ironlaw.train.recovery import Recovery, SkippingBatches
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
@@ -130,6 +131,7 @@ class Trainer:
         self.model = Transformer(config.model).to(self.device)
         use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        recompute_blocks(self.model.blocks, solved_policies(self.plan))
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
         self.checkpointer = Checkpointer(
