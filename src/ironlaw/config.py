@@ -15,6 +15,7 @@ from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.recompute import RecomputeConfig
 
 Precision = Literal["auto", "fp32", "bf16"]
 
@@ -114,6 +115,7 @@ class RunConfig(_Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     recovery: RecoveryConfig = RecoveryConfig()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import MemoryLine, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.moe import routing_buffer_bytes
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.transformer import FP32, INDEX, Shape, training_operations
+from ironlaw.workload.recompute import unfolded
+from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 
 @dataclass(frozen=True)
@@ -24,25 +26,42 @@ class Peak:
     gradient_bytes: int
 
 
-def in_execution_order(operations: Sequence[Operation], layers: int) -> Iterator[Operation]:
-    """Unfold the layers: each run of block operations of one phase is walked `layers` times."""
+BLOCKS = ("block", "moe_block")
+"""Groups of operations that are folded over layers."""
+
+
+def in_execution_order(operations: Sequence[Operation], layers: int | Sequence[str]) -> Iterator[Operation]:
+    """Unfold the layers: each run of block operations of one phase is walked layer by layer.
+
+    `layers`: how many, or of each layer the group of its operations, where there are several kinds of blocks.
+    """
+    kinds = ["block"] * layers if isinstance(layers, int) else list(layers)
     start = 0
     while start < len(operations):
-        first = operations[start]
-        end = start
-        while end < len(operations) and (operations[end].group, operations[end].phase) == (first.group, first.phase):
+        first, end = operations[start], start
+        blocks = first.group in BLOCKS
+        while end < len(operations) and operations[end].phase == first.phase and (
+            operations[end].group in BLOCKS if blocks else operations[end].group == first.group
+        ):  # fmt: skip
             end += 1
-        for _ in range(layers if first.group == "block" else 1):
+        if not blocks:
             yield from operations[start:end]
+        for kind in (kinds if first.phase is Phase.FORWARD else reversed(kinds)) if blocks else ():
+            yield from (op for op in operations[start:end] if op.group == kind)
         start = end
 
 
-def walk(operations: Sequence[Operation], layers: int, gradients_held: int = 0) -> Peak:
+def walk(operations: Sequence[Operation], layers: int | Sequence[str], gradients_held: int = 0) -> Peak:
+    """The peak of one micro-batch of folded operations."""
+    return highest(in_execution_order(operations, layers), gradients_held)
+
+
+def highest(operations: Iterable[Operation], gradients_held: int = 0) -> Peak:
     """The peak of one micro-batch. `gradients_held`: bytes of gradients that earlier micro-batches left."""
     saved = temporary = 0
     gradients = gradients_held
     peak = Peak("start", 0, 0, gradients)
-    for op in in_execution_order(operations, layers):
+    for op in operations:
         saved += op.saved_bytes
         temporary += op.temporary_bytes
         if gradients_held:
@@ -65,16 +84,16 @@ def rotary_table_bytes(model: ModelConfig) -> int:
 def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]:
     """Memory at the peak of a training step by component, and where in the step that is. Weights are fp32."""
     model, accumulation = shape.model, config.accumulation
-    operations, parameters = training_operations(shape), model_parameters(model)
+    parameters = model_parameters(model)
     total_gradients = model.parameters * FP32
-    peaks = [walk(operations, model.layers)]
+    peaks = [highest(unfolded(shape))]
     if accumulation > 1:
-        peaks.append(walk(operations, model.layers, gradients_held=total_gradients))
+        peaks.append(highest(unfolded(shape), gradients_held=total_gradients))
     update = update_temporary_bytes(parameters, config.optimizer, cuda=shape.fused_rmsnorm)
     peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, update, total_gradients))
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
     lines = [
-        MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model)),
+        MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model) + routing_buffer_bytes(shape)),
         MemoryLine("gradients", peak.gradient_bytes),
         MemoryLine("optimizer", state_bytes(parameters, config.optimizer), note=config.optimizer.name),
         MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),
