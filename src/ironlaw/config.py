@@ -64,19 +64,19 @@ class EvaluationConfig(_Section):
 
 
 class LayoutConfig(_Section):
-    """How the job is spread over processes; the planner's words (`plan/layout.py`), one rank per device.
+    """How the job is spread over processes, one per device: the planner's words (`plan/layout.py`).
 
     With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
     """
 
     dp: int | None = Field(None, gt=0)  # data parallel replicas; what the other degrees leave of the ranks unless given
     zero: int = Field(0, ge=0, le=3)  # what replicas shard: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
-    hybrid: int = Field(1, gt=0)  # groups of replicas: state is sharded within a group and copied between groups
+    shard: int | None = Field(None, gt=0)  # replicas that share one sharded copy (hybrid sharding); all unless given
     tp: int = Field(1, gt=0)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
-    sequence_parallel: bool = False  # and the residual stream between them: less memory for the same traffic
+    sp: bool = False  # sequence parallel: the residual stream too; less memory for the same traffic
     pp: int = Field(1, gt=0)  # pipeline stages
     virtual_stages: int = Field(1, gt=0)  # model chunks per pipeline rank: a smaller bubble, more messages
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"] = "1f1b"
     cp: int = Field(1, gt=0)  # context parallel ranks: each sequence is divided
     ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
 

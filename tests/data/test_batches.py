@@ -35,7 +35,7 @@ def test_permutations_look_random_and_differ() -> None:
 def test_the_order_is_pinned() -> None:
     # Runs resume across releases: this order must never change.
     assert permuted(np.arange(6), 10, 3).tolist() == [5, 7, 4, 1, 9, 0]
-    assert Batches(TOKENS, 8, 4, seed=5).starts(2).tolist() == [136, 912, 840, 344]
+    assert Batches(TOKENS, 8, 4, seed=5).keys(2).tolist() == [136, 912, 840, 344]
 
 
 def test_targets_are_one_ahead_and_int64() -> None:
@@ -46,28 +46,28 @@ def test_targets_are_one_ahead_and_int64() -> None:
     assert inputs.shape == targets.shape == (4, 8)
     assert inputs.dtype == targets.dtype == np.int64
     np.testing.assert_array_equal(inputs + 1, targets)
-    assert inputs[:, 0].tolist() == batches.starts(3).tolist()
+    assert inputs[:, 0].tolist() == batches.keys(3).tolist()
 
 
 def test_each_epoch_covers_each_window_once_in_another_order() -> None:
     batches = Batches(TOKENS, sequence=10, sequences_per_batch=9, seed=1)
-    n = batches.windows_per_epoch
+    n = batches.samples.per_epoch
     assert n == 99
     orders = []
-    starts = np.concatenate([batches.starts(step) for step in range(n * 3 // 9)])
+    starts = np.concatenate([batches.keys(step) for step in range(n * 3 // 9)])
     for epoch in range(3):
         here = starts[epoch * n : (epoch + 1) * n]
-        assert sorted(here.tolist()) == [batches.offset(epoch) + 10 * i for i in range(n)]
-        orders.append(((here - batches.offset(epoch)) // 10).tolist())
+        assert sorted(here.tolist()) == [batches.samples.offset(epoch) + 10 * i for i in range(n)]
+        orders.append(((here - batches.samples.offset(epoch)) // 10).tolist())
     assert len({tuple(order) for order in orders}) == 3
-    assert len({batches.offset(epoch) for epoch in range(20)}) > 5
-    assert all(batches.offset(e) >= 0 and batches.offset(e) + n * 10 < len(TOKENS) for e in range(200))
+    assert len({batches.samples.offset(epoch) for epoch in range(20)}) > 5
+    assert all(batches.samples.offset(e) >= 0 and batches.samples.offset(e) + n * 10 < len(TOKENS) for e in range(200))
 
 
 def test_batches_run_on_across_epochs() -> None:
     batches = Batches(TOKENS, sequence=10, sequences_per_batch=7, seed=1)
-    n = batches.windows_per_epoch
-    starts = np.concatenate([batches.starts(step) for step in range(2 * n // 7 + 1)])
+    n = batches.samples.per_epoch
+    starts = np.concatenate([batches.keys(step) for step in range(2 * n // 7 + 1)])
     for epoch in range(2):
         assert len(set(starts[epoch * n : (epoch + 1) * n].tolist())) == n
 
@@ -86,21 +86,21 @@ def test_resumed_batches_are_the_same_and_seeds_differ() -> None:
     for step in range(50):
         first.batch(step)
     np.testing.assert_array_equal(first.batch(50).inputs, second.batch(50).inputs)
-    assert Batches(TOKENS, 8, 4, seed=4).starts(0).tolist() != first.starts(0).tolist()
+    assert Batches(TOKENS, 8, 4, seed=4).keys(0).tolist() != first.keys(0).tolist()
 
 
 def test_steps_in_any_order_are_the_same() -> None:
     # Windows are located many at a time: going back and jumping must not show it.
     batches = Batches(TOKENS, 8, 6, seed=2, rank=1, world=2)
     for step in (5, 4, 170, 171, 500, 0, 341, 340):
-        assert batches.starts(step).tolist() == Batches(TOKENS, 8, 6, 2, 1, 2).starts(step).tolist()
+        assert batches.keys(step).tolist() == Batches(TOKENS, 8, 6, 2, 1, 2).keys(step).tolist()
         whole = Batches(TOKENS, 8, 6, seed=2)
-        assert batches.starts(step).tolist() == whole.starts(step)[3:].tolist()
+        assert batches.keys(step).tolist() == whole.keys(step)[3:].tolist()
 
 
 def test_exactly_one_batch_is_enough() -> None:
     batches = Batches(TOKENS[:33], sequence=8, sequences_per_batch=4, seed=0)
-    assert sorted(batches.starts(0).tolist()) == [0, 8, 16, 24]
+    assert sorted(batches.keys(0).tolist()) == [0, 8, 16, 24]
 
 
 def test_wrong_sizes_are_one_line() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ironlaw.data import corpus as corpora
+from ironlaw.data import splits
 from ironlaw.errors import UserError
 
 
@@ -64,30 +65,54 @@ def test_stdlib_leaves_out_what_not_every_machine_has() -> None:
     assert corpus.bytes > 5_000_000
 
 
+def held_out(names: list[str], fraction: float, seed: int) -> set[str]:
+    numbers = {name: splits.number(name.encode(), seed) for name in names}
+    below = splits.threshold(numbers.values(), fraction)
+    return {name for name in names if numbers[name] < below}
+
+
 def test_held_out_is_stable_when_files_are_added() -> None:
     names = [f"f{i}" for i in range(1000)]
-    held = corpora.held_out(names, 0.1, seed=0)
+    held = held_out(names, 0.1, seed=0)
     assert 60 < len(held) < 140
-    more = corpora.held_out([*names, "new1", "new2"], 0.1, seed=0)
+    more = held_out([*names, "new1", "new2"], 0.1, seed=0)
     assert more & set(names) == held
-    assert corpora.held_out(names, 0.1, seed=1) != held
+    assert held_out(names, 0.1, seed=1) != held
 
 
 def test_held_out_takes_some_and_leaves_some() -> None:
-    assert len(corpora.held_out(["a", "b"], 0.0001, seed=0)) == 1
-    assert len(corpora.held_out(["a", "b", "c"], 0.9999, seed=0)) == 2
+    assert len(held_out(["a", "b"], 0.0001, seed=0)) == 1
+    assert len(held_out(["a", "b", "c"], 0.9999, seed=0)) == 2
+
+
+def split_texts(path: Path, fraction: float, seed: int = 0) -> dict[str, list[str]]:
+    corpus = corpora.find(str(path))
+    splitter = splits.split(corpus, fraction, seed)
+    parts: dict[str, list[str]] = {"train": [], "validation": []}
+    for document in corpus.documents():
+        for split, text in splitter.parts(document):
+            parts[split].append(str(text))
+    return parts
 
 
 def test_a_single_file_holds_out_its_tail(tmp_path: Path) -> None:
     text = "".join(f"line {i}\n" for i in range(100))
     (tmp_path / "only.txt").write_text(text)
-    corpus = corpora.find(str(tmp_path / "only.txt"))
-    corpus.scan()
-    parts = {split: text for split, _, text in corpora.documents(corpus, 0.1, 0)}
-    assert parts["train"] + parts["validation"] == text
-    assert parts["validation"].startswith("line ")
-    assert 0.05 < len(parts["validation"]) / len(text) < 0.15
-    assert corpora.training_part(corpus, corpus.files[0], 0.1) == parts["train"]
+    parts = split_texts(tmp_path / "only.txt", 0.1)
+    (train,), (validation,) = parts["train"], parts["validation"]
+    assert train + validation == text
+    assert validation.startswith("line ")
+    assert 0.05 < len(validation) / len(text) < 0.15
+
+
+def test_duplicates_fall_into_one_split_whatever_their_names(tmp_path: Path) -> None:
+    for i in range(120):
+        (tmp_path / f"file{i}").write_text(f"text number {i % 30}" + " \n" * (i // 30))  # blanks do not tell apart
+    for seed in range(4):
+        parts = split_texts(tmp_path, 0.3, seed)
+        train, validation = ({text.strip() for text in parts[split]} for split in ("train", "validation"))
+        assert train and validation and not train & validation
+        assert len(train | validation) == 30 and len(parts["train"]) + len(parts["validation"]) == 120
 
 
 def test_pieces_join_to_the_text_and_cut_between_two_full_lines() -> None:

@@ -11,21 +11,35 @@ from ironlaw.cli.console import messages, output, print_json
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or a PyTorch profiler trace (.json, .json.gz).")],
+    other: Annotated[Path | None, typer.Argument(help="A second one: why is it faster or slower?")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.explain.explanation import explain_run
+    if other is not None:
+        _compare(run, other, json)
+        return
+    from ironlaw.explain.open import explain_path
     from ironlaw.report.html import write_run
     from ironlaw.report.terminal import show_explanation
-    from ironlaw.train.run_directory import RunDirectory
 
-    document = explain_run(run).to_json()
-    directory = RunDirectory(run)
-    report = write_run(
-        directory.report_file, document, list(directory.metrics()), directory.config_file.read_text(encoding="utf-8")
-    )
+    explanation = explain_path(run)
+    document = explanation.to_json()
+    page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
+    report = write_run(page, document, explanation.metrics, explanation.config_text)
     if json:
         print_json(document)
         return
     show_explanation(output(), document)
     messages().print(f"The same with charts: {report}")
+
+
+def _compare(before: Path, after: Path, json: bool) -> None:
+    from ironlaw.explain.compare import compare
+    from ironlaw.explain.open import explain_path
+    from ironlaw.report.comparison_view import show_comparison
+
+    document = compare(explain_path(before), explain_path(after)).to_json()
+    if json:
+        print_json(document)
+    else:
+        show_comparison(output(), document)

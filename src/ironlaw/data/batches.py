@@ -1,155 +1,271 @@
-"""Batches of token windows in an order that is a function of (seed, step): the whole state is the step."""
+"""Batches of samples in an order that is a function of (seed, step): the whole state is the step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
-from ironlaw.data.batch import Batch
+from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.data.order import mix, permuted
+from ironlaw.data.packing import Packed, concatenated, packed_report
+from ironlaw.data.shards import TokenArray, Tokens
 from ironlaw.errors import UserError
 
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+__all__ = ["Batches", "evaluation_batches", "permuted"]
+
 _AHEAD = 1024  # samples located at a time: one at a time would cost more than copying its tokens
+
+
+class Samples(Protocol):
+    """Rows of one length, of which an epoch visits each once; the epochs follow one another without end."""
+
+    sequence: int
+    per_epoch: int
+
+    def locate(self, first: int, number: int) -> np.ndarray:
+        """(number,) int64: a key for each of the samples `first`, `first + 1`, ... of the global order."""
+
+    def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
+        """Write the rows of those keys into the batch's arrays."""
+
+    def report(self) -> dict[str, Any]:
+        """How the documents were packed: what was padded, cropped and cut, as fractions."""
+
+
+class Windows:
+    """Windows of `sequence` tokens of the text as it stands: no two overlap, their edges move every epoch."""
+
+    def __init__(self, tokens: TokenArray, sequence: int, seed: int, needed: int, bounds: np.ndarray | None = None):
+        self._tokens = plain(tokens)
+        self.sequence = sequence
+        self.seed = seed
+        self._bounds = None if bounds is None else np.asarray(bounds)
+        # One window fewer than fit leaves room for the epoch's offset; one batch of text has none to spare.
+        fitting = (len(tokens) - 1) // sequence
+        self.per_epoch = fitting - 1 if fitting > needed else fitting
+        self._slack = len(tokens) - 1 - self.per_epoch * sequence
+
+    def offset(self, epoch: int) -> int:
+        """Tokens skipped before the epoch's first window."""
+        return mix(self.seed, epoch, 1) % (self._slack + 1)
+
+    def locate(self, first: int, number: int) -> np.ndarray:
+        """Where in the tokens each window begins."""
+        result = np.empty(number, dtype=np.int64)
+        for epoch, here, positions in _by_epoch(first, number, self.per_epoch):
+            windows = permuted(positions, self.per_epoch, mix(self.seed, epoch))
+            result[here] = windows * self.sequence + self.offset(epoch)
+        return result
+
+    def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
+        length = self.sequence
+        for row, start in enumerate(keys.tolist()):
+            window = self._tokens[start : start + length + 1]
+            batch.inputs[row] = window[:-1]
+            batch.targets[row] = window[1:]
+            if batch.documents is not None:
+                assert self._bounds is not None
+                batch.documents[row] = documents_of(self._bounds, start, length)
+
+    def report(self) -> dict[str, Any]:
+        if self._bounds is None:
+            return {"rows": self.per_epoch, "padded_fraction": 0.0}
+        return concatenated(self._bounds, self.sequence)
+
+
+class PackedRows:
+    """Rows of whole documents (`packing.best_fit`), in another order every epoch."""
+
+    def __init__(self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int):
+        self._tokens = plain(tokens)
+        self._packed = packed
+        self._seed = seed
+        self._end_of_text = end_of_text
+        self.sequence = packed.sequence
+        self.per_epoch = packed.number
+
+    def locate(self, first: int, number: int) -> np.ndarray:
+        """Which row."""
+        result = np.empty(number, dtype=np.int64)
+        for epoch, here, positions in _by_epoch(first, number, self.per_epoch):
+            result[here] = permuted(positions, self.per_epoch, mix(self._seed, epoch))
+        return result
+
+    def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
+        packed = self._packed
+        for row, key in enumerate(keys.tolist()):
+            at, document = 0, 0
+            first, last = packed.rows[key : key + 2].tolist()
+            pieces = zip(
+                packed.starts[first:last].tolist(), packed.lengths[first:last].tolist(),
+                packed.opens[first:last].tolist(), strict=True,
+            )  # fmt: skip
+            for document, (start, length, opens) in enumerate(pieces):
+                end = at + length
+                if opens:
+                    batch.inputs[row, at] = self._end_of_text  # what stands before every document
+                    batch.inputs[row, at + 1 : end] = self._tokens[start : start + length - 1]
+                else:
+                    batch.inputs[row, at:end] = self._tokens[start - 1 : start + length - 1]
+                batch.targets[row, at:end] = self._tokens[start : start + length]
+                if batch.documents is not None:
+                    batch.documents[row, at:end] = document
+                at = end
+            batch.inputs[row, at:] = self._end_of_text
+            batch.targets[row, at:] = IGNORED
+            if batch.documents is not None:
+                batch.documents[row, at:] = document + 1
+
+    def report(self) -> dict[str, Any]:
+        return packed_report(self._packed)
 
 
 class Batches:
     """Random access to the training batches.
 
-    An epoch visits every window of `sequence` tokens once, in a permutation of its own; the windows do not
-    overlap, and their edges move from epoch to epoch. Batches run on across the end of an epoch.
-    `sequences_per_batch` is the global batch: rank r of `world` gets its slice of it, and the global order is
-    the same for any number of ranks.
+    An epoch visits every sample once, in a permutation of its own, and batches run on across its end. Given token
+    ids, the samples are windows of them. `sequences_per_batch` is the global batch: rank r of `world` gets its slice
+    of it, and the global order is the same for any number of ranks.
     """
 
     def __init__(
         self,
-        tokens: np.ndarray,
+        source: TokenArray | Samples,
         sequence: int,
         sequences_per_batch: int,
         seed: int,
         rank: int = 0,
         world: int = 1,
+        documents: bool = False,
     ):
-        if sequences_per_batch % world:
-            raise UserError(
-                f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {world} "
-                f"data-parallel ranks: use a multiple of {world}"
-            )
-        assert 0 <= rank < world
-        needed = sequence * sequences_per_batch + 1
-        if len(tokens) < needed:
-            raise UserError(
-                f"the training text has {len(tokens):,} tokens but one batch of {sequences_per_batch} "
-                f"sequences of {sequence} needs {needed:,}: lower train.global_batch or model.context, or "
-                "give more text in data.path"
-            )
-        self._tokens = np.asarray(tokens)  # slicing a plain array is several times cheaper than slicing a memmap
+        check_world(sequences_per_batch, rank, world)
+        if isinstance(source, np.ndarray | Tokens):
+            check_enough(source, sequence, sequences_per_batch)
+            source = Windows(source, sequence, seed, sequences_per_batch)
+        self.samples: Samples = source
         self.sequence = sequence
         self.sequences_per_batch = sequences_per_batch
         self.seed = seed
+        self.documents = documents
+        self.seconds = {"read": 0.0, "pack": 0.0}  # since the start, by stage
         self._first = rank * sequences_per_batch // world
-        self._share = sequences_per_batch // world
-        # One window fewer than fit leaves room for the epoch's offset; one batch of text has none to spare.
-        fitting = (len(tokens) - 1) // sequence
-        self.windows_per_epoch = fitting - 1 if fitting > sequences_per_batch else fitting
+        self.share = sequences_per_batch // world  # sequences of this rank
         self._ahead: tuple[int, np.ndarray] = (0, np.empty(0, dtype=np.int64))
-        self._slack = len(tokens) - 1 - self.windows_per_epoch * sequence
 
     @property
     def steps_per_epoch(self) -> float:
-        return self.windows_per_epoch / self.sequences_per_batch
+        return self.samples.per_epoch / self.sequences_per_batch
 
-    def starts(self, step: int) -> np.ndarray:
-        """(sequences of this rank,) int64: where in the tokens each window of this step begins."""
+    def keys(self, step: int) -> np.ndarray:
+        """(sequences of this rank,) int64: what `samples` calls each sample of this step; of windows, their start."""
         first = step * self.sequences_per_batch + self._first
         begin, ahead = self._ahead
-        if not begin <= first <= begin + len(ahead) - self._share:
-            begin, ahead = self._ahead = (first, self._locate(first, max(self._share, _AHEAD)))
-        return ahead[first - begin : first - begin + self._share]
-
-    def _locate(self, first: int, number: int) -> np.ndarray:
-        """Where the windows of samples `first`, `first + 1`, ... of the global order begin."""
-        epochs, positions = np.divmod(np.arange(first, first + number), self.windows_per_epoch)
-        result = np.empty(number, dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            windows = permuted(positions[here], self.windows_per_epoch, _mix(self.seed, epoch))
-            result[here] = windows * self.sequence + self.offset(epoch)
-        return result
-
-    def offset(self, epoch: int) -> int:
-        """Tokens skipped before the epoch's first window."""
-        return _mix(self.seed, epoch, 1) % (self._slack + 1)
+        if not begin <= first <= begin + len(ahead) - self.share:
+            located = self.samples.locate(first, max(self.share, _AHEAD))
+            begin, ahead = self._ahead = (first, located)
+        return ahead[first - begin : first - begin + self.share]
 
     def batch(self, step: int) -> Batch[np.ndarray]:
         """This rank's share of step `step`; targets are one token ahead."""
-        inputs = np.empty((self._share, self.sequence), dtype=np.int64)
-        targets = np.empty_like(inputs)
-        for row, start in enumerate(self.starts(step).tolist()):
-            window = self._tokens[start : start + self.sequence + 1]
-            inputs[row] = window[:-1]
-            targets[row] = window[1:]
-        return Batch(inputs, targets)
+        start = time.perf_counter()
+        keys = self.keys(step)
+        located = time.perf_counter()
+        batch = empty(self.share, self.sequence, self.documents)
+        self.samples.fill(keys, batch)
+        self.seconds["pack"] += located - start
+        self.seconds["read"] += time.perf_counter() - located
+        return batch
+
+
+def empty(rows: int, sequence: int, documents: bool) -> Batch[np.ndarray]:
+    inputs = np.empty((rows, sequence), dtype=np.int64)
+    return Batch(inputs, np.empty_like(inputs), np.empty((rows, sequence), dtype=np.int32) if documents else None)
+
+
+def check_world(sequences_per_batch: int, rank: int, world: int) -> None:
+    if sequences_per_batch % world:
+        raise UserError(
+            f"train.global_batch = {sequences_per_batch} sequences cannot be shared by {world} "
+            f"data-parallel ranks: use a multiple of {world}"
+        )
+    assert 0 <= rank < world
+
+
+def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) -> None:
+    needed = sequence * sequences_per_batch + 1
+    if len(tokens) < needed:
+        raise UserError(
+            f"the training text has {len(tokens):,} tokens but one batch of {sequences_per_batch} "
+            f"sequences of {sequence} needs {needed:,}: lower train.global_batch or model.context, or "
+            "give more text in data.path"
+        )
 
 
 def evaluation_batches(
-    tokens: np.ndarray, sequence: int, sequences_per_batch: int, limit: int | None = None
-) -> Iterator[Batch[np.ndarray]]:
+    tokens: TokenArray, sequence: int, sequences_per_batch: int, limit: int | None = None,
+    bounds: np.ndarray | None = None,
+) -> Iterator[Batch[np.ndarray]]:  # fmt: skip
     """The validation windows in order, each once, the last batch perhaps smaller; at most `limit` batches.
 
     Spread over the whole split when limited, so that a few batches do not stand for its first documents only.
+    With `bounds` (documents + 1,) each position's document is said.
     """
-    windows = (len(tokens) - 1) // sequence
-    if windows < 1:
+    fitting = (len(tokens) - 1) // sequence
+    if fitting < 1:
         raise UserError(
             f"the validation text has {len(tokens):,} tokens, fewer than one sequence of {sequence} and its "
             "target: raise data.validation_fraction, lower model.context, or give more text in data.path"
         )
-    wanted = windows if limit is None else min(windows, limit * sequences_per_batch)
-    chosen = np.arange(wanted) * windows // wanted
-    plain = np.asarray(tokens)
+    windows = Windows(tokens, sequence, 0, 0, bounds)
+    for chosen in spread(fitting, sequences_per_batch, limit):
+        batch = empty(len(chosen), sequence, bounds is not None)
+        windows.fill(chosen * sequence, batch)
+        yield batch
+
+
+def evaluation_rows(
+    rows: PackedRows, sequences_per_batch: int, limit: int | None, documents: bool
+) -> Iterator[Batch[np.ndarray]]:
+    """The same of packed rows."""
+    for chosen in spread(rows.per_epoch, sequences_per_batch, limit):
+        batch = empty(len(chosen), rows.sequence, documents)
+        rows.fill(chosen, batch)
+        yield batch
+
+
+def spread(available: int, sequences_per_batch: int, limit: int | None) -> Iterator[np.ndarray]:
+    wanted = available if limit is None else min(available, limit * sequences_per_batch)
+    chosen = np.arange(wanted) * available // wanted
     for first in range(0, wanted, sequences_per_batch):
-        starts = chosen[first : first + sequences_per_batch, None] * sequence
-        block = plain[starts + np.arange(sequence + 1)].astype(np.int64)
-        yield Batch(np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:]))
+        yield chosen[first : first + sequences_per_batch]
 
 
-def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(size) takes `positions`; int64, same shape.
+def documents_of(bounds: np.ndarray, start: int, length: int) -> np.ndarray:
+    """(length,) int32: the document of each position's target, counted from the row's first.
 
-    A Feistel network: any position without the others, so an epoch of any size needs no memory and a resumed
-    run no replay, and, unlike a library's shuffle, the order cannot change with a version of numpy.
+    A separator stands before the document that it opens, so no target is in another document than its input.
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = [np.uint64(_mix(key, turn)) for turn in range(8)]
-    values = positions.astype(np.uint64)
-    outside = np.ones(values.shape, dtype=bool)
-    # The network permutes a power of four below 4 x `size`: from a value outside, walk on to one inside.
-    while outside.any():
-        left, right = values[outside] >> half, values[outside] & mask
-        for k in keys:
-            left, right = right, left ^ (_mix_array(right ^ k) & mask)
-        values[outside] = (left << half) | right
-        outside = values >= np.uint64(size)
-    return values.astype(np.int64)
+    first = int(np.searchsorted(bounds, start + 1, side="right"))
+    last = int(np.searchsorted(bounds, start + length, side="right"))
+    steps = np.zeros(length, dtype=np.int32)
+    if last > first:
+        inner = np.asarray(bounds[first:last]) - (start + 1)
+        np.add.at(steps, inner, 1)
+    numbers = np.cumsum(steps, dtype=np.int32)
+    return numbers
 
 
-def _mix_array(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    result: np.ndarray = x ^ (x >> np.uint64(31))
-    return result
+def plain(tokens: TokenArray) -> TokenArray:
+    """Without the memory map's class: slicing a plain array is several times cheaper."""
+    return tokens if isinstance(tokens, Tokens) else np.asarray(tokens)
 
 
-def _mix(*numbers: int) -> int:
-    """A 64-bit hash of a few integers: the same finaliser, on Python's integers, quicker for single ones."""
-    x = 0
-    for number in numbers:
-        x = (x + 0x9E3779B97F4A7C15 + number) % 2**64
-        x = (x ^ (x >> 30)) * _MULTIPLIERS[0] % 2**64
-        x = (x ^ (x >> 27)) * _MULTIPLIERS[1] % 2**64
-        x ^= x >> 31
-    return x
+def _by_epoch(first: int, number: int, per_epoch: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(epoch, which of the samples belong to it, their positions in it)"""
+    epochs, positions = np.divmod(np.arange(first, first + number), per_epoch)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        yield epoch, here, positions[here]

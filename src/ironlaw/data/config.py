@@ -4,25 +4,93 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron"]
+Packing = Literal["concat", "best_fit"]
+
+# How fast and from where the same samples come: a run may be resumed with others.
+_NOT_THE_SAMPLES = frozenset({"cache", "workers", "loader_processes", "prefetch", "pin_memory"})
 
 
-class DataConfig(BaseModel):
-    """Where the text comes from and how it becomes tokens. `seed` drives the held-out split and the order."""
+class SourceConfig(BaseModel):
+    """One place where text comes from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = "stdlib"  # the Python standard library's sources, or a directory or file of UTF-8 text and code
+    path: str  # as data.path
+    weight: float = Field(1.0, gt=0)  # share of the training samples, relative to the other sources' weights
+    format: Format = "auto"  # by suffix and content, unless given
+    field: str = "text"  # JSONL field or Parquet / Arrow column that holds the text
+    split: str | None = None  # of a Hugging Face DatasetDict; "train" unless given
+
+
+class DataConfig(BaseModel):
+    """Where the text comes from and how it becomes batches. `seed` drives the held-out split."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # A directory or file of text, code, JSONL or Parquet, a Hugging Face dataset saved to disk, a Megatron .bin or
+    # .idx; "stdlib": the Python standard library's sources.
+    path: str = "stdlib"
+    format: Format = "auto"
+    field: str = "text"
+    split: str | None = None
+    sources: tuple[SourceConfig, ...] = ()  # a mixture: [[data.sources]] with path and weight, instead of data.path
     tokenizer: str | None = None  # a Hugging Face tokenizer.json; otherwise a byte-level BPE is trained here
     end_of_text: str | None = None  # the tokenizer's document separator, when it is not one of the usual ones
-    # Whole files are held out. A corpus of a single file holds out its tail.
+    # Whole documents are held out, by a hash of their text. A corpus of a single document holds out its tail.
     validation_fraction: float = Field(0.02, gt=0.0, lt=1.0)
     seed: int = Field(0, ge=0)
+    # concat: windows of the text as it stands, documents cut where a window ends; best_fit: a document is cut only
+    # when it is longer than a sequence, and rows are filled with the pieces that fit best (arXiv 2404.10830).
+    packing: Packing = "concat"
+    # Attention stays inside a document and positions restart with it. Unless given: with best_fit only.
+    mask_documents: bool | None = None
+    streaming: bool = False  # tokenise while training instead of before
     mock: bool = False  # random tokens instead of text: the time it saves is what data costs
+    shard_tokens: int = Field(2**26, ge=1024)  # a shard is closed at the first document past so many tokens
     cache: str | None = None  # default: $XDG_CACHE_HOME/ironlaw/data or ~/.cache/ironlaw/data
-    # A file is read whole, so one larger than this is left out, and counted as such.
+    workers: int | None = Field(None, ge=0)  # tokenising processes; 0: threads of this one; one per core unless given
+    loader_processes: int = Field(0, ge=0)  # processes that make batches; 0: a thread of the training process
+    prefetch: int = Field(4, gt=0)  # batches made ready ahead of the step
+    pin_memory: bool = True  # CUDA only: batches wait in page-locked memory and are copied while the step runs
+    # A text file is read whole, so one larger than this is left out, and counted as such.
     maximum_file_bytes: int = Field(2**30, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.sources:
+            alone = sorted({"path", "format", "field", "split"} & self.model_fields_set)
+            if alone:
+                raise ValueError(
+                    f"data.{alone[0]} and data.sources are both given: move it into a [[data.sources]] table"
+                )
+        if self.streaming and self.packing == "best_fit":
+            raise ValueError(
+                "data.streaming = true cannot pack best_fit, which needs every length first: use data.packing = "
+                '"concat", or prepare the data'
+            )
+        if self.streaming and self.loader_processes:
+            raise ValueError(
+                "data.streaming = true tokenises in data.workers processes: leave data.loader_processes out, each of "
+                "them would tokenise everything"
+            )
+        if self.streaming and len(self.sources) > 1:
+            raise ValueError("data.streaming = true reads one source: give data.path, or prepare the mixture")
+        return self
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        if self.sources:
+            return self.sources
+        return (SourceConfig(path=self.path, format=self.format, field=self.field, split=self.split),)
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.packing == "best_fit" if self.mask_documents is None else self.mask_documents
 
     @property
     def cache_folder(self) -> Path:
@@ -30,3 +98,7 @@ class DataConfig(BaseModel):
             return Path(self.cache).expanduser()
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         return Path(base).expanduser() / "ironlaw" / "data"
+
+    def samples_key(self) -> dict[str, Any]:
+        """Everything that decides which samples a run sees; what only makes them come faster is left out."""
+        return self.model_dump(mode="json", exclude=set(_NOT_THE_SAMPLES))

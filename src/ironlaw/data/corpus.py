@@ -1,20 +1,24 @@
-"""The documents of a corpus: which files count as text, in which order, and which are held out."""
+"""The documents of a source: which files hold some, in which order, and what was left out and why."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
 
+from ironlaw.data import megatron, readers
+from ironlaw.data.config import SourceConfig
 from ironlaw.errors import UserError
 
-Split = Literal["train", "validation"]
+Cursor = tuple[int, int]  # number of a file in the corpus, position in it: where to go on reading
+START: Cursor = (0, 0)
 
 # The same files on every machine: Debian ships neither `test` nor ctypes.macholib, and idlelib,
 # lib2to3, tkinter and ensurepip in packages of their own; Docker's Python images delete tests;
@@ -35,12 +39,27 @@ _STDLIB_SKIPPED_FILES = (
 
 @dataclass(frozen=True)
 class File:
-    """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes."""
+    """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes.
+
+    `kind` is the reader it wants (`readers.kind_of`). A text file is one document; every other holds many.
+    """
 
     name: str
     path: Path
     size: int
     modified_ns: int
+    kind: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document, or with `content` None something that should have been one."""
+
+    content: readers.Content | None
+    file: File
+    next: Cursor  # where the next one begins
+    done_bytes: int  # of the corpus, read so far
+    reason: str = ""
 
 
 @dataclass
@@ -50,24 +69,38 @@ class Corpus:
     root: Path
     files: list[File]
     maximum_file_bytes: int
-    reasons: dict[str, str] = field(default_factory=dict)  # name of a skipped file: why
+    field: str = "text"
+    stdlib: bool = False
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # name of a skipped file: why
 
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
     @property
+    def tokenised(self) -> bool:
+        """Whether the source holds token ids instead of text."""
+        return any(file.kind == "megatron" for file in self.files)
+
+    @property
     def skipped(self) -> dict[str, int]:
         """Skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(self) -> None:
-        """Read every file once and keep those that hold text.
+    def scan(self, see: Callable[[File, str], None] | None = None) -> None:
+        """Read every text file once and keep those that hold text; `see(file, text)` is told of each.
 
         The split needs to know which they are: held-out files that turn out to be pictures hold nothing out.
         Reading costs little beside tokenising.
         """
-        self.files = [file for file in self.files if self.text(file) is not None]
+        kept = []
+        for file in self.files:
+            text = self.text(file) if file.kind == "text" else ""
+            if text is not None:
+                kept.append(file)
+                if see is not None and file.kind == "text":
+                    see(file, text)
+        self.files = kept
 
     def fingerprint(self) -> str:
         """Hex digest of place, names, sizes and modification times: changes when the documents could have."""
@@ -78,7 +111,7 @@ class Corpus:
         return digest.hexdigest()
 
     def text(self, file: File) -> str | None:
-        """The file's text, or None (and a reason in `reasons`) when it holds none."""
+        """A text file's text, or None (and a reason in `reasons`) when it holds none."""
         try:
             data = file.path.read_bytes()
         except OSError:
@@ -98,27 +131,57 @@ class Corpus:
             return None
         return text
 
+    def documents(self, start: Cursor = START) -> Iterator[Document]:
+        """Every document from `start` on, in order; read as it is asked for."""
+        before = sum(file.size for file in self.files[: start[0]])
+        for number in range(start[0], len(self.files)):
+            file = self.files[number]
+            following: Cursor = (number + 1, 0)
+            if file.kind == "text":
+                text = self.text(file)
+                if text is not None:
+                    yield Document(text, file, following, before + file.size)
+            else:
+                position = start[1] if number == start[0] else 0
+                for record in readers.read(file.kind, file.path, self.field, position):
+                    done = before + min(record.done_bytes, file.size)
+                    yield Document(record.content, file, (number, record.next), done, record.reason)
+            before += file.size
 
-def find(path: str, maximum_file_bytes: int = 2**30) -> Corpus:
-    """List the files of `data.path`. Contents are not read yet."""
-    if path == "stdlib":
+
+def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
+    """List the files of a source. Contents are not read yet."""
+    source = SourceConfig(path=source) if isinstance(source, str) else source
+    if source.path == "stdlib" and source.format == "auto":
         root = Path(sysconfig.get_paths()["stdlib"])
-        corpus = Corpus(root, [], maximum_file_bytes)
-        _walk(corpus, root, stdlib=True)
+        corpus = Corpus(root, [], maximum_file_bytes, stdlib=True)
+        _walk(corpus, root, source)
         if not corpus.files:
             raise UserError(f"there are no standard library sources in {root}: give a directory of text in data.path")
         return corpus
-    root = Path(path).expanduser()
+    root = Path(source.path).expanduser()
+    megatron_prefix = root.with_name(root.name + ".idx") if root.name else root
+    if not root.exists() and megatron_prefix.is_file():
+        root = megatron_prefix
     if not root.exists():
-        raise UserError(f'data.path = "{path}" does not exist: write a directory or file of text, or "stdlib"')
+        raise UserError(f'data.path = "{source.path}" does not exist: write a directory or file of text, or "stdlib"')
     root = root.resolve()
-    corpus = Corpus(root, [], maximum_file_bytes)
+    corpus = Corpus(root, [], maximum_file_bytes, source.field)
     if root.is_file():
-        _add(corpus, root, root.name)
+        _add(corpus, root, root.name, source)
+    elif source.format in ("auto", "huggingface") and _is_saved_dataset(root):
+        _add_saved_dataset(corpus, root, source)
+    elif source.format == "huggingface":
+        raise UserError(f'data.path = "{source.path}" holds no state.json: give the folder that save_to_disk() wrote')
     else:
-        _walk(corpus, root, stdlib=False)
+        _walk(corpus, root, source)
     if not corpus.files:
-        raise no_text(path, corpus)
+        raise no_text(source.path, corpus)
+    if corpus.tokenised and any(file.kind != "megatron" for file in corpus.files):
+        raise UserError(
+            f'data.path = "{source.path}" holds Megatron tokens beside other files: give the .idx itself, '
+            "and the rest as another of data.sources"
+        )
     return corpus
 
 
@@ -130,7 +193,7 @@ def no_text(path: str, corpus: Corpus) -> UserError:
     return UserError(f'data.path = "{path}" has no text ({found}): {remedy}')
 
 
-def _walk(corpus: Corpus, root: Path, stdlib: bool) -> None:
+def _walk(corpus: Corpus, root: Path, source: SourceConfig) -> None:
     """Fill `corpus.files`, by name. A folder reached twice through links counts once, so loops end."""
     pending, seen = [(root, "")], set()
     while pending:
@@ -150,10 +213,10 @@ def _walk(corpus: Corpus, root: Path, stdlib: bool) -> None:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                if not (stdlib and entry.name in _STDLIB_SKIPPED_FOLDERS):
+                if not (corpus.stdlib and entry.name in _STDLIB_SKIPPED_FOLDERS):
                     pending.append((Path(entry.path), name + "/"))
-            elif not stdlib or _is_stdlib_source(entry.name):
-                _add(corpus, Path(entry.path), name)
+            elif not corpus.stdlib or _is_stdlib_source(entry.name):
+                _add(corpus, Path(entry.path), name, source)
     corpus.files.sort(key=lambda file: file.name)
 
 
@@ -161,64 +224,67 @@ def _is_stdlib_source(name: str) -> bool:
     return name.endswith(".py") and not any(fnmatch(name, pattern) for pattern in _STDLIB_SKIPPED_FILES)
 
 
-def _add(corpus: Corpus, path: Path, name: str) -> None:
+def _add(corpus: Corpus, path: Path, name: str, source: SourceConfig) -> None:
     try:
         status = path.stat()
     except OSError:  # a dangling link
         corpus.reasons[name] = "unreadable"
         return
+    kind = _kind(path, source)
+    if kind is None:
+        return
     if not path.is_file():  # a pipe or a socket: reading it could wait for ever
         corpus.reasons[name] = "not a file"
-    elif status.st_size > corpus.maximum_file_bytes:
+    elif kind == "text" and status.st_size > corpus.maximum_file_bytes:
         corpus.reasons[name] = "too large"
     elif status.st_size == 0:
         corpus.reasons[name] = "empty"
     else:
-        corpus.files.append(File(name, path, status.st_size, status.st_mtime_ns))
+        size = megatron.open_indexed(path).bytes if kind == "megatron" else status.st_size
+        corpus.files.append(File(name, path, size, status.st_mtime_ns, kind))
 
 
-def order(name: str, seed: int) -> int:
-    """A fixed pseudo-random number in [0, 2**64) for a document's name."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:8], "big")
+def _kind(path: Path, source: SourceConfig) -> str | None:
+    """The reader of a file; None: it belongs to another one."""
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file() and source.format in ("auto", "megatron"):
+        # Beside its index it is no text; named alone it stands for the pair.
+        return None if Path(source.path).expanduser().name != path.name else "megatron"
+    if source.format == "auto":
+        return readers.kind_of(path)
+    if source.format == "huggingface":
+        return "arrow"
+    if source.format == "megatron" and path.suffix != ".idx":
+        return None
+    return source.format
 
 
-def held_out(names: list[str], fraction: float, seed: int) -> set[str]:
-    """The documents of the validation split: about `fraction` of them, at least one of two, never all.
-
-    Each document's own hash decides, so adding files does not move the others between the splits.
-    """
-    if len(names) < 2:
-        return set()
-    ranked = sorted(names, key=lambda name: order(name, seed))
-    chosen = [name for name in ranked if order(name, seed) < fraction * 2**64]
-    chosen = chosen[: len(names) - 1] or ranked[:1]
-    return set(chosen)
+def _is_saved_dataset(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-def documents(corpus: Corpus, fraction: float, seed: int) -> Iterator[tuple[Split, File, str]]:
-    """Every document of a scanned corpus with its split, in order of name; read as it is asked for."""
-    validation = held_out([file.name for file in corpus.files], fraction, seed)
-    for file in corpus.files:
-        text = corpus.text(file)
-        if text is None:
-            continue
-        if len(corpus.files) == 1:
-            cut = _tail_cut(text, fraction)
-            yield "train", file, text[:cut]
-            if text[cut:]:
-                yield "validation", file, text[cut:]
-        else:
-            yield ("validation" if file.name in validation else "train"), file, text
+def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> None:
+    """What `datasets.Dataset.save_to_disk` wrote: Arrow streams, in the order of its state.json."""
+    if (folder / "dataset_dict.json").is_file():
+        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        wanted = source.split or "train"
+        if wanted not in names:
+            raise UserError(f'{folder} has no split "{wanted}": set data.split to one of {", ".join(names)}')
+        folder = folder / wanted
+    elif source.split is not None:
+        raise UserError(f"{folder} is a single data set without splits: leave data.split out")
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        files = [entry["filename"] for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder}/state.json is missing or unreadable: save the data set again") from None
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise UserError(f"{folder} holds a selection of rows: call flatten_indices() on the data set and save it again")
+    arrow = source.model_copy(update={"format": "huggingface"})
+    for name in files:
+        _add(corpus, folder / name, name, arrow)
 
 
-def training_part(corpus: Corpus, file: File, fraction: float) -> str:
-    """The text of a training document, without the tail that a corpus of one file holds out."""
-    text = corpus.text(file) or ""
-    return text[: _tail_cut(text, fraction)] if len(corpus.files) == 1 else text
-
-
-def _tail_cut(text: str, fraction: float) -> int:
+def tail_cut(text: str, fraction: float) -> int:
     """Where the held-out tail of a single file begins: at the next line, or right there if there is none."""
     cut = max(1, int(len(text) * (1 - fraction)))
     newline = text.find("\n", cut - 1)

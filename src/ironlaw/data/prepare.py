@@ -1,4 +1,4 @@
-"""From a DataConfig to tokens on disk, once: later calls with the same corpus and settings reuse them."""
+"""From a DataConfig to tokens on disk, once: later calls with the same source and settings reuse them."""
 
 from __future__ import annotations
 
@@ -8,227 +8,229 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ironlaw.data import building, megatron, shards
 from ironlaw.data import corpus as corpora
-from ironlaw.data import shards
+from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.config import DataConfig
+from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.dataset import Dataset, Statistics, open_dataset
+from ironlaw.data.sample import sample
+from ironlaw.data.splits import SPLITS
+from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.data.unigram import unigram_loss
 from ironlaw.errors import UserError
 
+__all__ = ["Dataset", "Say", "Statistics", "open_dataset", "prepare"]
+
+Say = Callable[[str], None]
 _MOCK_TOKENS = 2**24
+_MOCK_DOCUMENT = 512  # tokens, on average: where documents are masked, so is mock data
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """What preparation found and what each of its stages cost."""
-
-    documents: dict[str, int]  # by split
-    tokens: dict[str, int]  # by split, the end-of-text tokens included
-    bytes: dict[str, int]  # of UTF-8 text, by split
-    skipped: dict[str, int] = field(default_factory=dict)  # files by reason
-    seconds: dict[str, float] = field(default_factory=dict)  # read, train_tokenizer, tokenise, write, unigram
-
-    @property
-    def slowest_stage(self) -> str | None:
-        return max(self.seconds, key=lambda stage: self.seconds[stage]) if self.seconds else None
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """Bytes of text per second through the whole preparation."""
-        total = sum(self.seconds.values())
-        return sum(self.bytes.values()) / total if total else None
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Tokens ready to train on. `train` and `validation` are (tokens,) unsigned, memory-mapped, read-only."""
-
-    train: np.ndarray
-    validation: np.ndarray
-    train_documents: np.ndarray  # (documents + 1,) int64: where each begins in `train`, and the end
-    validation_documents: np.ndarray
-    vocab: int  # entries of the tokenizer: every id is below
-    end_of_text: int  # the id that closes each document
-    end_of_text_token: str | None  # its name in the tokenizer; None for mock data
-    tokenizer_path: Path | None  # None for mock data
-    folder: Path | None  # None for mock data
-    statistics: Statistics
-    unigram_loss: float | None  # nats per validation token of the trivial baseline
-    reused: bool  # True when nothing had to be done
-
-    @property
-    def validation_bytes(self) -> int:
-        return self.statistics.bytes["validation"]
-
-    def bits_per_byte(self, loss: float) -> float | None:
-        """A validation loss in nats per token as bits per byte of text, which no tokenizer can flatter."""
-        if not self.validation_bytes:
-            return None
-        return loss * len(self.validation) / (self.validation_bytes * math.log(2))
-
-    def tokenizer(self) -> tokenizers.Tokenizer:
-        if self.tokenizer_path is None:
-            raise UserError("mock data has no tokenizer: set data.mock = false")
-        return tokenizers.load(self.tokenizer_path, self.end_of_text_token)
-
-
-def prepare(config: DataConfig, vocab: int, progress: shards.Progress | None = None) -> Dataset:
+def prepare(
+    config: DataConfig, vocab: int, progress: shards.Progress | None = None, say: Say | None = None
+) -> Dataset:  # fmt: skip
     """The dataset of `config` for a model of `vocab` entries, tokenised now or found in the cache.
 
-    Safe to call from several processes at once; interrupted, it leaves nothing behind.
+    Safe to call from several processes at once. Interrupted, or out of space, it keeps its finished shards and goes
+    on behind them next time; damaged shards are made again. `say` is told of both in a line.
     """
+    say = say or (lambda message: None)
     if config.mock:
         return _mock(config, vocab)
-    if config.tokenizer is None:
+    given = None
+    if config.tokenizer is not None:
+        given = tokenizers.load(config.tokenizer, config.end_of_text)
+        tokenizers.check_fits(given, vocab)
+    sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
+    if given is None and not all(corpus.tokenised for _, corpus in sources):
         tokenizers.check_vocab(vocab)
-        source = None
-    else:
-        source = tokenizers.load(config.tokenizer, config.end_of_text)
-        tokenizers.check_fits(source, vocab)
-    corpus = corpora.find(config.path, config.maximum_file_bytes)
-    folder = config.cache_folder / _folder_name(config, vocab, corpus, source)
+    if config.streaming:
+        from ironlaw.data.stream import open_stream
+
+        return open_stream(config, vocab, sources[0][1], given)
+    if len(sources) > 1:
+        from ironlaw.data.mixture import prepare_mixture
+
+        return prepare_mixture(config, vocab, sources, given, progress, say)
+    return prepare_source(config, vocab, *sources[0], given, progress, say)
+
+
+def prepare_source(
+    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    progress: shards.Progress | None, say: Say,
+) -> Dataset:  # fmt: skip
+    """One source; without a tokenizer given one is trained on it."""
+    folder = config.cache_folder / _folder_name(config, vocab, source, corpus, given)
     reused = folder.exists()
     if not reused:
-        with shards.new_folder(folder) as temporary:
-            _build(config, vocab, corpus, source, temporary, progress)
-    return open_dataset(folder, reused=reused)
+        with building.making(folder) as place:
+            if place != folder:
+                _build(config, vocab, source, corpus, given, place, progress, say)
+    try:
+        return open_dataset(folder, reused=reused)
+    except shards.DamagedShards as damage:
+        say(str(damage).split(":")[0] + ": making them again")
+        _remake(config, corpus, folder, damage)
+    return open_dataset(folder, reused=False)
 
 
-def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = True) -> Dataset:
-    """A prepared folder. `checksums` reads every byte (True), sizes only (False), or what is quick (None)."""
-    index = shards.read_index(folder, checksums)
-    splits, dtype = index["splits"], np.dtype(index["dtype"])
-    return Dataset(
-        train=shards.open_tokens(folder, "train", dtype),
-        validation=shards.open_tokens(folder, "validation", dtype),
-        train_documents=np.load(folder / "train_documents.npy", mmap_mode="r"),
-        validation_documents=np.load(folder / "validation_documents.npy", mmap_mode="r"),
-        vocab=index["tokenizer"]["vocab"],
-        end_of_text=index["tokenizer"]["end_of_text"],
-        end_of_text_token=index["tokenizer"]["end_of_text_token"],
-        tokenizer_path=folder / "tokenizer.json",
-        folder=folder,
-        statistics=Statistics(
-            documents={name: splits[name]["documents"] for name in splits},
-            tokens={name: splits[name]["tokens"] for name in splits},
-            bytes={name: splits[name]["bytes"] for name in splits},
-            skipped=index["skipped"],
-            seconds=index["seconds"],
-        ),
-        unigram_loss=index["unigram_loss"],
-        reused=reused,
-    )
+def _remake(config: DataConfig, corpus: corpora.Corpus, folder: Path, damage: shards.DamagedShards) -> None:
+    described = damage.index["tokenizer"]
+    tokenizer = None
+    if described["sha256"] and not corpus.tokenised:
+        tokenizer = tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
+    try:
+        for number in damage.wrong:
+            building.remake(folder, damage.index, number, corpus, splitter, Tokeniser(tokenizer, 0))
+    except OSError as error:
+        raise building.cannot_write(folder, error, kept=True) from None
 
 
-def _folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, source: tokenizers.Tokenizer | None) -> str:
+def _folder_name(
+    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None
+) -> str:
     """Readable, and different whenever any token could be."""
     key: dict[str, Any] = {
-        "schema": shards.SCHEMA_VERSION,
+        # The standard library's tokens are those of schema 1, so that what is in the cache is found.
+        "schema": 1 if corpus.stdlib else shards.SCHEMA_VERSION,
         "corpus": corpus.fingerprint(),
         "fraction": config.validation_fraction,
         "seed": config.seed,
     }
-    if source is None:
+    if not corpus.stdlib:
+        key |= {"kinds": sorted({file.kind for file in corpus.files}), "field": source.field}
+    if given is not None:
+        key |= {"tokenizer": tokenizers.file_sha256(given.path), "end_of_text": given.end_of_text}
+    elif not corpus.tokenised:
         # A new release of the library may break ties differently.
         from tokenizers import __version__
 
         key |= {"vocab": vocab, "trained_with": __version__, "sample_bytes": tokenizers.SAMPLE_BYTES}
-    else:
-        key |= {"tokenizer": tokenizers.file_sha256(source.path), "end_of_text": source.end_of_text}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    label = "stdlib" if config.path == "stdlib" else corpus.root.stem
+    label = "stdlib" if corpus.stdlib else corpus.root.stem
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', label)[:40]}-{digest[:16]}"
 
 
 def _build(
-    config: DataConfig,
-    vocab: int,
-    corpus: corpora.Corpus,
-    source: tokenizers.Tokenizer | None,
-    folder: Path,
-    progress: shards.Progress | None,
-) -> None:
+    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    folder: Path, progress: shards.Progress | None, say: Say,
+) -> None:  # fmt: skip
     """Fill `folder` with everything `open_dataset` reads."""
-    clock = _Clock()
-    corpus.scan()
+    spent: defaultdict[str, float] = defaultdict(float)
+    start = time.perf_counter()
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
     if not corpus.files:
-        raise corpora.no_text(config.path, corpus)
-    clock.lap("read")
-    path = folder / "tokenizer.json"
-    if source is None:
-        tokenizer = tokenizers.train(_sample(corpus, config), vocab, path)
-    else:
-        tokenizer = source
-        shutil.copyfile(source.path, path)
-    clock.lap("train_tokenizer")
+        raise corpora.no_text(source.path, corpus)
+    spent["read"] += time.perf_counter() - start
+    start = time.perf_counter()
+    tokenizer, described = _tokenizer(vocab, corpus, splitter, given, folder)
+    spent["train_tokenizer"] += time.perf_counter() - start
 
-    encoder = shards.Encoder(tokenizer, folder, corpus.bytes, progress)
-    for split, _, text in corpora.documents(corpus, config.validation_fraction, config.seed):
-        encoder.add(split, text)
-    splits = encoder.finish()
-    clock.lap("read", less=sum(encoder.seconds.values()))
+    head = {"tokenizer": described, "dtype": shards.token_dtype(described["vocab"]).str, "held_out": splitter.threshold}
+    work = building.resume(folder, head)
+    if work.shards:
+        say(f"Going on behind {len(work.shards)} finished shards")
+    workers = worker_count(config.workers, corpus.bytes)
+    tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
+    building.build(work, corpus, splitter, tokeniser, described["end_of_text"], config.shard_tokens, progress)
 
-    train, validation = (shards.open_tokens(folder, split, encoder.dtype) for split in shards.SPLITS)
-    baseline = unigram_loss(train, validation, tokenizer.vocab)
-    clock.lap("unigram")
-    shards.write_index(
-        folder,
-        {
-            "path": config.path,
-            "validation_fraction": config.validation_fraction,
-            "seed": config.seed,
-            "dtype": encoder.dtype.str,
-            "tokenizer": {
-                "sha256": tokenizers.file_sha256(path),
-                "vocab": tokenizer.vocab,
-                "end_of_text": tokenizer.end_of_text,
-                "end_of_text_token": tokenizer.end_of_text_token,
-            },
-            "splits": splits,
-            "unigram_loss": baseline,
-            "skipped": corpus.skipped,
-            "seconds": clock.seconds | encoder.seconds,
-        },
+    index: dict[str, Any] = {
+        "path": source.path,
+        "validation_fraction": config.validation_fraction,
+        "seed": config.seed,
+        **head,
+        "shards": work.shards,
+        "skipped": _skipped(corpus, work.shards),
+    }
+    _check(source, index, folder)
+    start = time.perf_counter()
+    train, validation = (shards.open_tokens(folder, index, split) for split in SPLITS)
+    baseline = unigram_loss(train, validation, described["vocab"])
+    spent["unigram"] += time.perf_counter() - start
+    seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
+    building.write_json(
+        folder / shards.INDEX,
+        {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
     )
 
 
-def _sample(corpus: corpora.Corpus, config: DataConfig) -> Iterator[str]:
-    """Text to learn merges from: training documents in a fixed shuffled order, up to SAMPLE_BYTES characters.
+def _tokenizer(
+    vocab: int, corpus: corpora.Corpus, splitter: splitting.Splitter, given: tokenizers.Tokenizer | None, folder: Path
+) -> tuple[tokenizers.Tokenizer | None, dict[str, Any]]:
+    """The tokenizer and its entry of the index; its file is copied, trained, or left over from an interrupted call."""
+    file = folder / "tokenizer.json"
+    if corpus.tokenised and given is None:
+        return None, _elsewhere(corpus, vocab)
+    tokenizer = given
+    if tokenizer is None:
+        tokenizer = _left_over(folder) or tokenizers.train(
+            sample(corpus, splitter, tokenizers.SAMPLE_BYTES), vocab, file
+        )
+    else:
+        shutil.copyfile(tokenizer.path, file)
+    return tokenizer, {
+        "sha256": tokenizers.file_sha256(file),
+        "vocab": tokenizer.vocab,
+        "end_of_text": tokenizer.end_of_text,
+        "end_of_text_token": tokenizer.end_of_text_token,
+    }
 
-    No document gives more than its share or 1 MB, so that one huge file does not stand for all.
-    """
-    names = [file.name for file in corpus.files]
-    validation = corpora.held_out(names, config.validation_fraction, config.seed)
-    files = [file for file in corpus.files if file.name not in validation]
-    files.sort(key=lambda file: corpora.order(file.name, config.seed))
-    share = max(tokenizers.SAMPLE_BYTES // len(files), 2**20)
-    left = tokenizers.SAMPLE_BYTES
-    for file in files:
-        text = corpora.training_part(corpus, file, config.validation_fraction)[: min(share, left)]
-        left -= len(text)
-        yield text
-        if left <= 0:
-            return
+
+def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer that the finished shards of an interrupted call were made with."""
+    with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+        described = json.loads((folder / building.PROGRESS).read_text(encoding="utf-8"))["head"]["tokenizer"]
+        if tokenizers.file_sha256(folder / "tokenizer.json") == described["sha256"]:
+            return tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
+    return None
 
 
-class _Clock:
-    """Adds the time since the last lap to a stage."""
+def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
+    """What can be known of a tokenizer from its tokens: the largest id, and what documents end in."""
+    largest, ends = 0, set()
+    for file in corpus.files:
+        indexed = megatron.open_indexed(file.path)
+        largest = max(largest, int(indexed.tokens.max()))
+        full = np.flatnonzero(np.diff(indexed.bounds))[:1000]
+        ends |= set(indexed.tokens[indexed.bounds[full + 1] - 1].tolist())
+    if len(ends) != 1:
+        raise UserError(
+            f"the documents of {corpus.root} do not end in a token of their own: name their tokenizer in "
+            "data.tokenizer, so that its end-of-text token can be put between them"
+        )
+    if largest >= vocab:
+        raise UserError(
+            f"{corpus.root} holds token {largest:,} but model.vocab = {vocab:,}: set it to {largest + 1:,} or more"
+        )
+    return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
 
-    def lap(self, stage: str, less: float = 0.0) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last - less
-        self._last = now
+def _skipped(corpus: corpora.Corpus, finished: list[dict[str, Any]]) -> dict[str, int]:
+    counts = Counter(corpus.skipped)
+    for shard in finished:
+        counts.update(shard["skipped"])
+    return dict(sorted(counts.items()))
+
+
+def _check(source: SourceConfig, index: dict[str, Any], folder: Path) -> None:
+    documents = {split: sum(shard[split]["documents"] for shard in index["shards"]) for split in SPLITS}
+    if documents["train"] and documents["validation"]:
+        return
+    (folder / building.PROGRESS).unlink()  # nothing here can be used by another attempt
+    if not any(documents.values()):
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
+        raise UserError(f'data.path = "{source.path}" has no text (skipped: {reasons}): give documents with text')
+    raise splitting.nothing_held_out(source.path)
 
 
 def _mock(config: DataConfig, vocab: int) -> Dataset:
@@ -238,21 +240,30 @@ def _mock(config: DataConfig, vocab: int) -> Dataset:
     tokens = generator.integers(0, vocab, _MOCK_TOKENS, dtype=dtype.newbyteorder("="))
     cut = int(len(tokens) * (1 - config.validation_fraction))
     train, validation = tokens[:cut], tokens[cut:]
+    bounds = [_mock_documents(generator, len(part)) for part in (train, validation)]
     return Dataset(
         train=train,
         validation=validation,
-        train_documents=np.array([0, len(train)], dtype=np.int64),
-        validation_documents=np.array([0, len(validation)], dtype=np.int64),
+        train_documents=bounds[0],
+        validation_documents=bounds[1],
         vocab=vocab,
         end_of_text=0,
         end_of_text_token=None,
         tokenizer_path=None,
         folder=None,
         statistics=Statistics(
-            documents={"train": 1, "validation": 1},
+            documents={"train": len(bounds[0]) - 1, "validation": len(bounds[1]) - 1},
             tokens={"train": len(train), "validation": len(validation)},
             bytes={"train": 0, "validation": 0},
         ),
         unigram_loss=math.log(vocab),
         reused=False,
+        name="mock",
     )
+
+
+def _mock_documents(generator: np.random.Generator, tokens: int) -> np.ndarray:
+    """Boundaries of documents whose lengths are spread as widely as those of text are: exponentially."""
+    lengths = 1 + generator.exponential(_MOCK_DOCUMENT, max(1, 2 * tokens // _MOCK_DOCUMENT)).astype(np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    return np.concatenate([bounds[bounds < tokens], [tokens]])

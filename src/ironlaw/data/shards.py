@@ -1,36 +1,32 @@
-"""Token files: what tokenising a corpus leaves on disk, and how it is read back.
+"""Token files: what tokenising a source leaves on disk, how they are written, checked and read back.
 
-A folder holds, for each split, `SPLIT.bin` (token ids, little-endian, nothing else) and `SPLIT_documents.npy`
-(int64, one more than documents: where each begins, and the end), beside `tokenizer.json` and `index.json`.
-The folder appears under its name complete or not at all.
+A folder holds `index.json`, `tokenizer.json` and, for shard NNNNN and each split, `SPLIT-NNNNN.bin` (token ids,
+little-endian, nothing else) and `SPLIT-NNNNN_documents.npy` (int64, one more than documents: where each begins in the
+shard, and the end). Schema 1 had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it is still read.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
-import socket
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ironlaw.data.corpus import Split, pieces
-from ironlaw.data.tokenizer import Tokenizer, file_sha256
+from ironlaw.data.corpus import START, Cursor
+from ironlaw.data.splits import SPLITS, Split
+from ironlaw.data.tokenise import Piece
+from ironlaw.data.tokenizer import file_sha256
 from ironlaw.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INDEX = "index.json"
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-SPLITS: tuple[Split, ...] = ("train", "validation")
 # Checked whole at every start up to here (about a second); beyond, the sizes are, and the rest on request.
 CHECKSUM_LIMIT_BYTES = 2**30
 
@@ -40,24 +36,14 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 65_536 else np.dtype("<u4")
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A document, or one of the pieces of a long one."""
-
-    split: Split
-    text: str
-    bytes: int
-    last: bool
-
-
 class SplitWriter:
-    """Appends documents to one split's files in `folder`."""
+    """Appends documents to one split's files of one shard."""
 
-    def __init__(self, folder: Path, split: Split, dtype: np.dtype[Any]):
-        self.split = split
+    def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any]):
         self._folder = folder
         self._dtype = dtype
-        self._file: BinaryIO = open(folder / f"{split}.bin", "wb")  # noqa: SIM115 closed by `finish`
+        self._name = f"{split}-{number:05d}"
+        self._file: BinaryIO = open(folder / f"{self._name}.bin", "wb")  # noqa: SIM115 closed by `finish` and `close`
         self._digest = hashlib.sha256()
         self._ends = [0]
         self.tokens = 0
@@ -79,9 +65,14 @@ class SplitWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        boundaries = self._folder / f"{self.split}_documents.npy"
-        np.save(boundaries, np.array(self._ends, dtype=np.int64))
+        boundaries = self._folder / f"{self._name}_documents.npy"
+        with open(boundaries, "wb") as file:
+            np.save(file, np.array(self._ends, dtype=np.int64))
+            file.flush()
+            os.fsync(file.fileno())
         return {
+            "file": f"{self._name}.bin",
+            "documents_file": boundaries.name,
             "documents": len(self._ends) - 1,
             "tokens": self.tokens,
             "bytes": self.bytes,
@@ -89,150 +80,182 @@ class SplitWriter:
             "documents_sha256": file_sha256(boundaries),
         }
 
+    def close(self) -> None:
+        self._file.close()
 
-class Encoder:
-    """Tokenises documents into the files of `folder`, in batches large enough for all cores.
 
-    `seconds` keeps account of the stages; `progress(done_bytes, total_bytes)` is called after each batch.
-    """
+class ShardWriter:
+    """One shard of both splits. `finish` gives its entry of the index."""
 
-    def __init__(self, tokenizer: Tokenizer, folder: Path, total_bytes: int, progress: Progress | None = None):
-        self.dtype = token_dtype(tokenizer.vocab)
-        self.seconds = {"tokenise": 0.0, "write": 0.0}
-        self._tokenizer = tokenizer
-        self._writers = {split: SplitWriter(folder, split, self.dtype) for split in SPLITS}
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._progress = progress
-        self._batch_bytes = 2**19 * max(2, os.cpu_count() or 1)
-        self._pending: list[_Piece] = []
-        self._pending_bytes = 0
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int):
+        self.number = number
+        self._end_of_text = np.array([end_of_text])
+        self._writers = {split: SplitWriter(folder, split, number, dtype) for split in SPLITS}
+        self._skipped: Counter[str] = Counter()
+        self._last = -1
+        self.next: Cursor = START  # where the documents of the next shard begin
 
-    def add(self, split: Split, text: str) -> None:
-        """Queue one document."""
-        parts = list(pieces(text))
-        for part in parts:
-            size = len(part.encode("utf-8"))
-            self._pending.append(_Piece(split, part, size, last=part is parts[-1]))
-            self._pending_bytes += size
-            if self._pending_bytes >= self._batch_bytes:
-                self._flush()
+    @property
+    def tokens(self) -> int:
+        return sum(writer.tokens for writer in self._writers.values())
 
-    def finish(self) -> dict[str, dict[str, Any]]:
-        """Write what is queued, close the files and describe each split for the index."""
-        self._flush()
-        return {split: writer.finish() for split, writer in self._writers.items()}
-
-    def _flush(self) -> None:
-        start = time.perf_counter()
-        encoded = self._tokenizer.encode_many([piece.text for piece in self._pending])
-        tokenised = time.perf_counter()
-        end_of_text = np.array([self._tokenizer.end_of_text])
-        for piece, ids in zip(self._pending, encoded, strict=True):
+    def write(self, piece: Piece, ids: np.ndarray) -> None:
+        if piece.content is None:
+            self._skipped[piece.reason] += 1
+        else:
             writer = self._writers[piece.split]
             writer.write(ids, piece.bytes)
+            if len(ids):
+                self._last = int(ids[-1])
             if piece.last:
-                writer.write(end_of_text, 0)
+                # Text never ends in the separator; tokens made elsewhere usually do.
+                if isinstance(piece.content, str) or self._last != int(self._end_of_text[0]):
+                    writer.write(self._end_of_text, 0)
                 writer.end_document()
-        self.seconds["tokenise"] += tokenised - start
-        self.seconds["write"] += time.perf_counter() - tokenised
-        self._done_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = [], 0
-        if self._progress is not None:
-            self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+        if piece.next is not None:
+            self.next = piece.next
+
+    def finish(self) -> dict[str, Any]:
+        described = {split: writer.finish() for split, writer in self._writers.items()}
+        return {"next": list(self.next), "skipped": dict(self._skipped)} | described
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
 
 
-@contextmanager
-def new_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder beside `final` that takes its name when the block ends well, and vanishes otherwise.
+class Tokens:
+    """Several token arrays read as one, without copying them together."""
 
-    Of two processes preparing the same thing one wins; the other's work is dropped for the winner's.
-    """
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(final.parent)
-        owner = f"{socket.gethostname()}-{os.getpid()}"
-        temporary = final.parent / f".partial-{owner}-{uuid.uuid4().hex[:8]}"
-        temporary.mkdir()
-    except OSError as error:
-        raise _cannot_write(final.parent, error) from None
-    try:
-        yield temporary
-        try:
-            temporary.rename(final)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
-    except OSError as error:
-        raise _cannot_write(final.parent, error) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self._arrays = [np.asarray(array) for array in arrays]  # slicing a memmap costs several times as much
+        self._ends = np.cumsum([len(array) for array in arrays])
+        self._starts = self._ends - [len(array) for array in arrays]
+        self.dtype: np.dtype[Any] = arrays[0].dtype
 
+    def __len__(self) -> int:
+        return int(self._ends[-1])
 
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    reason = error.strerror or str(error)
-    return UserError(f"cannot write token files to {folder} ({reason}): free space or set data.cache to another folder")
+    def __getitem__(self, where: slice) -> np.ndarray:
+        """A slice of step 1: a view inside a shard, a copy across shards."""
+        start, stop, step = where.indices(len(self))
+        assert step == 1
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        if shard < len(self._ends) and stop <= self._ends[shard]:
+            return self._arrays[shard][start - self._starts[shard] : stop - self._starts[shard]]
+        parts = []
+        while start < stop:
+            end = min(stop, int(self._ends[shard]))
+            parts.append(self._arrays[shard][start - self._starts[shard] : end - self._starts[shard]])
+            start, shard = end, shard + 1
+        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.concatenate(self._arrays).astype(dtype or self.dtype, copy=False)
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Temporary folders of processes of this machine that were killed."""
-    prefix = f".partial-{socket.gethostname()}-"
-    for folder in parent.glob(f"{prefix}*"):
-        process = folder.name.removeprefix(prefix).split("-")[0]
-        if process.isdigit() and not _is_alive(int(process)):
-            shutil.rmtree(folder, ignore_errors=True)
+TokenArray = np.ndarray | Tokens
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # alive, and somebody else's
-        return True
-    return True
-
-
-def write_index(folder: Path, index: dict[str, Any]) -> None:
-    (folder / INDEX).write_text(json.dumps({"schema": SCHEMA_VERSION} | index, indent=1) + "\n", encoding="utf-8")
+def join(arrays: Sequence[TokenArray]) -> TokenArray:
+    """One array stays itself; several are read as one."""
+    flat = [part for array in arrays for part in (array._arrays if isinstance(array, Tokens) else [array])]
+    full = [array for array in flat if len(array)] or flat[:1]
+    return full[0] if len(full) == 1 else Tokens(full)
 
 
 def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
-    """The index of a prepared folder, its files checked: sizes always, checksums where asked or quick."""
+    """The index of a prepared folder, its files checked: sizes always, checksums where asked or quick.
+
+    Damage to shards alone is a `DamagedShards`, which preparation answers by making them again.
+    """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        width = np.dtype(index["dtype"]).itemsize
-        expected = {f"{split}.bin": index["splits"][split]["tokens"] * width for split in SPLITS}
-        digests = {f"{split}.bin": index["splits"][split]["sha256"] for split in SPLITS}
-        digests |= {f"{split}_documents.npy": index["splits"][split]["documents_sha256"] for split in SPLITS}
-        digests["tokenizer.json"] = index["tokenizer"]["sha256"]
         schema = index["schema"]
+        if schema == 1:
+            index = _from_schema_1(index)
+        width = np.dtype(index["dtype"]).itemsize
+        shards, tokenizer_sha256 = index["shards"], index["tokenizer"]["sha256"]
+        expected = {
+            shard[split]["file"]: shard[split]["tokens"] * width for shard in shards for split in SPLITS
+        }  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError):
         raise _damaged(folder, f"{INDEX} is missing or unreadable") from None
-    if schema != SCHEMA_VERSION:
-        raise _damaged(folder, f"its schema is {schema}, not {SCHEMA_VERSION}")
-    for name in digests:
-        file = folder / name
+    if schema not in (1, SCHEMA_VERSION):
+        raise _damaged(folder, f"its schema is {schema}, this version reads 1 to {SCHEMA_VERSION}")
+    if tokenizer_sha256 is not None:
+        file = folder / "tokenizer.json"
         if not file.is_file():
-            raise _damaged(folder, f"{name} is missing")
-        size = file.stat().st_size
-        if name in expected and size != expected[name]:
-            raise _damaged(folder, f"{name} has {size:,} bytes instead of {expected[name]:,}")
+            raise _damaged(folder, "tokenizer.json is missing")
+        if file_sha256(file) != tokenizer_sha256:
+            raise _damaged(folder, "tokenizer.json does not have the checksum it was written with")
     if checksums is None:
         checksums = sum(expected.values()) <= CHECKSUM_LIMIT_BYTES
-    for name, digest in digests.items():
-        if (checksums or name not in expected) and file_sha256(folder / name) != digest:
-            raise _damaged(folder, f"{name} does not have the checksum it was written with")
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+        found = list(pool.map(lambda shard: damage(folder, shard, width, checksums), shards))
+    wrong = {number: what for number, what in enumerate(found) if what is not None}
+    if wrong:
+        raise DamagedShards(folder, wrong, index)
     return dict(index)
+
+
+def damage(folder: Path, shard: dict[str, Any], width: int, checksums: bool) -> str | None:
+    """What is wrong with a shard's files, if anything. Boundaries are small and always checked whole."""
+    for split in SPLITS:
+        entry = shard[split]
+        for name, digest in ((entry["file"], entry["sha256"]), (entry["documents_file"], entry["documents_sha256"])):
+            file, tokens = folder / name, name == entry["file"]
+            if not file.is_file():
+                return f"{name} is missing"
+            size = file.stat().st_size
+            if tokens and size != entry["tokens"] * width:
+                return f"{name} has {size:,} bytes instead of {entry['tokens'] * width:,}"
+            if (checksums or not tokens) and file_sha256(file) != digest:
+                return f"{name} does not have the checksum it was written with"
+    return None
+
+
+def _from_schema_1(index: dict[str, Any]) -> dict[str, Any]:
+    """One shard without a number, as the first release wrote it."""
+    names = {split: {"file": f"{split}.bin", "documents_file": f"{split}_documents.npy"} for split in SPLITS}
+    shard: dict[str, Any] = {split: index["splits"][split] | names[split] for split in SPLITS}
+    return index | {"shards": [shard | {"next": None, "skipped": {}}]}
 
 
 def _damaged(folder: Path, what: str) -> UserError:
     return UserError(f"the prepared tokens in {folder} are damaged ({what}): delete that folder and run again")
 
 
-def open_tokens(folder: Path, split: Split, dtype: np.dtype[Any]) -> np.ndarray:
+class DamagedShards(UserError):
+    """Shards whose files are not what was written; all the rest of the folder is in order."""
+
+    def __init__(self, folder: Path, wrong: dict[int, str], index: dict[str, Any]):
+        first = next(iter(wrong.values()))
+        more = f" and {len(wrong) - 1} more shards" if len(wrong) > 1 else ""
+        super().__init__(
+            f"the prepared tokens in {folder} are damaged ({first}{more}): `ironlaw data prepare` makes these shards "
+            "again from the text, or delete that folder and run again"
+        )
+        self.wrong, self.index = wrong, index
+
+
+def open_tokens(folder: Path, index: dict[str, Any], split: Split) -> TokenArray:
     """(tokens,) memory-mapped, read-only."""
-    file = folder / f"{split}.bin"
+    dtype = np.dtype(index["dtype"])
+    return join([_map(folder / shard[split]["file"], dtype) for shard in index["shards"]])
+
+
+def open_documents(folder: Path, index: dict[str, Any], split: Split) -> np.ndarray:
+    """(documents + 1,) int64: where each document begins in `open_tokens`, and the end."""
+    bounds = [np.load(folder / shard[split]["documents_file"], mmap_mode="r") for shard in index["shards"]]
+    if len(bounds) == 1:
+        whole: np.ndarray = bounds[0]
+        return whole
+    before = np.cumsum([0] + [int(b[-1]) for b in bounds])
+    return np.concatenate([[0], *(b[1:] + start for b, start in zip(bounds, before, strict=False))])
+
+
+def _map(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
     if file.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.memmap(file, dtype=dtype, mode="r")

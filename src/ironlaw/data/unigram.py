@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from ironlaw.data.shards import TokenArray
+
 _CHUNK = 2**24  # tokens counted at a time: bincount needs a 64-bit copy of them
 
 
-def token_counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
+def token_counts(tokens: TokenArray, vocab: int) -> np.ndarray:
     """(vocab,) int64: how often each id occurs in `tokens` (any shape (n,), may be memory-mapped)."""
     counts = np.zeros(vocab, dtype=np.int64)
     for start in range(0, len(tokens), _CHUNK):
@@ -15,7 +17,7 @@ def token_counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
     return counts
 
 
-def unigram_loss(train: np.ndarray, validation: np.ndarray, vocab: int) -> float | None:
+def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float | None:
     """Cross-entropy of the validation tokens in nats per token; None when there are none.
 
     Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.

@@ -11,9 +11,12 @@ from ironlaw import units
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import Diagnosis, diagnose
+from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.gap import Gap, Row, subtract_ledgers
 from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
+from ironlaw.explain.roofline import roofline
+from ironlaw.explain.waterfall import waterfall
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile, load_profile
 
@@ -44,7 +47,7 @@ class Explanation:
     """Everything about one run that a report shows. `to_json` is what scripts and renderers read."""
 
     run_dir: Path
-    config: RunConfig
+    config: RunConfig | None  # None: the user's own loop, which has no config of ours
     config_text: str
     plan: Ledger
     run: Ledger
@@ -79,7 +82,9 @@ class Explanation:
     def notes(self) -> list[str]:
         """What a reader must know to read the figures right."""
         notes = []
-        if self.run.facts.get("interrupted"):
+        if self.run.facts.get("not_planned"):
+            notes.append(f"There is no plan beside this run: {self.run.facts['not_planned']}.")
+        if self.run.facts.get("interrupted") and self.config is not None:
             notes.append(
                 f"The run was interrupted after step {self.run.facts.get('steps_done')} of {self.config.train.steps}: "
                 f"finish it with `ironlaw train {self.run_dir / 'config.toml'} --out {self.run_dir} --resume`."
@@ -94,7 +99,10 @@ class Explanation:
                 f"that each phase sums to what was measured without it: {shown}."
             )
         if not self.run.lines:
-            notes.append("No step was profiled (train.profile_steps = 0), so kinds and operations are not measured.")
+            notes.append(
+                "No step was recorded in detail (profile_steps = 0, or too few steps), so kinds and operations are not "
+                "measured."
+            )
         speed = self.run.facts.get("machine_speed")
         if speed is not None and abs(1 - speed) > 0.02:
             slower = "slower" if speed < 1 else "faster"
@@ -140,6 +148,12 @@ class Explanation:
                 "resident": _row(totals, "resident_bytes"),
                 "components": [row.to_json() for row in gap.memory],
             },
+            "waterfall": waterfall(self.plan, self.run, gap).to_json(),
+            "roofline": roofline(self.plan, self.run),
+            "timeline": self.run.facts.get("timeline"),
+            "memory_groups": self.run.facts.get("memory_groups"),
+            "memory_curve": self.run.facts.get("memory_curve"),
+            "energy_use": energy_use(self.plan, self.run),
             "mfu": _row(totals, "mfu"),
             "energy": _row(totals, "energy_joules"),
             "parameters": _row(totals, "parameters"),
@@ -150,10 +164,14 @@ class Explanation:
             "remedies": [remedy.to_json() for remedy in self.remedies],
             "remedies_note": self.remedies_note,
             "notes": self.notes,
-            "facts": {"plan": self.plan.facts, "run": self.run.facts},
+            "facts": {
+                "plan": self.plan.facts,
+                "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN},
+            },
         }
 
 
+DRAWN = ("timeline", "memory_groups", "memory_curve")  # facts that have keys of their own in the document
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 
@@ -194,10 +212,10 @@ def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
             f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
             f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
         )
-    return _load(plan_path), _load(run_path)
+    return load_ledger(plan_path), load_ledger(run_path)
 
 
-def _load(path: Path) -> Ledger:
+def load_ledger(path: Path) -> Ledger:
     try:
         return Ledger.load(path)
     except (OSError, TypeError, AttributeError, UnicodeDecodeError) as error:

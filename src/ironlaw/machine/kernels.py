@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import onednn_product, onednn_weight_gradient, use_onednn
 from ironlaw.model.transformer import Transformer, rotary_tables, rotate
 
 Call = Callable[[], object]
@@ -200,9 +202,10 @@ def engine_builder() -> Call:
     return _backward(x * 2.0, (x,))
 
 
-def tiny_builder(layers: int, backward: bool) -> Call:
+def tiny_builder(layers: int, backward: bool, onednn: bool) -> Call:
     """Forward, or forward and backward, of TINY with this many layers: the difference of two gives one layer."""
     model = Transformer(TINY.model_copy(update={"layers": layers}))
+    use_onednn(model, onednn)
     tokens = torch.zeros(1, TINY.context, dtype=torch.long)
 
     def call() -> None:
@@ -214,9 +217,10 @@ def tiny_builder(layers: int, backward: bool) -> Call:
     return call
 
 
-def step_builder(dtype: torch.dtype) -> Call:
+def step_builder(dtype: torch.dtype, onednn: bool) -> Call:
     """A training step of REFERENCE, as the trainer takes it."""
     model = Transformer(REFERENCE)
+    use_onednn(model, onednn)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(0, REFERENCE.vocab, (REFERENCE_BATCH, REFERENCE.context))
 
@@ -231,23 +235,26 @@ def step_builder(dtype: torch.dtype) -> Call:
     return step
 
 
-def matmul_builders(pool: Pool, dtype: torch.dtype) -> dict[str, Callable[[int, int, int], Call]]:
-    """The products of a linear layer as training runs them: with bias, forward or input gradient, weight gradient."""
+def matmul_builders(pool: Pool, dtype: torch.dtype, onednn: bool = False) -> dict[str, Callable[[int, int, int], Call]]:
+    """The products of a linear layer as training runs them: with bias, forward or input gradient, weight gradient.
+
+    `onednn`: as `model/linear.py` runs fp32 ones where that library is the faster.
+    """
 
     def random(*shape: int) -> Tensor:
         return pool.take(*shape, dtype=dtype)
 
     def forward(m: int, n: int, k: int) -> Call:
         x, weight, bias = random(m, k), random(n, k), random(n)
-        return lambda: F.linear(x, weight, bias)
+        return partial(onednn_product if onednn else F.linear, x, weight, bias)
 
     def plain(m: int, n: int, k: int) -> Call:
         x, weight = random(m, k), random(k, n)
-        return lambda: x @ weight
+        return partial(onednn_product, x, weight.t()) if onednn else partial(torch.mm, x, weight)
 
     def weight_gradient(m: int, n: int, k: int) -> Call:
         gradient, x = random(k, m), random(k, n)
-        return lambda: gradient.t() @ x
+        return partial(onednn_weight_gradient, gradient, x) if onednn else lambda: gradient.t() @ x
 
     return {"matmul_bias": forward, "matmul": plain, "matmul_weight_gradient": weight_gradient}
 

@@ -36,7 +36,8 @@ from ironlaw.machine.kernels import (
     tiny_builder,
     update_builder,
 )
-from ironlaw.machine.profile import Curve, MatmulFit, Profile
+from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
+from ironlaw.model.linear import onednn_available
 
 # From what fits the first cache to what no cache holds.
 ELEMENTWISE_SIZES = (2**12, 2**16, 2**19, 2**21, 2**23)
@@ -57,6 +58,7 @@ MATMUL_SHAPES = (
     (128, 128, 4096),
 )
 ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
+ONEDNN = "fp32_onednn"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
 KINDS = {"compute": ("matmul", "attention"), "memory": ("curve",)}  # by the first part of a sampler's key
@@ -138,9 +140,10 @@ def measure(
     runtime_bytes = _fresh_process_bytes()
 
     say("preparing kernels", 0.1)
-    samplers = _samplers(chosen)
+    fp32_products = fastest_fp32_products(chosen)
+    samplers = _samplers(chosen, fp32_products)
     synchronize = torch.cuda.synchronize if chosen.type == "cuda" else (lambda: None)
-    probe, probed = Probe(), []
+    probe, probed = Probe(fp32_products), []
     rounds = 0
     spent = time.perf_counter() - started
     while rounds < 3 or time.perf_counter() - started < budget_seconds:
@@ -154,20 +157,35 @@ def measure(
             break
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
-    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes, earlier)
+    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes, fp32_products, earlier)
 
 
-def _samplers(device: torch.device) -> list[Sampler]:
+def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products:
+    """The library whose fp32 matrix products take less time here, from the three of a linear layer in turn."""
+    if device.type != "cpu" or not onednn_available():
+        return "default"
+    pool = Pool(device, elements=2**23)
+    calls = {
+        onednn: [build(1024, 512, 512) for build in matmul_builders(pool, torch.float32, onednn).values()]
+        for onednn in (False, True)
+    }
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(rounds):
+        for onednn, products in calls.items():
+            start = time.perf_counter()
+            for call in products:
+                call()
+            seconds[onednn].append(time.perf_counter() - start)
+    return "onednn" if np.median(seconds[True]) < np.median(seconds[False]) else "default"
+
+
+def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler]:
     """Everything that is timed, ready to be called in turn."""
     pool = Pool(device)
+    onednn = fp32_products == "onednn"
     samplers = []
     for precision, dtype in PRECISIONS.items():
-        for kernel, build in matmul_builders(pool, dtype).items():
-            for shape in MATMUL_SHAPES:
-                m, n, k = shape
-                samplers.append(
-                    _sampler(("matmul", precision, kernel, shape), partial(build, m, n, k), 4 * k * (m + n))
-                )
+        samplers += _products(pool, dtype, precision)
         for kernel, builder in elementwise_builders(pool, dtype).items():
             for elements in ELEMENTWISE_SIZES:
                 key = ("curve", precision, kernel, elements)
@@ -180,13 +198,15 @@ def _samplers(device: torch.device) -> list[Sampler]:
             pairs = sequences * heads * tokens * tokens / 2
             name = ("attention", precision, direction, tokens, head_size, pairs)
             samplers.append(_sampler(name, build_attention, 16 * sequences * tokens * heads * head_size))
+    if onednn:
+        samplers += _products(pool, torch.float32, ONEDNN)
     for tensors in UPDATE_TENSORS:
         key = ("curve", "fp32", "update_tensors", tensors)
         samplers.append(_sampler(key, partial(update_builder, pool, tensors), 2**24))
     for layers, backward in itertools.product((1, 5), (False, True)):
-        samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward)]))
+        samplers.append(Sampler(("tiny", layers, backward), [tiny_builder(layers, backward, onednn)]))
     for precision, dtype in PRECISIONS.items():
-        samplers.append(Sampler(("step", precision), [step_builder(dtype)]))
+        samplers.append(Sampler(("step", precision), [step_builder(dtype, onednn)]))
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
@@ -194,6 +214,15 @@ def _samplers(device: torch.device) -> list[Sampler]:
     one = torch.zeros(1, device=device)
     samplers.append(Sampler(("small",), [lambda: one + one]))
     return samplers
+
+
+def _products(pool: Pool, dtype: torch.dtype, label: str) -> list[Sampler]:
+    """The products of a linear layer at every shape; `label`: precision, or ONEDNN for fp32 by that library."""
+    return [
+        _sampler(("matmul", label, kernel, (m, n, k)), partial(build, m, n, k), 4 * k * (m + n))
+        for kernel, build in matmul_builders(pool, dtype, onednn=label == ONEDNN).items()
+        for m, n, k in MATMUL_SHAPES
+    ]
 
 
 def _sampler(key: tuple[Any, ...], build: Callable[[], Call], input_bytes: int) -> Sampler:
@@ -207,11 +236,13 @@ def _profile(
     storage: float | None,
     tokenizer: float | None,
     runtime_bytes: int,
+    fp32_products: FP32Products,
     earlier: Profile | None,
 ) -> Profile:
     identity = _identity(device)
     profile = Profile(
         **identity,
+        fp32_products=fp32_products,
         runtime_bytes=runtime_bytes,
         matmul={},
         curves={precision: {} for precision in PRECISIONS},
@@ -227,11 +258,8 @@ def _profile(
         for sampler in samplers:
             sampler.earlier = earlier.best_seconds.get(sampler.name)
     by_key = {sampler.key: sampler for sampler in samplers}
-    for precision in PRECISIONS:
-        for kernel in ("matmul_bias", "matmul", "matmul_weight_gradient"):
-            points = [s for s in samplers if s.key[:3] == ("matmul", precision, kernel)]
-            fit = MatmulFit.fit([s.key[3] for s in points], [s.best() for s in points])
-            profile.matmul.setdefault(precision, {})[kernel] = fit
+    profile.matmul = {precision: _fits(samplers, precision) for precision in PRECISIONS}
+    profile.onednn = _fits(samplers, ONEDNN)
     # A backward kernel is timed through the autograd engine, whose start a real backward pass pays only once.
     engine = by_key[("engine",)].best()
     for sampler in samplers:
@@ -261,6 +289,17 @@ def _profile(
     return profile
 
 
+def _fits(samplers: list[Sampler], label: str) -> dict[str, MatmulFit]:
+    """Kernel -> fit over the shapes it was timed at; nothing for what was not timed."""
+    points: dict[str, list[Sampler]] = {}
+    for sampler in samplers:
+        if sampler.key[:2] == ("matmul", label):
+            points.setdefault(sampler.key[2], []).append(sampler)
+    return {
+        kernel: MatmulFit.fit([s.key[3] for s in timed], [s.best() for s in timed]) for kernel, timed in points.items()
+    }
+
+
 def _identity(device: torch.device) -> dict[str, Any]:
     """Which machine this is, as the profile records it."""
     cuda = device.type == "cuda"
@@ -286,10 +325,10 @@ class Probe:
     Timed in the same way during the measurement, so that the two can be compared: in a row, in a warm cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fp32_products: FP32Products) -> None:
         pool = Pool(torch.device("cpu"), elements=2**21)
         self._calls = {
-            "compute": matmul_builders(pool, torch.float32)["matmul"](512, 512, 512),
+            "compute": matmul_builders(pool, torch.float32, fp32_products == "onednn")["matmul"](512, 512, 512),
             "memory": elementwise_builders(pool)["gelu_tanh_forward"](2**19),
         }
 

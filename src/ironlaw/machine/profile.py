@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from ironlaw.errors import UserError
 from ironlaw.machine.host import cache_folder
 from ironlaw.model.config import ModelConfig
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+FP32Products = Literal["default", "onednn"]
 # So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
 # A whole step, to see what kernels take together that they do not take alone: REFERENCE_BATCH sequences of it.
@@ -136,6 +137,8 @@ class Profile:
     tokenizer_tokens_per_second: float | None
     # Per round of the measurement, how much slower than at its best the machine was: kind of kernel -> ratios.
     interference: dict[str, list[float]] = field(default_factory=dict)
+    fp32_products: FP32Products = "default"  # the library whose fp32 matrix products are faster here: the trainer's
+    onednn: dict[str, MatmulFit] = field(default_factory=dict)  # kernel -> fit, where that library is oneDNN
     probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
     # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
     best_seconds: dict[str, float] = field(default_factory=dict)
@@ -143,12 +146,16 @@ class Profile:
     @property
     def machine(self) -> str:
         """What must be the same for two measurements to be of the same machine."""
-        return f"{self.name}, {self.threads} threads, torch {self.versions['torch']}"
+        return f"{self.name}, {self.threads} threads, torch {self.versions['torch']}, {self.fp32_products} products"
 
     def matmul_peak(self, precision: str) -> float:
         """FLOP/s that large products attain, the middle of the three training products."""
-        fits = self.matmul[precision]
+        fits = {kernel: self.product(precision, kernel) for kernel in self.matmul[precision]}
         return sorted(fit.peak_flops_per_second for fit in fits.values())[len(fits) // 2]
+
+    def product(self, precision: str, kernel: str) -> MatmulFit:
+        """A matrix product as Ironlaw's own models run it; `matmul` has what any other PyTorch module gets."""
+        return self.onednn[kernel] if precision == "fp32" and self.onednn else self.matmul[precision][kernel]
 
     def curve(self, kernel: str, precision: str) -> Curve:
         """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
@@ -171,15 +178,8 @@ class Profile:
     @staticmethod
     def from_json(document: dict[str, Any]) -> Profile:
         values = {key: value for key, value in document.items() if key != "schema_version"}
-        values["matmul"] = {
-            precision: {
-                kernel: MatmulFit(
-                    **(fit | {"shapes": tuple(map(tuple, fit["shapes"])), "corrections": tuple(fit["corrections"])})
-                )
-                for kernel, fit in fits.items()
-            }
-            for precision, fits in document["matmul"].items()
-        }
+        values["matmul"] = {precision: _fits(fits) for precision, fits in document["matmul"].items()}
+        values["onednn"] = _fits(document["onednn"])
         values["curves"] = {
             precision: {kernel: Curve(tuple(c["elements"]), tuple(c["seconds"])) for kernel, c in curves.items()}
             for precision, curves in document["curves"].items()
@@ -192,6 +192,15 @@ class Profile:
             for precision, directions in document["attention"].items()
         }
         return Profile(**values)
+
+
+def _fits(document: dict[str, Any]) -> dict[str, MatmulFit]:
+    return {
+        kernel: MatmulFit(
+            **(fit | {"shapes": tuple(map(tuple, fit["shapes"])), "corrections": tuple(fit["corrections"])})
+        )
+        for kernel, fit in document.items()
+    }
 
 
 def profile_path(device: str = "this") -> Path:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import Linear
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -19,9 +20,9 @@ class FeedForward(nn.Module):
         super().__init__()
         width = width or config.ffn_size
         self.activation = config.activation
-        self.up = nn.Linear(config.hidden, width, bias=config.bias)
-        self.gate = nn.Linear(config.hidden, width, bias=config.bias) if config.gated_ffn else None
-        self.down = nn.Linear(width, config.hidden, bias=config.bias)
+        self.up = Linear(config.hidden, width, bias=config.bias)
+        self.gate = Linear(config.hidden, width, bias=config.bias) if config.gated_ffn else None
+        self.down = Linear(width, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:

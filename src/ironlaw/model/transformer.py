@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
+from ironlaw.model.linear import Linear
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
 
@@ -59,8 +60,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         # One matrix for query, key and value: one large matmul instead of three small ones.
-        self.qkv = nn.Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
-        self.out = nn.Linear(config.query_size, config.hidden, bias=config.bias)
+        self.qkv = Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
+        self.out = Linear(config.query_size, config.hidden, bias=config.bias)
         if config.qk_norm:
             query_size, key_size = config.qk_norm_sizes
             self.query_norm = nn.RMSNorm(query_size, eps=config.norm_eps)
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm: nn.Module | None = build_norm(config)
-        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.head = Linear(config.hidden, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
         if config.positions == "rope":
@@ -196,10 +197,10 @@ class Transformer(nn.Module):
         return x
 
     def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
-        """None means plain causal; a sliding window needs its own (S, S) mask."""
+        """None means plain causal; a sliding window needs its own mask, (rows computed here, S)."""
         window = self.config.sliding_window
         if window is None or window >= sequence:
             return None
         position = torch.arange(sequence, device=device)
-        distance = position[:, None] - position[None, :]
+        distance = position[self.place.positions(sequence), None] - position[None, :]
         return (distance >= 0) & (distance < window)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ironlaw.ledger import Phase
+from ironlaw.ledger import STEP_PHASES, Phase
 
 
 @dataclass
@@ -21,7 +21,7 @@ class StepTimes:
 
     @property
     def unattributed_seconds(self) -> float:
-        return self.wall_seconds - sum(self.phase_seconds.values())
+        return self.wall_seconds - sum(s for phase, s in self.phase_seconds.items() if phase in STEP_PHASES)
 
 
 class StepClock:

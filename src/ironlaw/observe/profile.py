@@ -26,7 +26,7 @@ _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
-    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm"),
+    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
@@ -215,13 +215,15 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
-    operation = span.name.removeprefix("aten::")
+    operation = span.name.removeprefix("aten::").removeprefix("mkldnn::")
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
     if operation == "copy_" and span.inside == _PRODUCT_WITH_BIAS:
         return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
+    if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
+        return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
     if span.scope in _OWN_WORK:
         return _own_work(span, kind, operation)

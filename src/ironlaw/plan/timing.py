@@ -63,7 +63,7 @@ class MeasuredMachine:
     def time(self, op: Operation, precision: str) -> Timing:
         profile, precision = self.profile, op.precision or precision
         if op.matmul is not None:
-            seconds = profile.matmul[precision][op.kernel].at(*op.matmul)
+            seconds = profile.product(precision, op.kernel).at(*op.matmul)
             bound = "compute"
         elif op.attention is not None:
             _, sequence, _, _, head_size = op.attention

@@ -8,9 +8,8 @@ module decides the rest: what it recomputes, which types it uses. torch is impor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ironlaw import units
@@ -28,7 +27,7 @@ from ironlaw.plan.setting import hardware_of
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.plan.traced_timing import AS_MATMUL, COPY_RATE, CataloguedAccelerator, Machine, ThisMachine
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, line_name
 from ironlaw.workload.optimizers import adamw_operations
 
 if TYPE_CHECKING:
@@ -101,15 +100,31 @@ def plan_module(
     profile = load_profile() if on == "this" else None
     place = _this_machine(profile, precision) if profile else _accelerator(on, precision)
     traced = trace(module_or_factory, inputs, loss=loss, precision=place.precision)  # type: ignore[arg-type]
-    update = adamw_operations(traced.trained_parameters, traced.trained_tensors)
-    operations: list[Operation] = [*traced.operations, *update]
+    ledger = _planned(traced, place, name)
+    ledger.facts["inputs"] = {i.name: f"{'x'.join(map(str, i.shape)) or 'scalar'}:{i.dtype}" for i in inputs}
+    return ledger
+
+
+def plan_trace(
+    traced: Trace, profile: Profile | None, on: str = "this", *, accumulation: int = 1, name: str | None = None
+) -> Ledger:
+    """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
+    or without one on the accelerator `on`."""
+    place = _this_machine(profile, "auto") if profile else _accelerator(on, "as is")
+    return _planned(traced, place, name, accumulation)
+
+
+def _planned(traced: Trace, place: _Place, name: str | None, accumulation: int = 1) -> Ledger:
+    update = adamw_operations(traced.trained_parameters, traced.trained_tensors, accumulation=accumulation)
+    micro_batches = [replace(op, repeat=op.repeat * accumulation) for op in traced.operations]
+    operations: list[Operation] = [*micro_batches, *update]
     ledger = Ledger("plan", lines=_lines(operations, place))
-    peak, ledger.memory = _memory(traced)
+    peak, ledger.memory = _memory(traced, accumulation)
     ledger.facts = place.facts | {
         "model": {"name": name or traced.name},
         "machine": place.name,
-        "inputs": {i.name: f"{'x'.join(map(str, i.shape)) or 'scalar'}:{i.dtype}" for i in inputs},
         "precision": _types(traced),
+        "matmul_peak_flops_per_second": place.peak_flops_per_second,
         "precision_reason": place.precision_reason,
         "peak_at": peak.where,
         "memory_bytes": place.memory_bytes,
@@ -145,7 +160,13 @@ def _this_machine(profile: Profile, precision: str) -> _Place:
         time_basis=f"the machine's measured curves, bytes at copy rate where there is none; {basis}",
         memory_interval=MEMORY_INTERVAL,
         fragmentation=1.0,
-        facts={"device": profile.device, "threads": profile.threads, "measured": profile.created, "slowdown": slowdown},
+        facts={
+            "device": profile.device,
+            "threads": profile.threads,
+            "measured": profile.created,
+            "slowdown": slowdown,
+            "copy_bytes_per_second": profile.copy_bytes_per_second,
+        },
     )
 
 
@@ -178,18 +199,15 @@ def _accelerator(on: str, precision: str) -> _Place:
         time_basis=f"eager kernels by the constants of {found.generation}; interval assumed",
         memory_interval=ACCELERATOR_MEMORY_INTERVAL,
         fragmentation=0.2,
-        facts={"device": found.name, "assumptions": list(hardware.efficiency.assumptions())},
+        facts={
+            "device": found.name,
+            "copy_bytes_per_second": hardware.memory_bytes_per_second,
+            "assumptions": list(hardware.efficiency.assumptions()),
+        },
     )
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------
-
-_LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
-
-
-def line_name(operation: str) -> str:
-    """Layers of a stack share a line: `blocks.3.attention.qkv` is `blocks.*.attention.qkv`; a last number stays."""
-    return _LAYER.sub("*", operation)
 
 
 def _lines(operations: Sequence[Operation], place: _Place) -> list[Line]:
@@ -219,9 +237,10 @@ def _lines(operations: Sequence[Operation], place: _Place) -> list[Line]:
     return lines
 
 
-def _memory(traced: Trace) -> tuple[Peak, list[MemoryLine]]:
+def _memory(traced: Trace, accumulation: int) -> tuple[Peak, list[MemoryLine]]:
     """Weights, gradients and two moments of AdamW, and the highest moment of the micro-batch."""
-    peaks = [walk(traced.operations, 1), Peak(f"update, {Phase.OPTIMIZER}", 0, 0, traced.trained_bytes)]
+    held = traced.trained_bytes if accumulation > 1 else 0
+    peaks = [walk(traced.operations, 1, held), Peak(f"update, {Phase.OPTIMIZER}", 0, 0, traced.trained_bytes)]
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
     return peak, [
         MemoryLine("weights", traced.parameter_bytes + traced.buffer_bytes, note="parameters and buffers"),

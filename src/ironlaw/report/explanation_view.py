@@ -14,6 +14,7 @@ from rich.text import Text
 from ironlaw import units
 from ironlaw.report import words
 from ironlaw.report.tables import bar, heading, paragraph, show, table
+from ironlaw.report.waterfall_view import show_energy, show_timeline, show_waterfall
 
 MOST_OPERATIONS = 8
 Document = Mapping[str, Any]
@@ -31,9 +32,12 @@ def show_explanation(console: Console, document: Document) -> None:
     heading(console, "Step time by kind of operation")
     _rows(console, [*time["kinds"], unattributed] if time["kinds"] else [], time["step"], units.seconds)
     _operations(console, time["operations"])
+    show_waterfall(console, document)
+    show_timeline(console, document)
     heading(console, "Memory at the peak")
     _rows(console, document["memory"]["components"], document["memory"]["peak"], units.bytes_)
     _wall(console, time.get("wall"))
+    show_energy(console, document)
     _losses(console, document["losses"])
     _remedies(console, document)
     _accuracy(console, document)

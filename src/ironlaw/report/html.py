@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ironlaw import units
-from ironlaw.report import svg, words
+from ironlaw.report import run_charts, svg, words
 
 Document = Mapping[str, Any]
 # Two drawings of each chart, because text in a scaled one would be unreadable on a phone; CSS shows one of them.
@@ -43,6 +43,7 @@ def render_run(document: Document, metrics: Sequence[Document], config_text: str
         loss_charts=_loss_charts(document, metrics),
         time_charts=_time_charts(document, metrics),
         provenance=_provenance(document),
+        drawings=_drawings(document),
     )
 
 
@@ -176,6 +177,17 @@ def _time_charts(document: Document, metrics: Sequence[Document]) -> dict[str, A
     if len(timed) < len(metrics):
         notes.append("Steps that were profiled are left out: the profiler slows them.")
     return charts | {"note": " ".join(notes)}
+
+
+def _drawings(document: Document) -> dict[str, dict[str, Markup]]:
+    """Each in two sizes; a drawing whose figures are not there is left out."""
+    made = {
+        "waterfall": {n: run_charts.waterfall_chart(document.get("waterfall"), w) for n, (w, _) in SIZES.items()},
+        "roofline": {n: run_charts.roofline_chart(document.get("roofline"), w) for n, (w, _) in SIZES.items()},
+        "timeline": {n: run_charts.timeline_chart(document.get("timeline"), w) for n, (w, _) in SIZES.items()},
+        "memory": {n: run_charts.memory_chart(document.get("memory_curve"), w) for n, (w, _) in SIZES.items()},
+    }
+    return {name: charts for name, charts in made.items() if charts["wide"]}
 
 
 def _provenance(document: Document) -> list[tuple[str, str]]:

@@ -61,6 +61,8 @@ class Profile(Protocol):
     @property
     def matmul(self) -> Mapping[str, Mapping[str, Fit]]: ...
     @property
+    def onednn(self) -> Mapping[str, Fit]: ...
+    @property
     def curves(self) -> Mapping[str, Mapping[str, Curve]]: ...
     @property
     def attention(self) -> Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]: ...
@@ -103,7 +105,8 @@ def _rate(value: float | None, unit: str) -> str:
 
 def _matmul(console: Console, profile: Profile) -> None:
     heading(console, "Matrix products at their best")
-    fits = [(kernel, precision, fit) for precision, row in profile.matmul.items() for kernel, fit in row.items()]
+    rows = {**profile.matmul, **({"fp32 by oneDNN": profile.onednn} if profile.onednn else {})}
+    fits = [(kernel, precision, fit) for precision, row in rows.items() for kernel, fit in row.items()]
     best = max((fit.peak_flops_per_second for _, _, fit in fits), default=1.0)
     made = table("product", "precision", "large ones", "fixed cost", "fit error", " ", left=("precision", " "))
     for kernel, precision, fit in fits:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
-from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, evaluation_batches
+from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
 from ironlaw.errors import UserError
@@ -35,6 +35,7 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
+from ironlaw.model.linear import use_onednn
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
@@ -54,6 +55,7 @@ from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState, Stateful
+from ironlaw.train.transfer import Transfer
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
@@ -107,10 +109,11 @@ class Trainer:
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
+        self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = float("nan")
         self._interrupted: str | None = None
         self._last_probe = 0.0
-        self._probe = Probe()
+        self._probe = Probe(profile.fp32_products)
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
@@ -119,9 +122,12 @@ class Trainer:
         config = self.config
         host.keep_freed_memory()
         torch.set_num_threads(self.profile.threads)
-        self.batches = Batches(self.dataset.train, config.sequence, config.train.global_batch, config.train.seed)
+        self.loader = Loader(self.dataset, config.data, config.sequence)
+        self.batches = self.loader.training(config.train.global_batch, config.train.seed)
+        self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
         self.model = Transformer(config.model).to(self.device)
+        use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.optimizer = build_optimizer(self.model, config.optimizer)
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
@@ -148,12 +154,6 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
-    def _to_device(self, batch: Batch[np.ndarray]) -> Batch[Tensor]:
-        tensors = batch.map(torch.from_numpy)
-        if self.device.type == "cuda":
-            return tensors.map(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
-        return tensors
-
     # -- the loop --------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
@@ -165,7 +165,9 @@ class Trainer:
         try:
             with (
                 self.run.metrics_file.open("a", encoding="utf-8") as metrics,
-                Prefetcher(self.batches, start=self.step, stop=config.train.steps, apply=self._to_device) as batches,
+                Prefetcher(
+                    self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
+                ) as batches,
             ):
                 while self.step < config.train.steps and self._interrupted is None:
                     done = self.step - first_step
@@ -178,6 +180,7 @@ class Trainer:
                         self._after_step(times, metrics, recorded=False)
                     self._probe_sometimes()
                     observed.joules = energy.joules()
+                self.data_facts = self.loader.facts() | batches.facts()
             if not self._checkpoint_due() and self.step > first_step:
                 self._take_checkpoint()
                 self.checkpointer.write()
@@ -300,14 +303,12 @@ class Trainer:
         config = self.config
         self.model.eval()
         total, tokens = 0.0, 0
-        batches = evaluation_batches(
-            self.dataset.validation, config.sequence, config.micro_batch,
-            config.evaluation.batches * config.accumulation,
-        )  # fmt: skip
-        for batch in map(self._to_device, batches):
+        batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
+        for batch in map(self.to_device, batches):
+            counted = int((batch.targets != IGNORED).sum())
             with self._autocast():
-                total += float(self.model(batch.inputs, batch.targets)) * batch.inputs.numel()
-            tokens += batch.inputs.numel()
+                total += float(self.model(batch.inputs, batch.targets)) * counted
+            tokens += counted
         self.model.train()
         self.validation_loss = total / tokens
         seconds = time.perf_counter() - began
@@ -355,6 +356,7 @@ class Trainer:
         facts = self.plan.facts | {
             "compile": self.compiled,
             "machine_slowdown": interference.middle(observed.probes),
+            "data": self.data_facts,
             "steps_done": self.step,
             "interrupted": self._interrupted,
             "started": self.started_at,

@@ -127,7 +127,7 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
     """What decides the weights and the order of samples must not change between sessions of one run."""
     fixed = {
         "model": (before.model, now.model),
-        "data": (before.data.model_dump(exclude={"cache"}), now.data.model_dump(exclude={"cache"})),
+        "data": (before.data.samples_key(), now.data.samples_key()),
         "train.global_batch": (before.train.global_batch, now.train.global_batch),
         "train.sequence": (before.sequence, now.sequence),
         "train.seed": (before.train.seed, now.train.seed),

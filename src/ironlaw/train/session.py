@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ironlaw.config import RunConfig
-from ironlaw.data.batches import Batches, evaluation_batches
+from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
@@ -44,7 +44,7 @@ def run_training(
         raise UserError(
             "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
         )
-    dataset = prepare(config.data, config.model.vocab, data_progress)
+    dataset = prepare(config.data, config.model.vocab, data_progress, say)
     start = _check_start(config, dataset, run, say)
     if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
         say(f"{out} has done its {start.step} steps already: set train.steps higher to go on")
@@ -72,8 +72,9 @@ def _check_start(
             f"the tokenizer has {dataset.vocab} entries, model.vocab = {config.model.vocab}: "
             f"set model.vocab = {dataset.vocab}"
         )
-    Batches(dataset.train, config.sequence, config.train.global_batch, config.train.seed)
-    next(evaluation_batches(dataset.validation, config.sequence, config.micro_batch, 1))
+    loader = Loader(dataset, config.data, config.sequence)
+    loader.training(config.train.global_batch, config.train.seed)
+    next(loader.validation(config.micro_batch, 1))
     start = checkpoint.newest(run.checkpoints, warn=say)
     if start is not None:
         checkpoint.check_model(start, config.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,3 +46,11 @@ def total_flops(operations: Iterable[Operation]) -> int:
 def saved_bytes(operations: Iterable[Operation]) -> int:
     """Bytes a forward pass leaves waiting for the backward pass."""
     return sum(op.saved_bytes * op.repeat for op in operations if op.phase is Phase.FORWARD)
+
+
+_LAYER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)")
+
+
+def line_name(operation: str) -> str:
+    """Layers of a stack share a line: `blocks.3.attention.qkv` is `blocks.*.attention.qkv`; a last number stays."""
+    return _LAYER.sub("*", operation)

@@ -1,0 +1,230 @@
+"""A folder in the making: finished shards survive whatever ends the process, and the next call goes on behind them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw import units
+from ironlaw.data import shards
+from ironlaw.data.corpus import START, Corpus, Cursor
+from ironlaw.data.splits import SPLITS, Splitter
+from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of
+from ironlaw.errors import UserError
+
+PROGRESS = "progress.json"
+
+
+@dataclass
+class Work:
+    """What is finished in a folder: its shards in order and the seconds they cost, and what they were made with."""
+
+    folder: Path
+    head: dict[str, Any]  # tokenizer and split: shards made with others must not be mixed
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def next(self) -> Cursor:
+        if not self.shards:
+            return START
+        number, position = self.shards[-1]["next"]
+        return int(number), int(position)
+
+    def save(self) -> None:
+        """Whole or not at all: a shard counts once it is in here."""
+        document = {"schema": shards.SCHEMA_VERSION, "head": self.head, "shards": self.shards}
+        write_json(self.folder / PROGRESS, document | {"seconds": dict(self.seconds)})
+
+
+def resume(folder: Path, head: dict[str, Any]) -> Work:
+    """The work left in `folder`, when it was made with `head` and its files are intact; an empty one otherwise.
+
+    Files that belong to no finished shard are removed: they may be half-written.
+    """
+    work = Work(folder, head)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        document = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        if document["schema"] == shards.SCHEMA_VERSION and document["head"] == head:
+            width = np.dtype(head["dtype"]).itemsize
+            for shard in document["shards"]:
+                if shards.damage(folder, shard, width, checksums=True) is not None:
+                    break  # what follows a damaged shard is made again with it
+                work.shards.append(shard)
+            work.seconds.update(document["seconds"])
+    finished = {shard[split][name] for shard in work.shards for split in SPLITS for name in ("file", "documents_file")}
+    for file in folder.iterdir():
+        if file.name not in finished | {PROGRESS, "tokenizer.json"}:
+            file.unlink()
+    return work
+
+
+def build(
+    work: Work, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
+    progress: shards.Progress | None,
+) -> None:  # fmt: skip
+    """Make the shards that are missing. Interrupted or out of space, it leaves the finished ones and no others."""
+    dtype = np.dtype(work.head["dtype"])
+    total = corpus.bytes
+    writer: shards.ShardWriter | None = None
+    begun = dict(work.seconds)
+
+    def finish(writer: shards.ShardWriter) -> None:
+        work.shards.append(writer.finish())
+        for stage, spent in (("read", tokeniser.read_seconds), ("tokenise", tokeniser.seconds)):
+            work.seconds[stage] = begun.get(stage, 0.0) + spent
+        work.save()
+
+    try:
+        with closing(tokeniser.encode(pieces_of(corpus, splitter, work.next))) as chunks:
+            for chunk in chunks:
+                start = time.perf_counter()
+                for piece, ids in chunk:
+                    if writer is None:
+                        writer = shards.ShardWriter(work.folder, len(work.shards), dtype, end_of_text)
+                    writer.write(piece, ids)
+                    if piece.next is not None and writer.tokens >= shard_tokens:
+                        finish(writer)
+                        writer = None
+                work.seconds["write"] += time.perf_counter() - start
+                if progress is not None:
+                    progress(min(chunk[-1][0].done_bytes, total), total)
+        if writer is not None or not work.shards:
+            finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text))
+            writer = None
+    finally:
+        if writer is not None:
+            writer.close()
+            _remove(work.folder, writer.number)
+
+
+def remake(
+    folder: Path, index: dict[str, Any], number: int, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser
+) -> None:
+    """Make one damaged shard again, next to it, and put it in its place if it has the checksums it should have."""
+    entry = index["shards"][number]
+    before = index["shards"][number - 1]["next"] if number else START
+    if entry["next"] is None or before is None:
+        raise UserError(f"the prepared tokens in {folder} are damaged: delete that folder and run again")
+    temporary = folder / f".again-{os.getpid()}"
+    temporary.mkdir()
+    writer = shards.ShardWriter(temporary, number, np.dtype(index["dtype"]), index["tokenizer"]["end_of_text"])
+    try:
+        with closing(_flat(tokeniser, corpus, splitter, (int(before[0]), int(before[1])))) as encoded:
+            for piece, ids in encoded:
+                writer.write(piece, ids)
+                if piece.next is not None and list(piece.next) == entry["next"]:
+                    break
+        made = writer.finish()
+        if any(made[split]["sha256"] != entry[split]["sha256"] for split in SPLITS):
+            raise UserError(
+                f"shard {number} of {folder} is damaged and the text gives another one now: delete that folder and "
+                "run again"
+            )
+        for split in SPLITS:
+            for name in ("file", "documents_file"):
+                os.replace(temporary / made[split][name], folder / entry[split][name])
+    finally:
+        writer.close()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _flat(
+    tokeniser: Tokeniser, corpus: Corpus, splitter: Splitter, start: Cursor
+) -> Generator[tuple[Piece, np.ndarray], None, None]:
+    with closing(tokeniser.encode(pieces_of(corpus, splitter, start))) as chunks:
+        for chunk in chunks:
+            yield from chunk
+
+
+@contextmanager
+def making(final: Path) -> Iterator[Path]:
+    """The folder where `final` is being made, for one process at a time; the others wait, and find it made.
+
+    Ends well: the folder has its final name. Otherwise it stays when it holds a finished shard, and vanishes if not.
+    Full disks and folders that cannot be written to are one line.
+    """
+    partial = final.parent / f".partial-{final.name}"
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final.parent / f".lock-{final.name}"):
+            if final.exists():  # made by the process that was waited for
+                yield final
+                return
+            partial.mkdir(exist_ok=True)
+            try:
+                yield partial
+                (partial / PROGRESS).unlink(missing_ok=True)
+                partial.rename(final)
+            finally:
+                if partial.exists() and not (partial / PROGRESS).exists():
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise cannot_write(final.parent, error, kept=(partial / PROGRESS).exists()) from None
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Advisory, released by the system when the process dies. Without locks on this file system: none."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            if os.stat(file).st_ino == os.fstat(descriptor).st_ino:
+                break
+        except FileNotFoundError:  # removed by its last owner while this process waited for it
+            pass
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()
+        os.close(descriptor)
+
+
+def cannot_write(folder: Path, error: OSError, kept: bool) -> UserError:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        with suppress(OSError):
+            reason = f"{reason}, {units.bytes_(shutil.disk_usage(folder).free)} free"
+    finished = "; finished shards are kept, run again to go on" if kept else ""
+    return UserError(
+        f"cannot write token files to {folder} ({reason}): free space or set data.cache to another folder{finished}"
+    )
+
+
+def _remove(folder: Path, number: int) -> None:
+    """The files of an unfinished shard: on a full disk their space is wanted."""
+    for file in folder.glob(f"*-{number:05d}*"):
+        file.unlink(missing_ok=True)
+
+
+def write_json(file: Path, document: dict[str, Any]) -> None:
+    """Either the old content or the new, never half of it."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(document, indent=1) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

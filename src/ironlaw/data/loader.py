@@ -1,0 +1,98 @@
+"""From a dataset and its settings to batches: which samples, which order, made by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from ironlaw.data import batches
+from ironlaw.data.batch import Batch
+from ironlaw.data.batches import Batches, PackedRows, Samples, Windows
+from ironlaw.data.config import DataConfig
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.mixture import Mixture
+from ironlaw.data.packing import Packed, best_fit
+from ironlaw.data.shards import TokenArray
+from ironlaw.data.stream import StreamBatches
+from ironlaw.errors import UserError
+
+
+class BatchSource(Protocol):
+    """What a prefetcher reads: the batch of any step, as a function of the step alone."""
+
+    share: int  # sequences of this rank
+    sequence: int
+    seconds: dict[str, float]  # spent so far, by stage: read, tokenise, pack
+
+    def batch(self, step: int) -> Batch[np.ndarray]: ...
+
+
+class Loader:
+    """The batches of one run. Packing is found once and kept."""
+
+    def __init__(self, dataset: Dataset, config: DataConfig, sequence: int):
+        self.dataset, self.config, self.sequence = dataset, config, sequence
+        self._packed: dict[int, Packed] = {}
+        self._samples: Samples | None = None
+        self._stream: StreamBatches | None = None
+
+    def training(self, global_batch: int, seed: int, rank: int = 0, world: int = 1) -> BatchSource:
+        """This rank's batches; UserError when the text is too short for one."""
+        dataset, masked = self.dataset, self.config.masks_documents
+        if dataset.stream is not None:
+            self._stream = StreamBatches(dataset.stream, self.sequence, global_batch, seed, rank, world, masked)
+            return self._stream
+        self._samples = self._all_samples(global_batch, seed)
+        return Batches(self._samples, self.sequence, global_batch, seed, rank, world, masked)
+
+    def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
+        """Held-out text packed as the training text is; mixtures one source behind the other."""
+        dataset, config = self.dataset, self.config
+        bounds = dataset.validation_documents
+        if config.packing == "best_fit":
+            packed = self._pack(bounds)
+            if packed.number == 0:
+                raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
+            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text)
+            return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
+        masked = bounds if config.masks_documents else None
+        return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
+
+    def facts(self) -> dict[str, Any]:
+        """How the text became rows, for the ledger: fractions of positions and documents."""
+        config = self.config
+        facts: dict[str, Any] = {"packing": config.packing, "document_mask": config.masks_documents}
+        facts |= {"source": self.dataset.name, "streaming": config.streaming, "mock": config.mock}
+        if self._samples is not None:
+            facts |= self._samples.report()
+        if self._stream is not None:
+            facts |= self._stream.report()
+        return facts
+
+    def _all_samples(self, global_batch: int, seed: int) -> Samples:
+        parts = self.dataset.sources
+        if not parts:
+            return self._samples_of(self.dataset, global_batch, seed)
+        # Each source has an order of its own, so that two of one length do not march in step.
+        samples = [self._samples_of(part, 1, seed + 2**32 * number) for number, part in enumerate(parts, 1)]
+        return Mixture(samples, self.dataset.weights, seed)
+
+    def _samples_of(self, dataset: Dataset, needed: int, seed: int) -> Samples:
+        tokens: TokenArray = dataset.train
+        if self.config.packing == "best_fit":
+            packed = self._pack(dataset.train_documents)
+            if packed.number < needed:
+                raise UserError(
+                    f"the training text packs into {packed.number:,} rows of {self.sequence} tokens but one batch "
+                    f"needs {needed}: lower train.global_batch or model.context, or give more text in data.path"
+                )
+            return PackedRows(tokens, packed, seed, dataset.end_of_text)
+        batches.check_enough(tokens, self.sequence, needed)
+        return Windows(tokens, self.sequence, seed, needed, dataset.train_documents)
+
+    def _pack(self, bounds: np.ndarray) -> Packed:
+        if id(bounds) not in self._packed:
+            self._packed[id(bounds)] = best_fit(bounds, self.sequence)
+        return self._packed[id(bounds)]

@@ -1,0 +1,186 @@
+"""Several sources by weight: which sample comes from which is a function of its index, as everything else is.
+
+The global order is cut into blocks of 4,096 samples. Each source has a fixed number of places in a block, its weight
+rounded, and every block shuffles its places anew; a source's own samples follow one another in its own order, from
+epoch to epoch, each source at its own pace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.data import corpus as corpora
+from ironlaw.data import splits as splitting
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.batch import Batch
+from ironlaw.data.batches import Samples
+from ironlaw.data.building import making
+from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.dataset import Dataset, Statistics
+from ironlaw.data.order import mix, permuted
+from ironlaw.data.sample import sample
+from ironlaw.data.shards import Progress, join
+from ironlaw.data.splits import SPLITS
+from ironlaw.data.unigram import unigram_loss
+from ironlaw.errors import UserError
+
+BLOCK = 4096
+_KEY = 2**48  # a sample's key is its source times this, plus the source's own key
+
+
+class Mixture:
+    """Samples of several sources, by weight."""
+
+    def __init__(self, parts: Sequence[Samples], weights: Sequence[float], seed: int):
+        assert len(parts) == len(weights) and parts
+        self.parts = list(parts)
+        self.sequence = parts[0].sequence
+        self._seed = seed
+        self.places = np.array(places(weights))
+        self._ends = np.cumsum(self.places)
+        # An epoch ends when every source has been seen whole; smaller ones have been repeated by then.
+        self.per_epoch = max(math.ceil(part.per_epoch * BLOCK / n) for part, n in zip(parts, self.places, strict=True))
+
+    def locate(self, first: int, number: int) -> np.ndarray:
+        blocks, positions = np.divmod(np.arange(first, first + number), BLOCK)
+        slots = np.empty(number, dtype=np.int64)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            slots[here] = permuted(positions[here], BLOCK, mix(self._seed, block, 2))
+        which = np.searchsorted(self._ends, slots, side="right")
+        # The n-th sample that this source gives.
+        numbers = blocks * self.places[which] + slots - (self._ends - self.places)[which]
+        keys = np.empty(number, dtype=np.int64)
+        for source, part in enumerate(self.parts):
+            here = which == source
+            if here.any():
+                begin, end = int(numbers[here].min()), int(numbers[here].max()) + 1
+                keys[here] = source * _KEY + part.locate(begin, end - begin)[numbers[here] - begin]
+        return keys
+
+    def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
+        for row, key in enumerate(keys.tolist()):
+            source, own = divmod(key, _KEY)
+            self.parts[source].fill(np.array([own]), batch.rows(slice(row, row + 1)))
+
+    def report(self) -> dict[str, Any]:
+        shares = (self.places / BLOCK).tolist()
+        reports = [part.report() for part in self.parts]
+        together = {
+            key: sum(share * report[key] for share, report in zip(shares, reports, strict=True))
+            for key in reports[0]
+            if key != "rows" and all(key in report for report in reports)
+        }
+        return {"rows": self.per_epoch, "shares": shares} | together
+
+
+def places(weights: Sequence[float]) -> list[int]:
+    """Places of each source in a block, which they fill: shares rounded by largest remainder, at least one each."""
+    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    if min(exact) < 0.5:
+        raise UserError(
+            f"a weight of data.sources is less than 1 part in {2 * BLOCK:,} of all: raise it or leave that source out"
+        )
+    whole = [max(1, math.floor(value)) for value in exact]
+    rest = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
+    for i in range(abs(BLOCK - sum(whole))):
+        # What raising tiny weights to one place took away is taken from the largest.
+        whole[rest[i % len(rest)] if sum(whole) < BLOCK else whole.index(max(whole))] += 1 if sum(whole) < BLOCK else -1
+    return whole
+
+
+def prepare_mixture(
+    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]],
+    given: tokenizers.Tokenizer | None, progress: Progress | None, say: Any,
+) -> Dataset:  # fmt: skip
+    """Every source in a folder of its own, all with one tokenizer."""
+    from ironlaw.data.prepare import prepare_source
+
+    tokenised = [source.path for source, corpus in sources if corpus.tokenised]
+    if tokenised and given is None:
+        raise UserError(f"{tokenised[0]} is tokenised already: name the tokenizer that made it in data.tokenizer")
+    weights = tuple(source.weight for source, _ in sources)
+    places(weights)  # refused before any work
+    tokenizer = given or shared_tokenizer(config, vocab, sources)
+    total, done = sum(corpus.bytes for _, corpus in sources), 0
+    parts: list[Dataset] = []
+    for source, corpus in sources:
+        before = done
+
+        def forward(now: int, _: int, before: int = before) -> None:
+            if progress is not None:
+                progress(before + now, total)
+
+        parts.append(prepare_source(config, vocab, source, corpus, tokenizer, forward, say))
+        done += corpus.bytes
+    train, validation = (join([getattr(part, split) for part in parts]) for split in SPLITS)
+    return Dataset(
+        train=train,
+        validation=validation,
+        train_documents=_join_bounds([part.train_documents for part in parts]),
+        validation_documents=_join_bounds([part.validation_documents for part in parts]),
+        vocab=max(part.vocab for part in parts),
+        end_of_text=parts[0].end_of_text,
+        end_of_text_token=parts[0].end_of_text_token,
+        tokenizer_path=parts[0].tokenizer_path,
+        folder=None,
+        statistics=_together([part.statistics for part in parts]),
+        unigram_loss=unigram_loss(train, validation, max(part.vocab for part in parts)),
+        reused=all(part.reused for part in parts),
+        name=" + ".join(part.name for part in parts),
+        sources=tuple(parts),
+        weights=weights,
+    )
+
+
+def shared_tokenizer(
+    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]], all_text: bool = True
+) -> tokenizers.Tokenizer:
+    """Trained on text of every source by its weight, once."""
+    from tokenizers import __version__
+
+    key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]
+    key += [(corpus.fingerprint(), source.field, source.weight) for source, corpus in sources]
+    folder = config.cache_folder / f"tokenizer-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    if not folder.exists():
+        with making(folder) as place:
+            if place != folder:
+                _train(config, vocab, sources, place, all_text)
+    return tokenizers.load(folder / "tokenizer.json")
+
+
+def _train(
+    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]], folder: Path, all_text: bool
+) -> None:  # fmt: skip
+    weights = sum(source.weight for source, _ in sources)
+
+    def texts() -> Any:
+        for source, corpus in sources:
+            splitter = splitting.split(corpus, config.validation_fraction, config.seed, all_text)
+            if not corpus.files:
+                raise corpora.no_text(source.path, corpus)
+            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * source.weight / weights))
+
+    tokenizers.train(texts(), vocab, folder / "tokenizer.json")
+
+
+def _join_bounds(bounds: list[np.ndarray]) -> np.ndarray:
+    before = np.cumsum([0] + [int(b[-1]) for b in bounds])
+    return np.concatenate([[0], *(np.asarray(b[1:]) + start for b, start in zip(bounds, before, strict=False))])
+
+
+def _together(all_of: list[Statistics]) -> Statistics:
+    def total(name: str, splits: Sequence[str] | None = None) -> dict[str, Any]:
+        keys = splits or sorted({key for one in all_of for key in getattr(one, name)})
+        return {key: sum(getattr(one, name).get(key, 0) for one in all_of) for key in keys}
+
+    return Statistics(
+        documents=total("documents", SPLITS), tokens=total("tokens", SPLITS), bytes=total("bytes", SPLITS),
+        skipped=total("skipped"), seconds=total("seconds"), shards=sum(one.shards for one in all_of),
+    )  # fmt: skip

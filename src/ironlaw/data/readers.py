@@ -1,0 +1,276 @@
+"""One file, one reader: text, JSONL (plain, gzip, zstandard), Parquet, Arrow streams, Megatron's `.bin/.idx`.
+
+A reader gives documents in the file's order and, with each, the position to go on from: bytes of JSONL before
+compression, rows of Parquet and Arrow, documents of Megatron. Starting there gives the rest and nothing twice.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+
+from ironlaw.data import megatron
+from ironlaw.errors import UserError
+
+Content = str | np.ndarray  # text, or token ids of a source that is tokenised already
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One document of a file, or a place where there should have been one."""
+
+    content: Content | None  # None: left out, for `reason`
+    next: int  # where the next one begins
+    done_bytes: int  # of the file, on disk, read so far
+    reason: str = ""
+
+
+# suffix -> (kind, what opens it)
+_JSONL = {".jsonl", ".ndjson"}
+_COMPRESSED = {".gz", ".zst"}
+
+
+def kind_of(path: Path) -> str:
+    """Which reader a file wants, by its name: text for all that no other reader knows."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    last = suffixes[-1] if suffixes else ""
+    if last in _JSONL or (last in _COMPRESSED and suffixes[0] in _JSONL | {".json"}):
+        return "jsonl"
+    if last in (".parquet", ".arrow"):
+        return last[1:]
+    if last == ".idx" and path.with_suffix(".bin").is_file():
+        return "megatron"
+    return "text"
+
+
+def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
+    """The documents of a file from position `start`; `kind` is one of `kind_of`'s except text."""
+    readers: dict[str, Callable[[Path, str, int], Iterator[Record]]] = {
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+        "megatron": _read_megatron,
+    }
+    return readers[kind](path, field, start)
+
+
+def spots(kind: str, path: Path, number: int) -> list[int]:
+    """Up to `number` positions spread over a file, to sample it without reading all of it."""
+    if kind == "jsonl":
+        if path.suffix.lower() in _COMPRESSED:
+            return [0]  # cannot be entered in the middle
+        size = path.stat().st_size
+        starts = {0} | {_next_line(path, size * i // number) for i in range(1, number)}
+        return sorted(start for start in starts if start < size)
+    rows = _rows(kind, path)
+    return sorted({rows * i // number for i in range(number)})
+
+
+def usable(text: str) -> str:
+    """`text`, with half of a surrogate pair (which JSON can spell, and UTF-8 cannot) replaced."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+# -- JSONL -----------------------------------------------------------------------------------------------------------
+
+
+def _read_jsonl(path: Path, field: str, start: int) -> Iterator[Record]:
+    position = start
+    try:
+        with path.open("rb") as raw, _decompressed(raw, path) as lines:
+            _skip(lines, start, seek=lines is raw)
+            for line in lines:
+                position += len(line)
+                if line.strip():
+                    yield _from_line(line, path, field, position, raw.tell(), first=position == len(line))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _damaged(path, error) from None
+    except Exception as error:
+        if type(error).__module__.split(".")[0] != "zstandard":
+            raise
+        raise _damaged(path, error) from None
+
+
+def _from_line(line: bytes, path: Path, field: str, position: int, done: int, first: bool) -> Record:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        if first:  # a file of something else altogether, where one bad line among millions is only counted
+            raise UserError(f"{path} is not JSONL: its first line is no JSON object") from None
+        return Record(None, position, done, "not JSON")
+    if not isinstance(document, dict) or not isinstance(document.get(field), str):
+        if first:
+            raise _no_field(path, field, document)
+        return Record(None, position, done, f'without text in "{field}"')
+    text = document[field]
+    if not text.strip():
+        return Record(None, position, done, "empty")
+    return Record(usable(text), position, done)
+
+
+def _no_field(path: Path, field: str, document: Any) -> UserError:
+    if not isinstance(document, dict):
+        return UserError(f"{path} is not JSONL: its first line is no JSON object")
+    what = f'the field "{field}" of {path} is not text' if field in document else f'{path} has no field "{field}"'
+    return UserError(f"{what}: set data.field to one of {', '.join(document) or 'its fields (it has none)'}")
+
+
+def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if suffix == ".zst":
+        stream = _extra("zstandard", path).ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        return cast(IO[bytes], io.BufferedReader(stream, 2**20))
+    return raw
+
+
+def _skip(lines: IO[bytes], start: int, seek: bool) -> None:
+    if seek:
+        lines.seek(start)
+        return
+    while start > 0:
+        block = lines.read(min(start, 2**20))
+        if not block:
+            return
+        start -= len(block)
+
+
+def _next_line(path: Path, position: int) -> int:
+    with path.open("rb") as file:
+        file.seek(position)
+        return position + len(file.readline())
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged ({' '.join(str(error).split())}): fetch it again or take it out of data.path")
+
+
+# -- Parquet and Arrow -----------------------------------------------------------------------------------------------
+
+
+def _read_parquet(path: Path, field: str, start: int) -> Iterator[Record]:
+    parquet = _extra("pyarrow.parquet", path)
+    size = path.stat().st_size
+    with _arrow_errors(path), parquet.ParquetFile(path) as file:
+        _check_column(path, field, file.schema_arrow)
+        rows = max(1, file.metadata.num_rows)
+        row = 0
+        for group in range(file.num_row_groups):
+            here = file.metadata.row_group(group).num_rows
+            if row + here <= start:
+                row += here
+                continue
+            for batch in file.iter_batches(1024, row_groups=[group], columns=[field]):
+                yield from _from_column(batch.column(0), row, start, lambda r: size * r // rows)
+                row += len(batch)
+
+
+def _read_arrow(path: Path, field: str, start: int) -> Iterator[Record]:
+    pyarrow = _extra("pyarrow", path)
+    size = path.stat().st_size
+    with _arrow_errors(path), pyarrow.memory_map(str(path)) as file:
+        reader = _arrow_batches(pyarrow, file)
+        row, read_bytes = 0, 0
+        for batch in reader:
+            if row == 0:
+                _check_column(path, field, batch.schema)
+            read_bytes = min(size, read_bytes + batch.nbytes)
+            if row + len(batch) > start:
+                yield from _from_column(batch.column(field), row, start, lambda _: read_bytes)  # noqa: B023 used at once
+            row += len(batch)
+
+
+def _arrow_batches(pyarrow: Any, file: Any) -> Iterator[Any]:
+    """Of a stream, as `save_to_disk` writes it, or of a file with a footer (Feather), which begins with ARROW1."""
+    if file.read(6) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(file)
+        return (reader.get_batch(i) for i in range(reader.num_record_batches))
+    file.seek(0)
+    return iter(pyarrow.ipc.open_stream(file))
+
+
+def _from_column(column: Any, row: int, start: int, done: Callable[[int], int]) -> Iterator[Record]:
+    for offset, text in enumerate(column.to_pylist()):
+        here = row + offset
+        if here < start:
+            continue
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        if text is None or not text.strip():
+            yield Record(None, here + 1, done(here + 1), "empty")
+        else:
+            yield Record(text, here + 1, done(here + 1))
+
+
+def _check_column(path: Path, field: str, schema: Any) -> None:
+    texts = [c.name for c in schema if str(c.type) in ("string", "large_string", "string_view", "binary")]
+    if field not in schema.names:
+        found = ", ".join(f"{column.name} ({column.type})" for column in schema)
+        raise UserError(f'{path} has no column "{field}": set data.field to one of {found}')
+    if field not in texts:
+        raise UserError(
+            f'the column "{field}" of {path} is {schema.field(field).type}, not text: set data.field to one of '
+            f"{', '.join(texts) or 'a file that has text (this one has none)'}"
+        )
+
+
+class _arrow_errors:
+    """pyarrow's own exceptions as one line."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and type(error).__module__.split(".")[0] == "pyarrow":
+            raise _damaged(self._path, cast(Exception, error)) from None
+
+
+def _rows(kind: str, path: Path) -> int:
+    if kind == "megatron":
+        return megatron.open_indexed(path).documents
+    if kind == "parquet":
+        with _arrow_errors(path):
+            return int(_extra("pyarrow.parquet", path).read_metadata(path).num_rows)
+    pyarrow = _extra("pyarrow", path)
+    with _arrow_errors(path), pyarrow.memory_map(str(path)) as file:
+        return sum(len(batch) for batch in _arrow_batches(pyarrow, file))
+
+
+def _extra(module: str, path: Path) -> Any:
+    """An optional library, or the one line that says how to get it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.split(".")[0]
+        raise UserError(f"{path} needs {name}, which is not installed: pip install 'ironlaw[data]'") from None
+
+
+# -- Megatron --------------------------------------------------------------------------------------------------------
+
+
+def _read_megatron(path: Path, field: str, start: int) -> Iterator[Record]:
+    indexed = megatron.open_indexed(path)
+    for number in range(start, indexed.documents):
+        ids = indexed.document(number)
+        done = indexed.bytes * (number + 1) // indexed.documents
+        if len(ids):
+            yield Record(ids, number + 1, done)
+        else:
+            yield Record(None, number + 1, done, "empty")

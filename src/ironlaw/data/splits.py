@@ -1,0 +1,112 @@
+"""Which documents are held out: a number of the document's own decides, so the splits never share one.
+
+The number is a hash of the text (without surrounding blanks) and the seed. Duplicates have the same number and fall
+into the same split, adding documents moves no other, and workers need not know of each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ironlaw.data.corpus import Corpus, Document, File, tail_cut
+from ironlaw.data.readers import Content
+from ironlaw.errors import UserError
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+_ALL = 2**64
+# Up to here records are read once beforehand, so that a handful of them still gives both splits something.
+_SMALL_BYTES = 2**26
+
+
+def number(key: bytes, seed: int) -> int:
+    """A fixed pseudo-random number in [0, 2**64) for a document."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + key).digest()[:8], "big")
+
+
+def content_key(content: Content) -> bytes:
+    """What two documents share when they are the same."""
+    if isinstance(content, np.ndarray):
+        return content.astype("<i8").tobytes()
+    return content.strip().encode("utf-8")
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Says of each document of a corpus where it belongs. Those with numbers below `threshold` are held out."""
+
+    seed: int
+    threshold: int
+    fraction: float
+    tail: bool  # there is but one document: its tail is held out
+    names: dict[str, int] | None = None  # numbers by file name, where names decide
+
+    def parts(self, document: Document) -> list[tuple[Split, Content]]:
+        """The document with its split; in two parts where the tail is held out."""
+        content = document.content
+        assert content is not None
+        if self.tail:
+            if isinstance(content, np.ndarray):
+                cut = max(1, int(len(content) * (1 - self.fraction)))
+            else:
+                cut = tail_cut(content, self.fraction)
+            both: list[tuple[Split, Content]] = [("train", content[:cut]), ("validation", content[cut:])]
+            return [part for part in both if len(part[1])]
+        return [("validation" if self.number(document.file, content) < self.threshold else "train", content)]
+
+    def number(self, file: File, content: Content) -> int:
+        if self.names is not None:
+            return self.names[file.name]
+        return number(content_key(content), self.seed)
+
+
+def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> Splitter:
+    """Scan the corpus (files without text leave it) and find what to hold out.
+
+    `all_text = False` spares a large corpus the scan: its documents are then held out as they come.
+    """
+    if not all_text and corpus.bytes > _SMALL_BYTES and not corpus.stdlib:
+        return Splitter(seed, int(fraction * _ALL), fraction, tail=False)
+    seen: dict[bytes, str] = {}  # the standard library: hash of the text -> first file with it
+    names: dict[str, int] = {}
+    numbers: set[int] = set()
+
+    def see(file: File, text: str) -> None:
+        if corpus.stdlib:
+            # By name, so that a new release of Python moves no file between the splits; duplicates stay together.
+            digest = hashlib.sha256(content_key(text)).digest()
+            names[file.name] = number(seen.setdefault(digest, file.name).encode("utf-8", "surrogateescape"), seed)
+            numbers.add(names[file.name])
+        else:
+            numbers.add(number(content_key(text), seed))
+
+    corpus.scan(see)
+    records = [file for file in corpus.files if file.kind != "text"]
+    complete = sum(file.size for file in records) <= _SMALL_BYTES
+    if records and complete:
+        for document in corpus.documents():
+            if document.content is not None and document.file.kind != "text":
+                numbers.add(number(content_key(document.content), seed))
+    found = threshold(numbers, fraction) if complete else int(fraction * _ALL)
+    return Splitter(seed, found, fraction, tail=complete and len(numbers) == 1, names=names if corpus.stdlib else None)
+
+
+def threshold(numbers: Iterable[int], fraction: float) -> int:
+    """The number below which documents are held out: about `fraction` of them, at least one of two, never all."""
+    ranked = sorted(set(numbers))
+    if len(ranked) < 2:
+        return 0
+    limit = int(fraction * _ALL)
+    return min(max(limit, ranked[0] + 1), ranked[-1])
+
+
+def nothing_held_out(path: str) -> UserError:
+    return UserError(
+        f'none of the documents of data.path = "{path}" is held out: raise data.validation_fraction, set another '
+        "data.seed or give more text"
+    )

@@ -1,0 +1,289 @@
+"""Tokenising while training: nothing is prepared, and the order is still a function of (seed, step).
+
+The source is read in blocks of some megabytes, files in another order every epoch. A block's tokens are cut into
+windows, and its windows are shuffled; what is left of a block after its last window is dropped and counted. Where a
+block begins and how many samples came before it are noted in the cache as they become known, so that a resumed run
+tokenises one block again and not all before it; without the notes it gives the same batches, later.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.data import corpus as corpora
+from ironlaw.data import splits as splitting
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.batch import Batch
+from ironlaw.data.batches import check_world, documents_of, empty
+from ironlaw.data.config import DataConfig
+from ironlaw.data.dataset import Dataset, Statistics
+from ironlaw.data.order import mix, permuted
+from ironlaw.data.shards import token_dtype
+from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of, worker_count
+from ironlaw.errors import UserError
+
+BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
+_VALIDATION_BYTES = 2**22  # of held-out text, at most
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source that is tokenised as it is read."""
+
+    corpus: corpora.Corpus
+    splitter: splitting.Splitter
+    tokenizer: tokenizers.Tokenizer
+    workers: int
+    folder: Path  # of the notes
+
+    def files(self, seed: int, epoch: int) -> corpora.Corpus:
+        """The corpus with its files in the order of an epoch."""
+        files = self.corpus.files
+        order = permuted(np.arange(len(files)), len(files), mix(seed, epoch, 3)).tolist()
+        return dataclasses.replace(self.corpus, files=[files[i] for i in order], reasons={})
+
+
+@dataclass(frozen=True, order=True)
+class _Start:
+    """Where a block begins: everything that is needed to go on from there."""
+
+    samples: int  # in all blocks before it
+    epoch: int
+    file: int
+    position: int
+
+
+class StreamBatches:
+    """The batches of a stream; quick in the order of the steps, and right in any."""
+
+    def __init__(
+        self, stream: Stream, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1,
+        documents: bool = False,
+    ):  # fmt: skip
+        check_world(sequences_per_batch, rank, world)
+        self.sequence, self.sequences_per_batch, self.seed = sequence, sequences_per_batch, seed
+        self.share = sequences_per_batch // world
+        self.documents = documents
+        self.seconds = {"read": 0.0, "tokenise": 0.0, "pack": 0.0}
+        self._stream = stream
+        self._rank = rank
+        self._notes = stream.folder / f"positions-{seed}-{sequence}.jsonl"
+        self._starts = _read_notes(self._notes)
+        self._blocks: Generator[tuple[_Start, np.ndarray, np.ndarray], None, None] | None = None
+        self._held: deque[tuple[_Start, np.ndarray, np.ndarray]] = deque()
+        self._dropped = self._seen = 0
+
+    def batch(self, step: int) -> Batch[np.ndarray]:
+        """This rank's share of step `step`."""
+        batch = empty(self.share, self.sequence, self.documents)
+        first = step * self.sequences_per_batch + self._rank * self.share
+        # Ranks hold on to the blocks of the whole global batch: the next one begins behind it.
+        for row in range(self.share):
+            self._fill(first + row, row, batch)
+        while len(self._held) > 1 and self._held[1][0].samples <= (step + 1) * self.sequences_per_batch:
+            self._held.popleft()
+        return batch
+
+    def report(self) -> dict[str, Any]:
+        return {"padded_fraction": 0.0, "cropped_fraction": self._dropped / max(1, self._seen)}
+
+    def close(self) -> None:
+        if self._blocks is not None:
+            self._blocks.close()
+        self._blocks = None
+        self._held.clear()
+
+    def _fill(self, sample: int, row: int, batch: Batch[np.ndarray]) -> None:
+        start, tokens, bounds = self._block_of(sample)
+        began = time.perf_counter()
+        count = (len(tokens) - 1) // self.sequence
+        within = np.array([sample - start.samples])
+        at = int(permuted(within, count, mix(self.seed, start.epoch, start.file, start.position))[0]) * self.sequence
+        window = tokens[at : at + self.sequence + 1]
+        batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
+        if batch.documents is not None:
+            batch.documents[row] = documents_of(bounds, at, self.sequence)
+        self.seconds["pack"] += time.perf_counter() - began
+
+    def _block_of(self, sample: int) -> tuple[_Start, np.ndarray, np.ndarray]:
+        for held in self._held:
+            if held[0].samples <= sample < held[0].samples + (len(held[1]) - 1) // self.sequence:
+                return held
+        if self._blocks is None or sample < self._held[0][0].samples or self._is_far(sample):
+            self._seek(sample)
+        assert self._blocks is not None
+        while True:
+            block = next(self._blocks)
+            self._held.append(block)
+            if sample < block[0].samples + (len(block[1]) - 1) // self.sequence:
+                return block
+
+    def _is_far(self, sample: int) -> bool:
+        """Whether the notes know a block behind the one at hand that is nearer."""
+        nearest = bisect.bisect_right([start.samples for start in self._starts], sample) - 1
+        return self._starts[nearest].samples > self._held[-1][0].samples + len(self._held[-1][1]) // self.sequence
+
+    def _seek(self, sample: int) -> None:
+        self.close()
+        nearest = bisect.bisect_right([start.samples for start in self._starts], sample) - 1
+        self._blocks = self._read(self._starts[nearest])
+
+    def _read(self, start: _Start) -> Generator[tuple[_Start, np.ndarray, np.ndarray], None, None]:
+        """Blocks from `start` on, epoch after epoch: where each begins, its tokens and its documents' bounds."""
+        tokeniser = Tokeniser(self._stream.tokenizer, self._stream.workers)
+        ends: deque[tuple[int, int, int]] = deque()  # (epoch, file, position) behind each block that was read
+        end_of_text = np.array([self._stream.tokenizer.end_of_text], dtype=np.uintc)
+        dtype = token_dtype(self._stream.tokenizer.vocab).newbyteorder("=")
+        parts: list[np.ndarray] = []
+        bounds, length, whole = [0], 0, 0
+        chunks = tokeniser.encode(self._pieces(start, ends))
+        try:
+            for chunk in chunks:
+                self.seconds["read"], self.seconds["tokenise"] = tokeniser.read_seconds, tokeniser.seconds
+                for piece, ids in chunk:
+                    if piece.content is not None:
+                        parts.append(ids)
+                        length += len(ids)
+                        if piece.last:
+                            parts.append(end_of_text)
+                            length += 1
+                            bounds.append(length)
+                    if piece.next is not None:  # the block ends
+                        tokens = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
+                        samples = max(0, (length - 1) // self.sequence)
+                        self._seen += length
+                        self._dropped += length - samples * self.sequence
+                        following = _Start(start.samples + samples, *ends.popleft())
+                        self._note(following)
+                        whole += samples
+                        if following.epoch != start.epoch and start.samples == 0 and not whole:
+                            raise UserError(
+                                f"the training text is shorter than one sequence of {self.sequence} tokens: lower "
+                                "model.context, or give more text in data.path"
+                            )
+                        if samples:
+                            yield start, tokens, np.array(bounds)
+                        start, parts, bounds, length = following, [], [0], 0
+        finally:
+            chunks.close()
+
+    def _pieces(self, start: _Start, ends: deque[tuple[int, int, int]]) -> Iterator[Piece]:
+        """Training text without end; `next` is set on the last piece of a block only, and `ends` says where it is."""
+        epoch, cursor = start.epoch, (start.file, start.position)
+        while True:
+            held, found = 0, 0
+            corpus = self._stream.files(self.seed, epoch)
+            for piece in pieces_of(corpus, self._stream.splitter, cursor):
+                wanted = piece.content is not None and piece.split == "train"
+                found += wanted
+                held += piece.bytes if wanted else 0
+                full = piece.next is not None and held >= BLOCK_BYTES
+                if full:
+                    assert piece.next is not None
+                    ends.append((epoch, *piece.next))
+                    held = 0
+                if full or wanted:
+                    content = piece.content if wanted else None
+                    yield dataclasses.replace(piece, content=content, next=piece.next if full else None)
+            if not found and cursor == corpora.START:
+                raise UserError(f"{self._stream.corpus.root} has no training text: give more in data.path")
+            epoch, cursor = epoch + 1, corpora.START
+            ends.append((epoch, *cursor))
+            yield Piece("train", None, 0, True, cursor, 0)  # a block never spans two epochs
+
+    def _note(self, start: _Start) -> None:
+        if start in self._starts:
+            return
+        bisect.insort(self._starts, start)
+        with suppress(OSError):  # the notes only save time
+            self._notes.parent.mkdir(parents=True, exist_ok=True)
+            with self._notes.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.astuple(start)) + "\n")
+
+
+def _read_notes(file: Path) -> list[_Start]:
+    starts = {_Start(0, 0, *corpora.START)}
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            with suppress(ValueError, TypeError):  # the last line of a process that was killed
+                if line.endswith("\n"):
+                    starts.add(_Start(*map(int, json.loads(line))))
+    return sorted(starts)
+
+
+def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:
+    """A dataset whose training tokens are made as they are asked for; held-out text is tokenised now."""
+    from ironlaw.data.mixture import shared_tokenizer
+
+    if corpus.tokenised:
+        raise UserError(f"{corpus.root} is tokenised already: leave data.streaming out, preparing it only copies it")
+    source = config.all_sources[0]
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed, all_text=False)
+    if not corpus.files:
+        raise corpora.no_text(source.path, corpus)
+    tokenizer = given or shared_tokenizer(config, vocab, [(source, corpus)], all_text=False)
+    tokenizers.check_fits(tokenizer, vocab)
+    validation, bounds, text_bytes = _held_out(corpus, splitter, tokenizer, source.path)
+    key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
+    key += [tokenizers.file_sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]
+    folder = config.cache_folder / f"stream-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    nothing = np.empty(0, dtype=token_dtype(tokenizer.vocab))
+    return Dataset(
+        train=nothing,
+        validation=validation,
+        train_documents=np.zeros(1, dtype=np.int64),
+        validation_documents=bounds,
+        vocab=tokenizer.vocab,
+        end_of_text=tokenizer.end_of_text,
+        end_of_text_token=tokenizer.end_of_text_token,
+        tokenizer_path=tokenizer.path,
+        folder=None,
+        statistics=Statistics(
+            documents={"train": 0, "validation": len(bounds) - 1},
+            tokens={"train": 0, "validation": len(validation)},
+            bytes={"train": 0, "validation": text_bytes},
+            skipped=corpus.skipped,
+        ),
+        unigram_loss=None,
+        reused=False,
+        name=source.path,
+        stream=Stream(corpus, splitter, tokenizer, worker_count(config.workers, corpus.bytes), folder),
+    )
+
+
+def _held_out(
+    corpus: corpora.Corpus, splitter: splitting.Splitter, tokenizer: tokenizers.Tokenizer, path: str
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Tokens, bounds and bytes of the first held-out documents."""
+    chosen: list[Piece] = []
+    held = 0
+    for piece in pieces_of(corpus, splitter):
+        if piece.content is not None and piece.split == "validation":
+            chosen.append(piece)
+            held += piece.bytes
+            if held >= _VALIDATION_BYTES and piece.last:
+                break
+    if not chosen:
+        raise splitting.nothing_held_out(path)
+    parts: list[np.ndarray] = []
+    bounds, length = [0], 0
+    for piece, ids in zip(chosen, tokenizer.encode_many([str(piece.content) for piece in chosen]), strict=True):
+        parts.append(ids)
+        length += len(ids)
+        if piece.last:
+            parts.append(np.array([tokenizer.end_of_text], dtype=np.uintc))
+            length += 1
+            bounds.append(length)
+    return np.concatenate(parts).astype(token_dtype(tokenizer.vocab)), np.array(bounds), held

@@ -1,0 +1,192 @@
+"""Documents to token ids on all cores: in this process by the library's threads, or by worker processes.
+
+The order of the results is the order of the documents, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.corpus import START, Corpus, Cursor, pieces
+from ironlaw.data.readers import Content
+from ironlaw.data.splits import Split, Splitter
+from ironlaw.errors import UserError
+
+# Below this, starting processes would take longer than they save.
+_WORTH_PROCESSES_BYTES = 2**25
+_CHUNK_BYTES = 2**20  # what a worker gets at a time: a fraction of a second of work
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document, one of the pieces of a long one, or (`content` None) something left out, for `reason`."""
+
+    split: Split
+    content: Content | None
+    bytes: int  # of UTF-8 text
+    last: bool  # the document ends here
+    next: Cursor | None  # where reading goes on; None in the middle of a file's document
+    done_bytes: int
+    reason: str = ""
+
+
+def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[Piece]:
+    """The corpus from `start` on, cut for the workers."""
+    for document in corpus.documents(start):
+        if document.content is None:
+            yield Piece("train", None, 0, True, document.next, document.done_bytes, document.reason)
+            continue
+        parts = splitter.parts(document)
+        for split, content in parts:
+            cut: list[Content] = [content] if isinstance(content, np.ndarray) else list(pieces(content))
+            for part in cut:
+                size = 0 if isinstance(part, np.ndarray) else len(part.encode("utf-8"))
+                last = part is cut[-1]
+                done = last and content is parts[-1][1]
+                yield Piece(split, part, size, last, document.next if done else None, document.done_bytes)
+
+
+def worker_count(asked: int | None, corpus_bytes: int) -> int:
+    """Processes to tokenise with; 0: this one's threads."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if asked is not None:
+        return asked
+    return cores if cores > 1 and corpus_bytes >= _WORTH_PROCESSES_BYTES else 0
+
+
+class Tokeniser:
+    """Encodes pieces in order. `seconds` is what the stage alone takes: busy time by the workers there are.
+
+    A tokenizer of None passes token ids through: the source is tokenised already.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: int):
+        self.seconds = 0.0
+        self.read_seconds = 0.0  # taken by the iterator of pieces: reading, hashing, cutting
+        self._tokenizer = tokenizer
+        self._workers = workers if tokenizer is not None else 0
+
+    def encode(self, source: Iterator[Piece]) -> Generator[list[tuple[Piece, np.ndarray]], None, None]:
+        """Lists of pieces with their ids; whatever was begun is finished or dropped when the caller stops."""
+        if self._workers == 0:
+            size = 2**19 * max(2, os.cpu_count() or 1)
+            for chunk in self._chunks(source, size):
+                start = time.perf_counter()
+                result = list(zip(chunk, self._here(chunk), strict=True))
+                self.seconds += time.perf_counter() - start
+                yield result
+            return
+        assert self._tokenizer is not None
+        pool = ProcessPoolExecutor(
+            self._workers,
+            # Not forked: the library's threads and PyTorch's do not survive it.
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(self._tokenizer.path, self._tokenizer.end_of_text_token),
+        )
+        try:
+            yield from self._in_order(pool, source)
+        except BrokenProcessPool:
+            raise UserError(
+                "a tokenising process ended by itself: if memory ran out lower data.workers; a script that prepares "
+                'data needs `if __name__ == "__main__":` around its work, or data.workers = 0'
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _in_order(self, pool: ProcessPoolExecutor, source: Iterator[Piece]) -> Iterator[list[tuple[Piece, np.ndarray]]]:
+        waiting: deque[tuple[list[Piece], Future[Any]]] = deque()
+        chunks = self._chunks(source, _CHUNK_BYTES)
+        more = True
+        while more or waiting:
+            while more and len(waiting) < 2 * self._workers + 2:
+                chunk = next(chunks, None)
+                if chunk is None:
+                    more = False
+                else:
+                    texts = [piece.content for piece in chunk if isinstance(piece.content, str)]
+                    waiting.append((chunk, pool.submit(_encode, texts)))
+            if waiting:
+                chunk, future = waiting.popleft()
+                ids, lengths, seconds = future.result()
+                self.seconds += seconds / self._workers
+                yield list(zip(chunk, _apart(chunk, ids, lengths), strict=True))
+
+    def _chunks(self, source: Iterator[Piece], size: int) -> Iterator[list[Piece]]:
+        chunk: list[Piece] = []
+        held = 0
+        while True:
+            start = time.perf_counter()
+            piece = next(source, None)
+            self.read_seconds += time.perf_counter() - start
+            if piece is None:
+                break
+            chunk.append(piece)
+            held += piece.bytes or (len(piece.content) if piece.content is not None else 1)
+            if held >= size:
+                yield chunk
+                chunk, held = [], 0
+        if chunk:
+            yield chunk
+
+    def _here(self, chunk: list[Piece]) -> Iterator[np.ndarray]:
+        texts = [piece.content for piece in chunk if isinstance(piece.content, str)]
+        encoded = iter(self._tokenizer.encode_many(texts) if texts and self._tokenizer is not None else [])
+        for piece in chunk:
+            if isinstance(piece.content, np.ndarray):
+                yield piece.content
+            else:
+                yield next(encoded) if piece.content is not None else np.empty(0, np.int64)
+
+
+def _apart(chunk: list[Piece], ids: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
+    ends = iter(np.cumsum(lengths).tolist())
+    begin = 0
+    for piece in chunk:
+        end = next(ends) if piece.content is not None else begin
+        yield ids[begin:end]
+        begin = end
+
+
+# -- in the worker ---------------------------------------------------------------------------------------------------
+
+_tokenizer: tokenizers.Tokenizer | None = None
+
+
+def _start_worker(path: Path, end_of_text: str) -> None:
+    global _tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
+    _tokenizer = tokenizers.load(path, end_of_text)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # also when it was killed
+        os._exit(1)
+
+
+def _encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray, float]:
+    """All ids behind one another, how many each text has, and the seconds it took."""
+    assert _tokenizer is not None
+    start = time.perf_counter()
+    encoded = _tokenizer.encode_many(texts)
+    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
+    together = np.concatenate(encoded) if encoded else np.empty(0, np.uint32)
+    return together, lengths, time.perf_counter() - start

@@ -1,0 +1,64 @@
+"""Events of a profiler, whether they come from a live recording or from a trace file, in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+CPU, DEVICE, RUNTIME = "cpu", "device", "runtime"
+
+
+@dataclass(slots=True)
+class Event:
+    """A stretch of time on one thread of the processor, or on one stream of the device. Times are nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+    where: str = CPU  # cpu, device (kernels and copies), runtime (calls of the driver)
+    lane: int | str = 0  # thread or stream
+    sequence: int = -1  # shared by a forward call and the backward node that belongs to it
+    link: int = 0  # shared by a call of the driver and the kernel that it launches
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Allocation:
+    moment: int
+    address: int
+    bytes: int  # negative when freed
+
+
+def recorded_events(recorded: Any) -> list[Event]:
+    """Of a finished `torch.profiler.profile`, in order of time."""
+    events = []
+    for e in recorded.profiler.kineto_results.events():
+        start, duration = e.start_ns(), e.duration_ns()
+        device = e.device_type() != torch._C._autograd.DeviceType.CPU
+        events.append(
+            Event(
+                e.name(), start, start + duration, DEVICE if device else CPU,
+                e.device_resource_id() if device else e.start_thread_id(), e.sequence_nr(),
+                e.linked_correlation_id() if device else e.correlation_id(),
+            )
+        )  # fmt: skip
+    events.sort(key=lambda event: (event.start, -event.end))
+    return events
+
+
+def recorded_allocations(recorded: Any) -> list[Allocation]:
+    found = list(_allocations(recorded))
+    found.sort(key=lambda a: a.moment)
+    return found
+
+
+def _allocations(recorded: Any) -> Iterator[Allocation]:
+    pending = list(recorded.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        node = pending.pop()
+        pending.extend(node.children)
+        if node.tag == torch._C._profiler._EventType.Allocation:
+            yield Allocation(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)

@@ -1,0 +1,187 @@
+"""Where a training loop says by itself what it is doing: PyTorch's own hooks, and its entry points wrapped for a while.
+
+Nothing of the user's code changes. What is wrapped is put back when the observation ends, also after an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import dataloader
+
+from ironlaw.ledger import Phase
+from ironlaw.observe.partition import Partition
+
+_TORCH = str(Path(torch.__file__).parent)
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+_HERE = str(Path(__file__).parent)
+# Each makes the host wait for the device, and ends the time in which it could run ahead.
+_SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
+
+
+@dataclass
+class Listener:
+    """What the hooks tell the watch besides phases."""
+
+    forward_begins: Callable[[tuple[Any, ...], dict[str, Any]], None]
+    backward_ended: Callable[[], None]
+    stepped: Callable[[], None]  # the optimizer has updated
+    skipped: Callable[[], None]  # loss scaling left an update out
+
+
+@contextmanager
+def listening(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], partition: Partition, listener: Listener
+) -> Iterator[None]:
+    with ExitStack() as stack:
+        _watch_model(stack, model, partition, listener)
+        for optimizer in optimizers:
+            _watch_optimizer(stack, optimizer, partition, listener)
+        _wrap(stack, torch.autograd, "backward", _phased(partition, lambda: Phase.BACKWARD, listener.backward_ended))
+        _wrap(
+            stack, dataloader._BaseDataLoaderIter, "__next__",
+            _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION),
+        )  # fmt: skip
+        _wrap(stack, torch, "save", _phased(partition, lambda: Phase.CHECKPOINT))
+        _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
+        if torch.distributed.is_available():
+            for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier", "broadcast"):
+                _wrap(stack, torch.distributed, name, _phased(partition, lambda: Phase.COMMUNICATION))
+        yield
+
+
+def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, listener: Listener) -> None:
+    def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        training = module.training and torch.is_grad_enabled()
+        if training:
+            listener.forward_begins(args, kwargs)
+        partition.begin(Phase.FORWARD if training else Phase.EVALUATION)
+
+    def ends(module: nn.Module, args: Any, output: Any) -> None:
+        partition.end()
+
+    stack.callback(model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True).remove)
+    stack.callback(model.register_forward_hook(ends, always_call=True).remove)
+
+
+def _watch_optimizer(
+    stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener
+) -> None:
+    def begins(*_: Any) -> None:
+        partition.begin(Phase.OPTIMIZER)
+
+    def ends(*_: Any) -> None:
+        partition.end()
+        listener.stepped()
+
+    stack.callback(optimizer.register_step_pre_hook(begins).remove)
+    stack.callback(optimizer.register_step_post_hook(ends).remove)
+    clear = optimizer.zero_grad
+    optimizer.zero_grad = _phased(partition, lambda: Phase.OPTIMIZER)(clear)  # type: ignore[method-assign]
+    stack.callback(lambda: optimizer.__dict__.pop("zero_grad", None))
+
+
+def _wrap(stack: ExitStack, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    own = name in vars(owner)
+    setattr(owner, name, around(original))
+    stack.callback(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+
+
+def _phased(
+    partition: Partition, phase: Callable[[], Phase], after: Callable[[], None] | None = None
+) -> Callable[[Any], Any]:
+    def around(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            partition.begin(phase())
+            try:
+                return original(*args, **kwargs)
+            finally:
+                partition.end()
+                if after is not None:
+                    after()
+
+        return call
+
+    return around
+
+
+def _scaled_step(listener: Listener) -> Callable[[Any], Any]:
+    """The scaler calls the optimizer only when all gradients are finite."""
+
+    def around(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            called = []
+            handle = optimizer.register_step_pre_hook(lambda *_: called.append(True))
+            try:
+                return original(self, optimizer, *args, **kwargs)
+            finally:
+                handle.remove()
+                if not called:
+                    listener.skipped()
+
+        return step
+
+    return around
+
+
+@dataclass
+class SyncPoint:
+    """One place in the user's code where the host waits for the value of a tensor."""
+
+    place: str  # file:line
+    call: str
+    count: int = 0
+    seconds: float = 0.0
+
+
+@contextmanager
+def sync_points() -> Iterator[dict[str, SyncPoint]]:
+    """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in."""
+    found: dict[str, SyncPoint] = {}
+    inside = False
+
+    def around(name: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return original(self, *args, **kwargs)
+            inside, began = True, time.perf_counter()
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                inside = False
+                place = _user_line()
+                if place is not None:
+                    point = found.setdefault(f"{place} {name}", SyncPoint(place, name))
+                    point.count += 1
+                    point.seconds += time.perf_counter() - began
+
+        return call
+
+    with ExitStack() as stack:
+        for name in _SYNCHRONISING:
+            _wrap(stack, Tensor, name, functools.partial(around, name))
+        yield found
+
+
+def _user_line() -> str | None:
+    """The innermost line that is neither torch's nor ours; None in optimizers, whose counters live on the host."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,76 @@
+"""What goes into an observed module, and what the module is: the facts that a plan and a diagnosis start from."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ironlaw.workload.module_source import Input
+from ironlaw.workload.trace_kernels import tensors
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    yield from tensors((args, kwargs))
+
+
+def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> dict[str, Any]:
+    """Precision, batch and tokens of one forward pass; `signature`: the inputs as a trace takes them, if it can."""
+    given = list(input_tensors(args, kwargs))
+    first = next(iter(given), None)
+    integers = next((t for t in given if not t.is_floating_point() and t.dim() == 2), None)
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    weight = next((p.dtype for p in module.parameters()), torch.float32)
+    return {
+        "autocast": _PRECISIONS.get(dtype) if dtype else None,
+        "precision": _PRECISIONS.get(dtype or weight, str(weight)),
+        "batch": first.shape[0] if first is not None and first.dim() else None,
+        "tokens_per_micro_batch": integers.numel() if integers is not None else None,
+        "sequence": integers.shape[1] if integers is not None else None,
+        "signature": _signature(module, args, kwargs),
+    }
+
+
+def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input] | None:
+    """None when something that is no tensor goes in: a trace could not tell what it does."""
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return None
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        if isinstance(value, dict) and name in ("kwargs", "kw"):
+            named |= value
+        else:
+            named[name] = value
+    inputs = []
+    for name, value in named.items():
+        if isinstance(value, Tensor):
+            inputs.append(Input(name, tuple(value.shape), str(value.dtype).removeprefix("torch.")))
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            return None
+    return inputs
+
+
+def describe_model(module: nn.Module) -> dict[str, Any]:
+    """Counts, and the distinct shapes of weights: what decides how well matrix units are used."""
+    shapes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for child in module.modules():
+        weight = getattr(child, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() >= 2:
+            shapes[type(child).__name__, tuple(weight.shape)] += 1
+    config = getattr(module, "config", None)
+    heads = next((getattr(config, n) for n in ("num_attention_heads", "n_head", "heads") if hasattr(config, n)), None)
+    return {
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "tensors": sum(1 for _ in module.parameters()),
+        "heads": heads if isinstance(heads, int) else None,
+        "weights": [{"module": kind, "shape": list(shape), "count": n} for (kind, shape), n in shapes.most_common(40)],
+        "recomputes": bool(getattr(module, "is_gradient_checkpointing", False)),
+    }

@@ -1,0 +1,225 @@
+"""A few recorded steps of any module: lines with the names that a plan by tracing gives, the peak, and a timeline."""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from ironlaw.ledger import Kind, Line, Origin, Phase
+from ironlaw.observe.events import DEVICE, Allocation, Event
+from ironlaw.observe.memory_peak import Held, MemoryPeak, find_peak
+from ironlaw.observe.partition import Interval
+from ironlaw.observe.spans import LEAF, MARK, MODULE_SCOPE, Span, kind_of, nest, operation_name
+from ironlaw.observe.timeline import Segment, timeline
+
+WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
+Key = tuple[Phase, Kind, str]
+
+
+@dataclass
+class ModuleProfile:
+    """Seconds are per step: of each line, the quickest of the recorded steps."""
+
+    lines: list[Line] = field(default_factory=list)
+    memory: MemoryPeak | None = None
+    timeline: dict[str, Any] | None = None
+    launches: int = 0  # calls of kernels per step
+
+
+def mark() -> None:
+    """Leave a mark in the trace where a phase begins or ends."""
+    with record_function(MARK):
+        pass
+
+
+@contextmanager
+def modules_recorded(model: nn.Module) -> Iterator[None]:
+    """Push a scope with its path around every module's forward; removed afterwards."""
+    open_scopes: list[Any] = []
+
+    def enter(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            scope = record_function(name)
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        return hook
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    with ExitStack() as handles:
+        for path, module in model.named_modules():
+            leaf = LEAF if not any(module.children()) else ""
+            handles.callback(module.register_forward_pre_hook(enter(f"{MODULE_SCOPE}{path}{leaf}")).remove)
+            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@dataclass
+class Recording:
+    """The partition's intervals of the recorded steps, each step a list; every interval ends at a mark of the trace."""
+
+    steps: list[list[Interval]]
+
+    def phases(self, events: Sequence[Event]) -> tuple[list[int], list[tuple[int, Phase | None]]]:
+        """Ends of the intervals in the trace's time, and (step, phase) of each."""
+        ends = [event.start for event in events if event.name == MARK]
+        named = [(number, interval.phase) for number, step in enumerate(self.steps) for interval in step]
+        return ends[: len(named)], named[: len(ends)]
+
+
+def read_modules(
+    events: Sequence[Event], allocations: Sequence[Allocation], recording: Recording, held: Held
+) -> ModuleProfile:
+    ends, named = recording.phases(events)
+    if not ends:
+        return ModuleProfile()
+
+    def place(moment: int) -> tuple[int, Phase | None]:
+        index = bisect.bisect_left(ends, moment)
+        return named[index] if index < len(named) else (-1, None)
+
+    spans = nest(events)
+    steps = len(recording.steps)
+    sums = _Sums(steps)
+    on_device = any(event.where == DEVICE for event in events)
+    if on_device:
+        _device_lines(events, spans, place, sums)
+    else:
+        _processor_lines(spans, place, sums)
+    _rest_is_dispatch(ends, named, sums)
+    begin = min(spans[0].event.start, ends[0]) if spans else ends[0]
+    return ModuleProfile(
+        lines=sums.lines(),
+        memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
+        timeline=_timeline(spans, events, ends, named, begin, sums),
+        launches=round(sum(sums.counts.values()) / steps),
+    )
+
+
+class _Sums:
+    """Nanoseconds by key and step."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.nanoseconds: dict[Key, list[int]] = defaultdict(lambda: [0] * steps)
+        self.counts: dict[Key, int] = defaultdict(int)
+        self.whole = [0] * steps
+
+    def add(self, step: int, key: Key, nanoseconds: int, count: int = 0) -> None:
+        self.nanoseconds[key][step] += nanoseconds
+        self.counts[key] += count
+
+    def lines(self) -> list[Line]:
+        return [
+            Line(*key, count=round(self.counts[key] / self.steps) or None, seconds=min(times) / 1e9,
+                 origin=Origin.MEASURED)
+            for key, times in sorted(self.nanoseconds.items()) if any(times)
+        ]  # fmt: skip
+
+
+def _processor_lines(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: _Sums) -> None:
+    for span in spans:
+        step, phase = place(span.event.start)
+        if phase not in WORKING or step < 0:
+            continue
+        sums.add(step, span_key(span, phase), span.self_ns, span.kernel is span.event)
+
+
+def span_key(span: Span, phase: Phase) -> Key:
+    """Where the span's own time counts."""
+    if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
+        return phase, Kind.OPTIMIZER, "adamw" if span.outer.startswith("Optimizer.step") else "clip"
+    if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
+        return phase, Kind.HOST, "dispatch"
+    return phase, kind_of(span.kernel.name), operation_name(span)
+
+
+def _device_lines(
+    events: Sequence[Event], spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: _Sums
+) -> None:
+    """Kernels count where they were launched: by the call they are linked to."""
+    launchers = {span.event.link: span for span in spans if span.event.link}
+    for event in events:
+        if event.where != DEVICE:
+            continue
+        span = launchers.get(event.link)
+        step, phase = place(span.event.start if span else event.start)
+        if phase is None or step < 0:
+            continue
+        key = span_key(span, phase) if span else (phase, Kind.OTHER, event.name)
+        if event.name.startswith("nccl"):
+            key = (phase, Kind.COLLECTIVE, event.name.partition("(")[0])
+        sums.add(step, key, event.end - event.start, 1)
+
+
+def _rest_is_dispatch(ends: Sequence[int], named: Sequence[tuple[int, Phase | None]], sums: _Sums) -> None:
+    """What no call covers within a working phase is Python between calls."""
+    by_phase: dict[tuple[int, Phase], int] = defaultdict(int)
+    for index in range(1, len(named)):
+        step, phase = named[index]
+        sums.whole[step] += ends[index] - ends[index - 1]
+        if phase in WORKING:
+            by_phase[step, phase] += ends[index] - ends[index - 1]
+    for (step, phase), whole in by_phase.items():
+        covered = sum(times[step] for key, times in sums.nanoseconds.items() if key[0] is phase)
+        if phase is Phase.OPTIMIZER:
+            continue
+        sums.add(step, (phase, Kind.HOST, "dispatch"), max(0, whole - covered))
+
+
+def _groups(spans: Sequence[Span]) -> Callable[[int], str]:
+    """Which part of the model runs at a moment: the first two names of the path, layers together."""
+    starts = [span.event.start for span in spans]
+    names = [group_of(span.scope) for span in spans]
+
+    def at(moment: int) -> str:
+        index = bisect.bisect_right(starts, moment) - 1
+        return names[index] if index >= 0 else "outside"
+
+    return at
+
+
+def group_of(scope: str) -> str:
+    """`model.layers.3.mlp.up!` is `model.layers.*`."""
+    parts = ["*" if part.isdigit() else part for part in scope.removesuffix(LEAF).split(".")]
+    if "*" in parts:
+        parts = parts[: parts.index("*") + 1]
+    return ".".join(parts) or "outside"
+
+
+def _timeline(
+    spans: Sequence[Span], events: Sequence[Event], ends: Sequence[int], named: Sequence[tuple[int, Phase | None]],
+    begin: int, sums: _Sums,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Of the quickest recorded step."""
+    if not sums.whole or not any(sums.whole):
+        return None
+    quickest = min(range(sums.steps), key=lambda step: sums.whole[step] or float("inf"))
+    own = [index for index, (step, _) in enumerate(named) if step == quickest]
+    first, last = (ends[own[0] - 1] if own[0] else begin), ends[own[-1]]
+    segments = [
+        Segment("phases", str(named[i][1] or Phase.HOST), str(named[i][1] or Phase.HOST),
+                ends[i - 1] if i else begin, ends[i])
+        for i in own
+    ]  # fmt: skip
+    main = max({s.event.lane for s in spans}, key=lambda lane: sum(s.self_ns for s in spans if s.event.lane == lane))
+    for span in spans:
+        if span.kernel is span.event and first <= span.event.start < last:
+            lane = "operations" if span.event.lane == main else f"thread {span.event.lane}"
+            kind = kind_of(span.event.name)
+            label = f"{group_of(span.scope)}: {kind}" if span.scope else str(kind)
+            segments.append(Segment(lane, label, str(kind), span.event.start, span.event.end))
+    for event in events:
+        if event.where == DEVICE and first <= event.start < last:
+            kind = Kind.COLLECTIVE if event.name.startswith("nccl") else Kind.OTHER
+            segments.append(Segment(f"stream {event.lane}", event.name[:40], str(kind), event.start, event.end))
+    return timeline(segments, first, last)

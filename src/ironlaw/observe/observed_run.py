@@ -1,0 +1,153 @@
+"""From an observed loop to a run directory: ledger.json, metrics.jsonl, and operations.json to plan it by."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ironlaw.errors import UserError
+from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Phase
+from ironlaw.observe.clock import StepTimes
+from ironlaw.observe.measured import typical, warmup_steps
+from ironlaw.observe.module_profile import ModuleProfile
+from ironlaw.workload.module_source import Input
+
+OPERATIONS_FILE = "operations.json"
+
+
+@dataclass
+class Observed:
+    """Everything a watch knows at the end."""
+
+    steps: list[StepTimes]
+    recorded: set[int]  # steps, counted from 1, that were slowed by the profiler
+    metrics: list[dict[str, Any]]
+    profile: ModuleProfile | None
+    held: dict[str, int]
+    resident_peak_bytes: int
+    cuda_peak_bytes: int | None
+    joules: float | None
+    seconds: float
+    profiling_seconds: float
+    facts: dict[str, Any]
+    module: nn.Module | None
+    signature: list[Input] | None
+
+
+def write_observed(out: Path, observed: Observed) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in observed.metrics)
+    reason = _write_operations(out / OPERATIONS_FILE, observed)
+    ledger = observed_ledger(observed)
+    if reason is not None:
+        ledger.facts["not_planned"] = reason
+    ledger.save(out / "ledger.json")
+
+
+def _write_operations(path: Path, observed: Observed) -> str | None:
+    """Trace one micro-batch; why not, if not."""
+    from ironlaw.workload.trace import trace
+    from ironlaw.workload.trace_store import trace_to_json
+
+    if observed.module is None:
+        return "observe(..., plan=False)"
+    if not observed.signature:
+        return "the module takes something that is no tensor, so it cannot be traced"
+    precision = observed.facts["autocast"]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = trace(observed.module, observed.signature, precision=precision or "as is")
+    except UserError as error:
+        return str(error)
+    path.write_text(json.dumps(trace_to_json(traced)), encoding="utf-8")
+    return None
+
+
+def observed_ledger(observed: Observed) -> Ledger:
+    """The run's side of the table. What was not measured stays absent."""
+    ledger, measured = Ledger("run", facts=dict(observed.facts)), Origin.MEASURED
+    usable = [t for number, t in enumerate(observed.steps, 1) if number not in observed.recorded]
+    after = {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
+    usable = [t for number, t in enumerate(observed.steps, 1) if number not in observed.recorded | after]
+    kept = usable[warmup_steps(len(usable)) :] or usable
+    steps = typical(kept)
+    walls = np.array([step.wall_seconds for step in steps])
+    step_seconds = float(walls.mean())
+    low, high = (float(q) for q in np.percentile([s.wall_seconds for s in kept], [10, 90]))
+    totals = ledger.totals
+    basis = f"mean of the middle 80% of {len(kept)} steps; the interval holds 80% of them"
+    totals["step_seconds"] = Estimate(step_seconds, measured, basis, low, high)
+    ledger.phase_seconds = {
+        phase: float(np.mean([step.phase_seconds.get(phase, 0.0) for step in steps]))
+        for phase in STEP_PHASES
+        if any(step.phase_seconds.get(phase) for step in steps)
+    }
+    excess = sum(step.wall_seconds for step in kept) - step_seconds * len(kept)
+    ledger.facts["slow_steps_fraction"] = max(0.0, excess) / sum(s.wall_seconds for s in kept)
+    ledger.facts["steps_done"] = len(observed.steps)
+    tokens = observed.facts.get("tokens_per_micro_batch")
+    if tokens:
+        tokens *= observed.facts["accumulation"]
+        totals["tokens_per_second"] = Estimate(
+            tokens / step_seconds, measured, "tokens per step / step time", tokens / high, tokens / low
+        )
+    totals["parameters"] = Estimate(observed.facts["model"]["parameters"], Origin.CALCULATED, "of the module, once")
+    totals["total_seconds"] = Estimate(observed.seconds, measured, "wall time inside `with ironlaw.observe`")
+    totals["resident_bytes"] = Estimate(
+        observed.resident_peak_bytes, measured, "largest resident size of the process, sampled twice a second"
+    )
+    if observed.joules is not None:
+        totals["energy_joules"] = Estimate(observed.joules, measured, "RAPL counters of the whole package")
+    for name in ("loss", "train_loss"):
+        losses = [m[name] for m in observed.metrics if isinstance(m.get(name), float)]
+        if losses:
+            totals["train_loss"] = Estimate(losses[-1], measured, "the last that the loop logged")
+    ledger.facts["wall_seconds"] = _wall(observed)
+    _add_profile(ledger, observed)
+    return ledger
+
+
+def _wall(observed: Observed) -> dict[str, float]:
+    between = {
+        str(phase): sum(step.phase_seconds.get(phase, 0.0) for step in observed.steps)
+        for phase in (Phase.EVALUATION, Phase.CHECKPOINT)
+    }
+    training = sum(t.wall_seconds for n, t in enumerate(observed.steps, 1) if n not in observed.recorded)
+    recorded = sum(t.wall_seconds for n, t in enumerate(observed.steps, 1) if n in observed.recorded)
+    wall = {"training": training, **between, "profiling": recorded + observed.profiling_seconds}
+    return wall | {"other": max(0.0, observed.seconds - sum(wall.values()))}
+
+
+def _add_profile(ledger: Ledger, observed: Observed) -> None:
+    profile, measured = observed.profile, Origin.MEASURED
+    peak = profile.memory if profile is not None else None
+    parts: dict[str, int | None] = dict(peak.parts) if peak else {
+        "weights": observed.held["weights"], "gradients": None, "optimizer": observed.held["optimizer"],
+        "activations": None, "temporaries": None,
+    }  # fmt: skip
+    ledger.memory = [MemoryLine(name, size, measured) for name, size in parts.items()]
+    if observed.cuda_peak_bytes is not None:
+        ledger.totals["peak_bytes"] = Estimate(
+            observed.cuda_peak_bytes, measured, "highest allocated bytes on the device"
+        )
+    elif peak is not None:
+        ledger.totals["peak_bytes"] = Estimate(
+            peak.bytes, measured, "highest moment of the recorded steps' allocations, and what was there before"
+        )
+    if profile is None:
+        return
+    ledger.lines = profile.lines
+    recorded = [t.wall_seconds for n, t in enumerate(observed.steps, 1) if n in observed.recorded]
+    ledger.facts["profiled_step_seconds"] = float(np.mean(recorded))
+    ledger.facts["timeline"] = profile.timeline
+    ledger.facts["launches_per_step"] = profile.launches
+    if peak is not None:
+        ledger.facts["memory_groups"], ledger.facts["memory_curve"] = peak.groups, peak.curve

@@ -1,0 +1,338 @@
+"""`with ironlaw.observe(model, optimizer, out="runs/mine") as watch:` around any training loop of PyTorch.
+
+    for batch in loader:                 # the wait for a DataLoader is seen by itself
+        loss = model(batch).mean()       # so are forward, backward, the optimizer, torch.save and evaluation
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.log(loss=loss.detach())    # optional
+
+Afterwards `ironlaw explain runs/mine` reads what was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from ironlaw import __version__
+from ironlaw.errors import UserError
+from ironlaw.ledger import Phase
+from ironlaw.machine import host
+from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.events import recorded_allocations, recorded_events
+from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
+from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
+from ironlaw.observe.memory_peak import Held
+from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, modules_recorded, read_modules
+from ironlaw.observe.observed_run import Observed, write_observed
+from ironlaw.observe.partition import Interval, Partition
+from ironlaw.observe.profile import silent_stderr
+
+RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
+SAMPLE_EVERY_SECONDS = 0.5
+Item = TypeVar("Item")
+
+
+def observe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    out: str | Path | None = None,
+    *,
+    profile_steps: int = 3,
+    plan: bool = True,
+    name: str | None = None,
+) -> Watch:
+    """Observe a training loop; a context manager.
+
+    `out`: the run directory to write, `runs/observed-DATE` unless given. `profile_steps`: so many steps are recorded
+    in detail after the first few (0: none, until `watch.profile()` asks); they are slower and count in no average.
+    `plan`: trace the module at the end, so that a plan can be put beside what was measured.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [getattr(o, "optimizer", o) for o in optimizers]  # wrappers of Accelerate
+    if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
+        raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Watch(model, optimizers, Path(out or f"runs/observed-{stamp}"), profile_steps, plan, name)
+
+
+class Watch:
+    """What `observe` returns. A step ends where the (first) optimizer has updated."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], out: Path, profile_steps: int, plan: bool,
+        name: str | None,
+    ) -> None:  # fmt: skip
+        if (out / "ledger.json").exists():
+            raise UserError(f"{out} holds a run already: give another out=")
+        self.model, self.optimizers, self.out, self.plan = model, optimizers, out, plan
+        self.name = name or type(_inner(model)).__name__
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.partition = Partition(cuda=self.device.type == "cuda")
+        self.metrics: list[dict[str, Any]] = []
+        self.recorded: set[int] = set()  # steps under the profiler
+        self.inputs: dict[str, Any] = {}
+        self.micro_batches: list[int] = []
+        self.skipped = 0
+        self.peak_resident = 0
+        self.profiling_seconds = 0.0
+        self.sync: dict[str, SyncPoint] = {}
+        self._wanted = profile_steps
+        self._forwards = 0
+        self._logged: dict[str, Any] = {}
+        self._recorder: profile | None = None
+        self._recording: list[list[Interval]] = []
+        self._recording_stack = ExitStack()
+        self._held = Held()
+        self._stack = ExitStack()
+        self._sampled = 0.0
+        self._profile: ModuleProfile | None = None
+        self._stop_at = 0
+
+    # -- the loop's side -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        listener = Listener(self._forward_begins, self._backward_ended, self._stepped, self._skipped)
+        self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
+        self._listener = listener
+        self._energy = EnergyMeter()
+        self.started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        self.started = time.perf_counter()
+        self.partition.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._recorder is not None:
+            self._stop_recording()
+        seconds = time.perf_counter() - self.started
+        self.partition.finish()
+        self._stack.close()
+        if not self.partition.done:
+            if error is None:
+                raise UserError("no step was observed: call optimizer.step() of the observed optimizer inside `with`")
+            return
+        write_observed(self.out, self._observed(seconds, kind))
+
+    def batches(self, iterable: Iterable[Item]) -> Iterator[Item]:
+        """Time the wait for each item of something that is no DataLoader."""
+        iterator = iter(iterable)
+        while True:
+            with self.phase(Phase.DATA):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+    @contextmanager
+    def phase(self, phase: Phase | str) -> Iterator[None]:
+        """Name what the hooks cannot see: `with watch.phase("transfer"):`."""
+        self.partition.begin(Phase(phase))
+        try:
+            yield
+        finally:
+            self.partition.end()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward pass that does not begin with calling the model, as in Lightning's `training_step`."""
+        self._forward_begins((), {})
+        with self.phase(Phase.FORWARD):
+            yield
+
+    def evaluation(self) -> contextlib.AbstractContextManager[None]:
+        return self.phase(Phase.EVALUATION)
+
+    def checkpoint(self) -> contextlib.AbstractContextManager[None]:
+        return self.phase(Phase.CHECKPOINT)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Numbers of this step for the run's curves; a tensor is read when the run is written, not now."""
+        self._logged.update(values)
+
+    def profile(self, steps: int = 4) -> None:
+        """Record the next `steps` steps in detail: time by operation, and every allocation."""
+        self._wanted, self._asked = steps, True
+
+    _asked = False
+
+    # -- the hooks' side -------------------------------------------------------------------------------------
+
+    def _forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forwards += 1
+        if not self.inputs and (args or kwargs):
+            self.inputs = describe_inputs(_inner(self.model), args, kwargs, self.device.type)
+        if self._recorder is not None:
+            if not self._recording and self._forwards == 1:
+                # Gradients that the loop has cleared since: the profiler does not see what it did not see allocated.
+                now = self._gradients()
+                self._held.gradients = {a: size for a, size in self._held.gradients.items() if a in now}
+            self._held.batch_bytes = sum(t.untyped_storage().nbytes() for t in input_tensors(args, kwargs))
+
+    def _backward_ended(self) -> None:
+        if self._recorder is not None:
+            self._held.gradient_addresses |= set(self._gradients())
+
+    def _skipped(self) -> None:
+        self.skipped += 1
+        self._stepped()
+
+    def _stepped(self) -> None:
+        """The optimizer has updated: the step ends. Called at the end of every optimizer's step."""
+        intervals = self.partition.intervals
+        self.partition.cut()
+        number = len(self.metrics) + 1
+        entry: dict[str, Any] = {"step": number, **self._logged}
+        self._logged = {}
+        self.metrics.append(entry)
+        self.micro_batches.append(self._forwards)
+        self._forwards = 0
+        if self._recorder is not None:
+            self.recorded.add(number)
+            self._recording.append(intervals)
+            if len(self._recording) >= self._stop_at:
+                self._stop_recording()
+        elif self._wanted and (number >= RECORD_AT or self._asked):
+            self._start_recording()
+        now = time.perf_counter()
+        if now - self._sampled > SAMPLE_EVERY_SECONDS:
+            self._sampled = now
+            self.peak_resident = max(self.peak_resident, host.resident_bytes())
+            self._energy.joules()
+
+    # -- recording -------------------------------------------------------------------------------------------
+
+    def _start_recording(self) -> None:
+        began = time.perf_counter()
+        self._stop_at, self._wanted, self._asked = self._wanted, 0, False
+        self._recording = []
+        self._held = Held(
+            weights=_storages([*self.model.parameters(), *self.model.buffers()]),
+            gradients=self._gradients(),
+            optimizer=_storages(_state_tensors(self.optimizers)),
+        )
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._recorder = profile(activities=activities, profile_memory=True)
+        if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
+            self._recording_stack.enter_context(modules_recorded(self.model))
+        self.sync = self._recording_stack.enter_context(sync_points())
+        with silent_stderr():
+            self._recorder.start()
+        self.partition.on_mark = mark
+        self.partition.start()
+        self.partition.intervals[0].after = Phase.OPTIMIZER
+        self.profiling_seconds += time.perf_counter() - began
+
+    def _stop_recording(self) -> None:
+        began = time.perf_counter()
+        assert self._recorder is not None
+        self.partition.on_mark = None
+        with silent_stderr():
+            self._recorder.stop()
+        self._recording_stack.close()
+        recorder, self._recorder = self._recorder, None
+        if self._recording:
+            self.sync_steps = len(self._recording)
+            self._profile = read_modules(
+                recorded_events(recorder), recorded_allocations(recorder), Recording(self._recording), self._held
+            )
+        self.partition.start()
+        self.partition.intervals[0].after = Phase.OPTIMIZER
+        self.profiling_seconds += time.perf_counter() - began
+
+    sync_steps = 1
+
+    def _gradients(self) -> dict[int, int]:
+        return _storages([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _observed(self, seconds: float, error: type[BaseException] | None) -> Observed:
+        done = self.partition.done
+        for entry, times in zip(self.metrics, done, strict=False):
+            entry["seconds"] = times.wall_seconds
+            entry |= {f"{phase}_seconds": s for phase, s in times.phase_seconds.items()}
+            entry |= {name: float(value) for name, value in entry.items() if isinstance(value, Tensor)}
+            if entry["step"] in self.recorded:
+                entry["recorded"] = True
+        usual = sorted(self.micro_batches)[len(self.micro_batches) // 2]
+        facts: dict[str, Any] = {
+            "source": "observe",
+            "machine": torch.cuda.get_device_name() if self.device.type == "cuda" else host.cpu_name(),
+            "device": self.device.type,
+            "threads": torch.get_num_threads(),
+            "cores": host.usable_cores(),
+            "memory_bytes": host.memory_bytes(),
+            "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "compile": _compiled(self.model),
+            "accumulation": max(1, usual),
+            "started": self.started_at,
+            "finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "interrupted": error.__name__ if error is not None else None,
+            "skipped_updates": self.skipped,
+            "sync_points": [
+                {"place": p.place, "call": p.call, "per_step": p.count / self.sync_steps,
+                 "seconds": p.seconds / self.sync_steps}
+                for p in sorted(self.sync.values(), key=lambda p: -p.seconds)
+            ][:20],
+            **{"autocast": None, "precision": None},
+            **{key: value for key, value in self.inputs.items() if key != "signature"},
+            "model": {"name": self.name, **describe_model(_inner(self.model))},
+        }  # fmt: skip
+        return Observed(
+            steps=done,
+            recorded=self.recorded,
+            metrics=self.metrics,
+            profile=self._profile,
+            held={"weights": sum(_storages([*self.model.parameters(), *self.model.buffers()]).values()),
+                  "optimizer": sum(_storages(_state_tensors(self.optimizers)).values())},
+            resident_peak_bytes=max(self.peak_resident, host.resident_bytes()),
+            cuda_peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
+            joules=self._energy.joules(),
+            seconds=seconds,
+            profiling_seconds=self.profiling_seconds,
+            facts=facts,
+            module=_inner(self.model) if self.plan else None,
+            signature=self.inputs.get("signature"),
+        )  # fmt: skip
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Without the wrappers of data parallelism and of the compiler."""
+    while True:
+        below = getattr(model, "_orig_mod", None)
+        if below is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+            below = model.module
+        if below is None:
+            return model
+        model = below
+
+
+def _compiled(model: nn.Module) -> bool:
+    return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+
+
+def _state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address to bytes, each storage once."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

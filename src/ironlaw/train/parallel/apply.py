@@ -1,0 +1,161 @@
+"""A layout put on a model, in this order. The order is the point: each line says why it stands where it does."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.model.transformer import Transformer
+from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.parallel import pipeline, tensor
+from ironlaw.train.parallel.place import SharedPlace
+from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.workload.optimizers import OptimizerConfig, assign
+from ironlaw.workload.parameters import Parameter
+
+
+@dataclass
+class Applied:
+    """What this rank holds: `parts` by stage number as they are called, `plain` the transformers within."""
+
+    ranks: Ranks
+    parts: dict[int, nn.Module]
+    plain: dict[int, Transformer]
+    partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
+    copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+
+    @property
+    def model(self) -> Transformer:
+        """Everything here under the names of the whole model."""
+        return self._model
+
+    def __post_init__(self) -> None:
+        self._model = pipeline.joined(self.plain)
+
+    @property
+    def stages(self) -> int:
+        return self.ranks.config.pp * self.ranks.config.virtual_stages
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for part in self.plain.values() for parameter in part.parameters()]
+
+
+def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
+    """Divide `model`, the same on every rank, as the layout says."""
+    layout = ranks.config
+    model.dropout_seed = config.train.seed
+
+    # First what a rank computes of sequences and heads: everything below only moves weights.
+    if layout.tp > 1 or layout.cp > 1:
+        place = SharedPlace(ranks)
+        model.place = place
+        for block in tensor.blocks_of(model):
+            block.attention.place = place
+
+    # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
+    if layout.tp > 1 or layout.zero > 0:
+        tensor.split_projections(model)
+
+    # Stages before anything else is divided: no rank should divide, or hold, layers that are not its own.
+    plain = {0: model}
+    if layout.pp > 1:
+        stages = layout.pp * layout.virtual_stages
+        numbers = pipeline.stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
+        plain = {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
+
+    # Tensor parallel on whole weights: FSDP afterwards shards each rank's part, and gathers only that.
+    if layout.tp > 1:
+        for part in plain.values():
+            tensor.parallelize(part, ranks.mesh["tp"], layout.sp)
+
+    for part in plain.values():
+        part.to(ranks.device)
+
+    # Data parallel last, around everything: its units are the blocks as the ranks compute them.
+    parts: dict[int, nn.Module] = dict(plain)
+    if layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp > 1):
+        for part in plain.values():
+            shard(part, ranks)
+    elif ranks.size_of("replicate") > 1:
+        # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
+        group = ranks.group("replicate")
+        with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
+            warnings.simplefilter("ignore", FutureWarning)
+            parts[0] = DistributedDataParallel(
+                model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+
+    # Read only now: FSDP has put its own parameters in place of the model's.
+    partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
+    last = plain.get(layout.pp * layout.virtual_stages - 1)
+    copied = None
+    if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
+        copied = cast(nn.Parameter, last.head.weight)
+    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied)
+
+
+def shard(part: Transformer, ranks: Ranks) -> None:
+    """FSDP2 (arXiv 2304.11277): a block is gathered at a time, the ends of the model for themselves.
+
+    ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
+    parallel or pipelined models) the shard dimension is 1, and only gradients are reduced.
+    """
+    mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
+    again = ranks.config.zero == 3
+    for block in part.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+    tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
+    if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
+        if part.embedding is not None:
+            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again)
+        if part.head is not None:
+            fully_shard(part.head, mesh=mesh, reshard_after_forward=again)
+    fully_shard(part, mesh=mesh, reshard_after_forward=False)
+
+
+ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")
+"""Optimizers that update every element by itself: they do the same on a part of a tensor."""
+
+
+def build(applied: Applied, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of this rank's part. UserError for one that needs whole tensors where a rank has parts."""
+    parted = any(isinstance(parameter, DTensor) for parameter in applied.parameters())
+    if config.name not in ELEMENTWISE and (parted or applied.stages > 1):
+        raise UserError(
+            f"optimizer.name = {config.name!r} works on whole tensors and this layout divides them: use one of "
+            f"{', '.join(ELEMENTWISE)}, or dp alone with layout.zero = 0"
+        )
+    optimizer = build_optimizer(applied.model, config)
+    if parted or applied.copied_head is not None:
+        _regroup(optimizer, applied, config)
+    return optimizer
+
+
+def _regroup(optimizer: torch.optim.Optimizer, applied: Applied, config: OptimizerConfig) -> None:
+    """Groups split so that each holds one kind: a fused update takes tensors of one mesh only.
+
+    The copy of a tied embedding is treated like the original.
+    """
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kind = "copy" if parameter is applied.copied_head else getattr(parameter, "device_mesh", None)
+            kinds.setdefault(kind, []).append(parameter)
+        rest = {name: value for name, value in group.items() if name != "params"}
+        for kind, parameters in kinds.items():
+            more: dict[str, Any] = {}
+            if kind == "copy":
+                (of,) = assign([Parameter("embedding.weight", tuple(parameters[0].shape), True)], config)
+                more = {"weight_decay": of.weight_decay, "lr_scale": of.lr_scale, "lr": config.lr * of.lr_scale}
+            groups.append(rest | {"params": parameters} | more)
+    optimizer.param_groups[:] = groups

@@ -1,0 +1,151 @@
+"""A pipeline of stages (arXiv 1811.06965, 2104.04473; zero-bubble 2401.10241) on `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from ironlaw.model.linear import Linear
+from ironlaw.model.transformer import Transformer
+from ironlaw.plan.layout import V_SHAPED, ends_lighter
+from ironlaw.train.parallel.ranks import Ranks
+
+
+def _kind(schedule: str, virtual: int) -> Any:
+    if schedule == "1f1b":
+        return ScheduleInterleaved1F1B if virtual > 1 else Schedule1F1B
+    return {
+        "gpipe": ScheduleGPipe, "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
+        "dualpipe": ScheduleDualPipeV,
+    }[schedule]  # fmt: skip
+
+
+def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
+    """Stages of a pipeline rank, in order."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * chunk for chunk in range(virtual)]
+
+
+def rank_of_last(schedule: str, pp: int) -> int:
+    return 0 if schedule in V_SHAPED else pp - 1
+
+
+def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
+    """Layers of each stage as the planner deals them (`plan/stages.py`): as equal as can be, less at the ends."""
+    less = ends_lighter(layers, stages)
+    if virtual > 1 and less is not None:
+        counts = [(layers + sum(less)) // stages] * stages
+        counts[0] -= less[0]
+        counts[-1] -= less[1]
+    else:
+        whole, rest = divmod(layers, stages)
+        turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+        counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
+    """The part of `model` that is one stage; parts keep their names, so that a checkpoint knows them."""
+    part = Transformer.__new__(Transformer)
+    nn.Module.__init__(part)
+    part.config, part.place, part.dropout_seed = model.config, model.place, model.dropout_seed
+    first, last = stage == 0, stage == stages - 1
+    part.embedding = model.embedding if first else None
+    part.positions = model.positions if first else None
+    part.blocks = nn.ModuleList()
+    for layer in layers_of(len(model.blocks), stages, virtual)[stage]:
+        part.blocks.add_module(str(layer), model.blocks[layer])
+    part.final_norm = model.final_norm if last else None
+    head = model.head if last else None
+    if last and stages > 1 and model.config.tied:
+        # A copy, kept equal: both stages add up their gradients (`step.py`).
+        rows, columns = model.head.weight.shape
+        head = Linear(columns, rows, bias=False, device="meta")
+        head.weight = nn.Parameter(model.head.weight.detach().clone())
+    part.head = head  # type: ignore[assignment]
+    for name, buffer in model.named_buffers(recurse=False):
+        part.register_buffer(name, buffer, persistent=False)
+    return part
+
+
+def joined(parts: dict[int, Transformer]) -> Transformer:
+    """All stages of this rank under one roof and their own names: for the optimizer and for checkpoints."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    some = next(iter(parts.values()))
+    roof = Transformer.__new__(Transformer)
+    nn.Module.__init__(roof)
+    roof.config = some.config
+    for name in ("embedding", "positions", "final_norm", "head"):
+        setattr(roof, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
+    roof.blocks = nn.ModuleList()
+    for part in parts.values():
+        for name, block in part.blocks.named_children():
+            roof.blocks.add_module(name, block)
+    return roof
+
+
+def build_schedule(
+    parts: dict[int, nn.Module],
+    ranks: Ranks,
+    micro_batches: int,
+    micro_batch: int,
+    sequence: int,
+    hidden: int,
+    autocast: Callable[[], Any],
+) -> Any:
+    """The schedule over this rank's `parts` (stage number to module). Shapes are given, so none need be exchanged."""
+    config = ranks.config
+    stages = config.pp * config.virtual_stages
+    here = sequence // config.cp
+    tokens = torch.zeros(micro_batch, here, dtype=torch.long, device=ranks.device)
+    stream_rows = here // (config.tp if config.sp else 1)
+    stream = torch.zeros(micro_batch, stream_rows, hidden, device=ranks.device, requires_grad=True)
+    loss = torch.zeros(1, device=ranks.device, requires_grad=True)
+    built = []
+    for number, part in parts.items():
+        built.append(
+            PipelineStage(
+                _under(part, autocast), number, stages, ranks.device,
+                input_args=tokens if number == 0 else stream,
+                output_args=loss if number == stages - 1 else stream,
+                group=ranks.group("pp"),
+            )
+        )  # fmt: skip
+    kind = _kind(config.schedule, config.virtual_stages)
+    single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
+    return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss)
+
+
+def _own_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage has computed its loss itself, from the same targets."""
+    return output.sum()
+
+
+def _under(part: nn.Module, autocast: Callable[[], Any]) -> nn.Module:
+    """The stage as the schedule calls it: targets reach the last one, and the loss leaves it with a dimension."""
+    plain = part.forward
+
+    def forward(x: Tensor, targets: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
+        with autocast():
+            out: Tensor = plain(x, targets, samples)
+        if out.dim() == 0:
+            out = (out.full_tensor() if hasattr(out, "full_tensor") else out).reshape(1)
+        return out
+
+    part.forward = forward
+    return part

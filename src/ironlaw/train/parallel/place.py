@@ -1,0 +1,88 @@
+"""Which part of every sequence and of the heads a rank computes, under tensor, sequence and context parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ironlaw.model.dropout import Draw
+from ironlaw.model.place import Place, Rows
+from ironlaw.train.parallel.ranks import Ranks
+
+
+class SharedPlace(Place):
+    """A rank's part. Context parallel ranks take the r-th and the r-th last of 2 cp chunks of every sequence: under a
+    causal mask each then has the same work (Llama 3, arXiv 2407.21783, section 3.3.2)."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        config = ranks.config
+        self.tp, self.tp_rank = config.tp, ranks.index("tp")
+        self.sp = config.sp
+        self.cp, self.cp_rank = config.cp, ranks.index("cp")
+        self.mesh: DeviceMesh | None = ranks.context
+
+    def sequence(self, tokens: Tensor) -> int:
+        divided = self.tp if self.sp and tokens.dim() == 3 else 1  # hidden states come divided from the stage before
+        return tokens.shape[1] * self.cp * divided
+
+    def positions(self, sequence: int) -> Rows:
+        return slice(sequence) if self.cp == 1 else self._positions_of(self.cp_rank, sequence)
+
+    def _positions_of(self, rank: int, sequence: int) -> Tensor:
+        chunk = sequence // (2 * self.cp)
+        first, last = rank * chunk, (2 * self.cp - 1 - rank) * chunk
+        return torch.cat((torch.arange(first, first + chunk), torch.arange(last, last + chunk)))
+
+    def stream_positions(self, sequence: int) -> Rows:
+        rows = self.positions(sequence)
+        if not self.sp:
+            return rows
+        rows = torch.arange(sequence) if isinstance(rows, slice) else rows
+        return rows.chunk(self.tp)[self.tp_rank]
+
+    def heads(self, heads: int) -> slice:
+        here = heads // self.tp
+        return slice(self.tp_rank * here, (self.tp_rank + 1) * here)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None
+    ) -> Tensor:
+        if self.cp == 1:
+            return super().attend(query, key, value, mask, dropout, draw)
+        key, value = self._gather(key, value)
+        if draw is not None and dropout:
+            return draw.attention(query, key, value, mask)
+        return torch.cat(
+            [self._attend_chunk(i, q, key, value, mask, dropout) for i, q in enumerate(query.chunk(2, dim=2))], dim=2
+        )
+
+    def _attend_chunk(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+    ) -> Tensor:
+        """One of the two chunks against the keys up to its end: what is masked for all of it is not computed."""
+        chunk, sequence = query.shape[2], key.shape[2]
+        place = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)[index]
+        end = (place + 1) * chunk
+        if mask is None:
+            rows = torch.arange(end - chunk, end, device=query.device)
+            here = rows[:, None] >= torch.arange(end, device=query.device)
+        else:
+            here = mask[index * chunk : (index + 1) * chunk, :end]
+        assert end <= sequence
+        return F.scaled_dot_product_attention(
+            query, key[:, :, :end], value[:, :, :end], attn_mask=here, dropout_p=dropout,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )  # fmt: skip
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole sequence, in order: one all-gather, whose backward is one reduce-scatter."""
+        assert self.mesh is not None
+        both = torch.stack((key, value))  # (2, B, K, S / cp, D)
+        whole = DTensor.from_local(both, self.mesh, [Shard(3)], run_check=False).redistribute(placements=[Replicate()])
+        local = whole.to_local(grad_placements=[Partial()])
+        order = torch.cat([self._positions_of(rank, local.shape[3]) for rank in range(self.cp)]).argsort()
+        key, value = local[:, :, :, order.to(local.device)].unbind(0)
+        return key, value

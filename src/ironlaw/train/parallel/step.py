@@ -1,0 +1,195 @@
+"""Forward and backward of one step on a rank, and what all ranks then agree on: loss and gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from ironlaw.config import RunConfig
+from ironlaw.train.parallel import pipeline
+from ironlaw.train.parallel.apply import Applied
+from ironlaw.train.parallel.place import SharedPlace
+
+
+class DistributedStep:
+    """`losses = step.forward_backward(inputs, targets, samples)`, then `loss, norm = step.agree(losses, clip)`."""
+
+    def __init__(self, applied: Applied, config: RunConfig, autocast: Callable[[], Any] = nullcontext) -> None:
+        self.applied, self.ranks, self.config, self.autocast = applied, applied.ranks, config, autocast
+        layout = self.ranks.config
+        self.share = config.train.global_batch // self.ranks.dp  # sequences of this replica
+        self.micro_batch = min(config.micro_batch, self.share)
+        self.micro_batches = self.share // self.micro_batch
+        self.schedule = None
+        if layout.pp > 1:
+            self.schedule = pipeline.build_schedule(
+                applied.parts, self.ranks, self.micro_batches, self.micro_batch, config.sequence, config.model.hidden,
+                autocast,
+            )  # fmt: skip
+        self.has_loss = applied.stages - 1 in applied.plain
+        self._copies = {id(p): self._copies_of(p) for p in applied.parameters()}
+
+    # -- forward and backward --------------------------------------------------------------------------------
+
+    def local(self, tokens: Tensor) -> Tensor:
+        """This rank's positions of sequences (B, S)."""
+        place = next(iter(self.applied.plain.values())).place
+        if not isinstance(place, SharedPlace) or place.cp == 1:
+            return tokens
+        return tokens[:, place.positions(tokens.shape[1])].contiguous()
+
+    def samples(self, step: int) -> Tensor | None:
+        """Numbers of this replica's sequences within the run, where dropout is drawn by them."""
+        if not self.config.model.dropout:
+            return None
+        first = step * self.config.train.global_batch + self.ranks.index("dp") * self.share
+        return torch.arange(first, first + self.share)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None) -> Tensor:
+        """Gradients of the mean loss over the global batch; returns this rank's own mean loss (zero without one)."""
+        inputs, targets = self.local(inputs), self.local(targets)
+        with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
+            loss = self._pipelined(inputs, targets, samples) if self.schedule else self._plain(inputs, targets, samples)
+        self._finish_gradients()
+        return loss
+
+    def _plain(self, inputs: Tensor, targets: Tensor, samples: Tensor | None) -> Tensor:
+        (part,) = self.applied.parts.values()
+        losses = []
+        for index in range(self.micro_batches):
+            rows = slice(index * self.micro_batch, (index + 1) * self.micro_batch)
+            with self._synchronised(part, index):
+                with self.autocast():
+                    loss = part(inputs[rows], targets[rows], None if samples is None else samples[rows])
+                    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) / self.micro_batches
+                loss.backward()
+            losses.append(loss.detach())
+            del loss
+        return torch.stack(losses).sum()
+
+    def _synchronised(self, part: nn.Module, index: int) -> AbstractContextManager[None]:
+        """Gradients are reduced with the last micro-batch; ZeRO 2 and 3 do not hold whole ones, and reduce each."""
+        last = index == self.micro_batches - 1
+        if isinstance(part, DistributedDataParallel):
+            return nullcontext() if last else part.no_sync()
+        if isinstance(part, FSDPModule):
+            zero = self.ranks.config.zero
+            part.set_requires_gradient_sync(last or zero >= 2)
+            part.set_reshard_after_backward(last or zero == 3)
+            part.set_is_last_backward(last)
+        return nullcontext()
+
+    def _pipelined(self, inputs: Tensor, targets: Tensor, samples: Tensor | None) -> Tensor:
+        assert self.schedule is not None
+        losses: list[Tensor] = []
+        more: dict[str, Any] = {} if samples is None else {"samples": samples}
+        if self.has_loss:
+            more |= {"targets": targets, "target": targets, "losses": losses}
+        first = (inputs,) if 0 in self.applied.plain else ()
+        self.schedule.step(*first, return_outputs=False, **more)
+        if not losses:
+            return torch.zeros((), device=self.ranks.device)
+        return torch.stack([loss.detach() for loss in losses]).mean()
+
+    def _finish_gradients(self) -> None:
+        """What neither autograd nor FSDP adds up."""
+        for parameter in self.applied.parameters():
+            gradient = parameter.grad
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+                continue
+            if gradient.placements != parameter.placements:  # partial over tp
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if self.applied.partial:
+            _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.ranks.group("tp"))
+        if self.ranks.config.pp > 1 and self.config.model.tied:
+            self._tie_gradients()
+
+    def _tie_gradients(self) -> None:
+        """The two copies of a tied weight, on the first stage and the last, take the sum of their gradients."""
+        layout, first, copy = self.ranks.config, self.applied.plain.get(0), self.applied.copied_head
+        ours = first.embedding.weight if first is not None and first.embedding is not None else copy
+        if ours is None or ours.grad is None:
+            return
+        if first is not None and copy is not None:  # both ends on one rank
+            assert copy.grad is not None
+            ours.grad.add_(copy.grad)
+            copy.grad.copy_(ours.grad)
+            return
+        group = self.ranks.group("pp")
+        peer = dist.get_global_rank(group, pipeline.rank_of_last(layout.schedule, layout.pp) if first else 0)
+        mine = _local(ours.grad)
+        other = torch.empty_like(mine)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, mine.contiguous(), peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+        )
+        for work in works:
+            work.wait()
+        mine.add_(other)
+
+    # -- what all ranks agree on -----------------------------------------------------------------------------
+
+    def agree(self, loss: Tensor, clip: float) -> tuple[float, float]:
+        """The loss over the global batch and the norm of the whole gradient, the same on every rank; clips by it.
+
+        One all-reduce of two numbers: every element of the gradient is counted on one of the ranks that hold it.
+        """
+        layout = self.ranks.config
+        device = self.ranks.device
+        weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
+        gradients = [_local(p.grad) for p in self.applied.parameters() if p.grad is not None]
+        square = torch.zeros((), device=device, dtype=torch.float64)
+        for parameter in self.applied.parameters():
+            if parameter.grad is not None and parameter is not self.applied.copied_head:
+                norm = torch.linalg.vector_norm(_local(parameter.grad))
+                square += norm.double() ** 2 / self._copies[id(parameter)]
+        both = torch.stack([loss.detach().double() * weight, square])
+        dist.all_reduce(both)
+        mean, norm = float(both[0]), float(both[1].sqrt())
+        if clip < norm and gradients:  # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
+            torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
+        return mean, norm
+
+    def _copies_of(self, parameter: nn.Parameter) -> int:
+        """Ranks of one stage that hold the same elements."""
+        copies = 1
+        placed: dict[str, Any] = {}
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            placed = dict(zip(names, parameter.placements, strict=True))
+        for name in ("replicate", "shard", "tp"):
+            placement = placed.get(name)
+            if placement is None or placement.is_replicate():
+                copies *= self.ranks.size_of(name)
+        return copies
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        for part in self.applied.parts.values():
+            part.eval()
+        yield
+        for part in self.applied.parts.values():
+            part.train()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """One all-reduce for many small gradients."""
+    parts = [_local(tensor) for tensor in tensors]
+    if not parts:
+        return
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(summed.view_as(part))

@@ -1,0 +1,157 @@
+"""Checkpoints of many ranks through `torch.distributed.checkpoint`: each rank writes its shards, any layout reads them.
+
+Every tensor has one name and one whole shape, whoever holds which part of it: `weights/NAME` and `optimizer/NAME/KEY`,
+with query, key and value apart (a fused matrix is read and written as three views) and a tied weight once. So a run
+goes on with other degrees of dp, tp and pp at once, on one process too. Small states (random generators, ...) are
+rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ironlaw.errors import UserError
+from ironlaw.train.checkpoint import STATE, sha256
+from ironlaw.train.state import Stateful, host_copy
+
+NAME = "sharded"
+FOLDER = "shards"
+
+
+class ShardedFiles:
+    """A `Store`. `group`: a process group of its own, because writing goes on beside training; None alone."""
+
+    name = NAME
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.first = group is None or dist.get_rank(group) == 0
+
+    def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        optimizer = states["optimizer"]
+        tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not _is_copy(name, model)}
+        rest = {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.first else {}
+        return tensors, host_copy(rest)
+
+    def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
+        tensors, rest = taken
+        shards = folder / FOLDER
+        named = {name.removesuffix(COPY): tensor for name, tensor in tensors.items()}
+        dcp.save(named, checkpoint_id=shards, process_group=self.group, no_dist=self.group is None)
+        if not self.first:
+            return {}
+        torch.save(rest, folder / STATE)
+        paths = [folder / STATE, *sorted(path for path in shards.rglob("*") if path.is_file())]
+        return {str(path.relative_to(folder)): sha256(path) for path in paths}
+
+    def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
+        optimizer = states.get("optimizer")
+        if optimizer is not None:
+            _give_state(optimizer)  # type: ignore[arg-type]
+        # Two tensors may read the same name: a tied weight and its copy on the last stage.
+        wanted = dict(named_tensors(model, optimizer))
+        for group in (
+            {name: tensor for name, tensor in wanted.items() if not name.endswith(COPY)},
+            {name.removesuffix(COPY): tensor for name, tensor in wanted.items() if name.endswith(COPY)},
+        ):
+            try:
+                dcp.load(group, checkpoint_id=folder / FOLDER, process_group=self.group, no_dist=self.group is None)
+            except (CheckpointException, RuntimeError, KeyError) as error:
+                raise UserError(
+                    f"the checkpoint {folder} does not hold this run's state "
+                    f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
+                ) from None
+        if not states:
+            return []
+        saved = torch.load(folder / STATE, weights_only=True)
+        for name in states.keys() & saved.keys():
+            states[name].load_state_dict(saved[name])
+        return sorted(states.keys() - saved.keys() - {"optimizer"})
+
+
+COPY = "#copy"
+
+
+def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of weights and optimizer state: views into what is there, parts of it under the layout's ranks."""
+    for name, parameter in model.named_parameters():
+        common, copy = _common(name, model)
+        yield from _pieces(f"weights/{common}", parameter.detach(), parameter, copy)
+        if optimizer is None:
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield from _pieces(f"optimizer/{common}/{key}", value, parameter, copy)
+
+
+def _common(name: str, model: nn.Module) -> tuple[str, str]:
+    """The name on disk, and a mark for a second tensor of that name."""
+    if name == "head.weight" and _is_tied_copy(model):
+        return "embedding.weight", COPY
+    return name, ""
+
+
+def _is_tied_copy(model: nn.Module) -> bool:
+    """A tied output layer appears among the parameters by its own name only where it is a copy."""
+    config = getattr(model, "config", None)
+    return bool(config is not None and config.tied)
+
+
+def _is_copy(name: str, model: nn.Module) -> bool:
+    """Copies are not written where the original is on this rank; elsewhere writers of one name are deduplicated."""
+    return name.endswith(COPY)
+
+
+def _pieces(name: str, tensor: Tensor, parameter: Tensor, copy: str) -> Iterator[tuple[str, Tensor]]:
+    """A fused query, key and value matrix as its three parts."""
+    sizes = getattr(parameter, "fused_rows", None)
+    if sizes is None:
+        yield name + copy, tensor
+        return
+    parts = tensor.split(sizes) if tensor.shape == parameter.shape else (tensor,) * 3
+    for part, view in zip(("query", "key", "value"), parts, strict=True):
+        yield name.replace(".qkv.", f".qkv.{part}.") + copy, view
+
+
+def mark_fused(model: nn.Module) -> None:
+    """Tell fused projections apart, so that they are read and written by parts."""
+    config: Any = getattr(model, "config", None)
+    assert config is not None
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
+            parameter.fused_rows = (  # type: ignore[attr-defined]
+                config.query_size, config.key_value_size, config.key_value_size,
+            )  # fmt: skip
+
+
+def _give_state(optimizer: torch.optim.Optimizer) -> None:
+    """State tensors to read into: one update by nothing."""
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _host(tensor: Tensor) -> Tensor:
+    """A copy that no later step changes; of a DTensor, of this rank's part."""
+    if tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
+
+    copied: Tensor = _offload_state_dict_to_cpu({"tensor": tensor.detach()})["tensor"]
+    return copied

@@ -1,0 +1,106 @@
+"""Tensor parallelism (arXiv 1909.08053), with sequence parallelism (arXiv 2205.05198), as DTensor placements.
+
+Matrices that widen are divided by outputs, those that narrow by inputs, the vocabulary by rows: per block and direction
+one all-reduce of the residual stream, or under sequence parallelism an all-gather and a reduce-scatter, for attention
+and as much for the feed-forward network.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ironlaw.model.transformer import Attention, Block, Transformer
+
+
+class SplitProjection(nn.Module):
+    """Query, key and value as matrices of their own: each can then be divided by heads, and has a name of its own."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        config, fused = attention.config, attention.qkv
+        sizes = (config.query_size, config.key_value_size, config.key_value_size)
+        rows = fused.weight.detach().split(sizes)
+        biases = fused.bias.detach().split(sizes) if fused.bias is not None else (None,) * 3
+        for name, weight, bias in zip(("query", "key", "value"), rows, biases, strict=True):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+            linear.weight = nn.Parameter(weight.clone())
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.clone())
+            setattr(self, name, linear)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part(x) for part in self.children())
+
+
+def blocks_of(model: Transformer) -> list[Block]:
+    return cast(list[Block], list(model.blocks))
+
+
+def split_projections(model: Transformer) -> None:
+    for block in blocks_of(model):
+        block.attention.qkv = SplitProjection(block.attention)  # type: ignore[assignment]
+
+
+def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Divide the parts of `model` that are there (a pipeline stage has some) over `mesh`."""
+    stream = Shard(1) if sequence_parallel else Replicate()
+    tied = model.embedding is not None and model.head is not None and model.head.weight is model.embedding.weight
+    styles: dict[str, object] = {}
+    if model.embedding is not None:
+        styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    for name, _ in model.blocks.named_children():
+        here = f"blocks.{name}."
+        styles |= {
+            # The input is a DTensor for all three: their gradients add up before they are reduced, once.
+            here + "attention": PrepareModuleInput(
+                input_layouts=(stream, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+            ),
+            here + "attention.qkv.query": ColwiseParallel(),
+            here + "attention.qkv.key": ColwiseParallel(),
+            here + "attention.qkv.value": ColwiseParallel(),
+            here + "attention.out": RowwiseParallel(output_layouts=stream),
+            here + "ffn": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+            here + "ffn.up": ColwiseParallel(),
+            here + "ffn.gate": ColwiseParallel(),
+            here + "ffn.down": RowwiseParallel(output_layouts=stream),
+        }
+    if model.head is not None:
+        # Logits stay divided by vocabulary; the loss is computed on the parts (`loss_parallel`).
+        styles["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+    if not _gated(model):
+        styles = {name: style for name, style in styles.items() if not name.endswith("ffn.gate")}
+    # Every rank has built the same weights: nothing to send.
+    parallelize_module(model, mesh, styles, src_data_rank=None)  # type: ignore[arg-type]
+    if tied:
+        assert model.embedding is not None
+        model.head.weight = model.embedding.weight
+
+
+def _gated(model: Transformer) -> bool:
+    return any(getattr(block.ffn, "gate", None) is not None for block in blocks_of(model))
+
+
+def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.Parameter]:
+    """Parameters whole on every rank that see only the rank's heads or positions: gradients add up over tp."""
+    found: list[nn.Parameter] = []
+    for block in blocks_of(model):
+        if block.attention.config.qk_norm:
+            found += [block.attention.query_norm.weight, block.attention.key_norm.weight]
+        if sequence_parallel:
+            found += [*block.attention_norm.parameters(), *block.ffn_norm.parameters()]
+    if sequence_parallel and model.final_norm is not None:
+        found += model.final_norm.parameters()
+    if sequence_parallel and model.embedding is not None and model.positions is not None:
+        found += model.positions.parameters()
+    return [parameter for parameter in found if isinstance(parameter, torch.nn.Parameter)]

@@ -1,0 +1,194 @@
+"""A user's own loop, observed: phases close, memory sums to the peak, names are those of a plan by tracing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ironlaw
+from ironlaw.errors import UserError
+from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Phase
+from ironlaw.observe.partition import Partition
+from ironlaw.workload.module_source import Input
+from ironlaw.workload.operations import line_name
+from ironlaw.workload.trace import trace
+from ironlaw.workload.trace_store import trace_from_json, trace_to_json
+
+
+class Small(nn.Module):
+    """Anybody's module: nothing in it is ours."""
+
+    def __init__(self, layers: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def loader(batches: int, batch: int = 8, tokens: int = 33) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randint(0, 100, (batches * batch, tokens), generator=generator)), batch)
+
+
+def run_loop(out: Path, steps: int = 16, *, accumulate: int = 1, read: bool = False, **options: Any) -> Ledger:
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with ironlaw.observe(model, optimizer, out=out, **options) as watch:
+        for number, (tokens,) in enumerate(loader(steps * accumulate)):
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            if read:
+                loss.item()
+            if (number + 1) % accumulate:
+                continue
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.log(loss=loss.detach())
+            if number == 12:
+                model.eval()
+                with torch.no_grad():
+                    model(tokens)
+                model.train()
+                torch.save(model.state_dict(), out.with_suffix(".pt"))
+    return Ledger.load(out / "ledger.json")
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
+    return run_loop(tmp_path_factory.mktemp("observed") / "run")
+
+
+def test_phases_partition_the_step(ledger: Ledger) -> None:
+    step = ledger.totals["step_seconds"].value
+    phases = ledger.seconds_by_phase()
+    assert set(phases) <= set(STEP_PHASES)
+    assert {Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.HOST} <= set(phases)
+    assert sum(phases.values()) == pytest.approx(step, rel=0.03)
+    assert all(seconds >= 0 for seconds in phases.values())
+
+
+def test_evaluation_and_checkpoints_are_seen_and_lie_outside_the_step(ledger: Ledger) -> None:
+    wall = ledger.facts["wall_seconds"]
+    assert wall["evaluation"] > 0 and wall["checkpoint"] > 0
+    assert sum(wall.values()) == pytest.approx(ledger.totals["total_seconds"].value, rel=1e-6)
+
+
+def test_memory_at_the_peak_is_what_the_model_needs(ledger: Ledger) -> None:
+    model = Small()
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    parts = ledger.memory_bytes()
+    assert parts["weights"] == weights
+    assert parts["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert parts["batch"] == pytest.approx(8 * 33 * 8, rel=0.3)
+    assert sum(parts.values()) == pytest.approx(ledger.totals["peak_bytes"].value, rel=0.02)
+    planned = trace(model, [Input("tokens", (8, 32), "int64")])
+    saved = sum(op.saved_bytes for op in planned.operations)
+    logits = 8 * 32 * 100 * 4  # the loss is outside of the module: what it keeps, and the logits, are not in its trace
+    assert 0.9 * saved < parts["activations"] < saved + 3 * logits
+
+
+def test_operations_have_the_names_of_a_trace(ledger: Ledger) -> None:
+    planned = trace(Small(), [Input("tokens", (8, 32), "int64")])
+    wanted = {(op.phase, op.kind, line_name(op.name)) for op in planned.operations if op.kind is Kind.MATMUL}
+    found = {(line.phase, line.kind, line.operation): line.count for line in ledger.lines}
+    assert wanted <= set(found)
+    assert found[Phase.FORWARD, Kind.MATMUL, "layers.*.1"] == 3
+    assert found[Phase.BACKWARD, Kind.MATMUL, "layers.*.3"] == 6
+
+
+def test_the_timeline_covers_the_recorded_step(ledger: Ledger) -> None:
+    line = ledger.facts["timeline"]
+    phases = [s for s in line["segments"] if s["lane"] == "phases"]
+    assert {"forward", "backward", "optimizer"} <= {s["style"] for s in phases}
+    assert all(0 <= s["start"] <= s["end"] <= line["seconds"] + 1e-9 for s in line["segments"])
+    for before, after in itertools.pairwise(phases):
+        assert before["end"] <= after["start"] + 1e-9
+
+
+def test_accumulation_and_sync_points_are_found(tmp_path: Path) -> None:
+    ledger = run_loop(tmp_path / "run", accumulate=2, read=True)
+    assert ledger.facts["accumulation"] == 2
+    points = [p for p in ledger.facts["sync_points"] if p["call"] == "item"]
+    assert len(points) == 1 and points[0]["per_step"] == 2
+    file, _, line = points[0]["place"].rpartition(":")
+    assert file == __file__ and "loss.item()" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+
+
+def test_nothing_stays_wrapped(tmp_path: Path) -> None:
+    model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = torch.autograd.backward, torch.save, torch.Tensor.__dict__.get("item"), len(model._forward_hooks)
+    with pytest.raises(ZeroDivisionError), ironlaw.observe(model, optimizer, out=tmp_path / "run"):
+        1 / 0  # noqa: B018
+    after = torch.autograd.backward, torch.save, torch.Tensor.__dict__.get("item"), len(model._forward_hooks)
+    assert before == after and "zero_grad" not in optimizer.__dict__
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loop_without_a_step_says_so(tmp_path: Path) -> None:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observed = ironlaw.observe(model, optimizer, out=tmp_path / "run")
+    with pytest.raises(UserError, match="no step was observed"), observed:
+        model(torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(UserError, match="optimizer"):
+        ironlaw.observe(model, [], out=tmp_path / "run")
+
+
+def test_skipped_updates_are_counted(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e4)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", profile_steps=0, plan=False):
+        for number in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).sum() * (float("inf") if number == 3 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    ledger = Ledger.load(tmp_path / "run" / "ledger.json")
+    assert ledger.facts["skipped_updates"] == 1 and ledger.facts["steps_done"] == 12
+
+
+def test_gaps_are_named_by_their_neighbours_and_by_what_the_thread_did() -> None:
+    partition = Partition()
+    partition.start()
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        partition.begin(phase)
+        time.sleep(0.002)
+        partition.end()
+        time.sleep(0.01)
+    times = partition.cut()
+    assert times is not None
+    phases = times.phase_seconds
+    assert phases[Phase.FORWARD] > 0.011 and phases[Phase.OPTIMIZER] > 0.011  # gap: loss, clipping
+    assert phases[Phase.BACKWARD] > 0.001
+    assert phases[Phase.IDLE] > 0.005  # asleep after the update
+    assert sum(phases.values()) == pytest.approx(times.wall_seconds)
+
+
+def test_a_trace_survives_as_a_document() -> None:
+    traced = trace(Small(), [Input("tokens", (2, 8), "int64")])
+    again = trace_from_json(json.loads(json.dumps(trace_to_json(traced))))
+    assert again == traced

@@ -1,0 +1,165 @@
+"""Runs many cases on N gloo ranks of one process group: `python job.py N < cases.json`, results as JSON on stdout.
+
+Processes are forked from one that has imported PyTorch: starting each would cost seconds. A case is
+{"task": .., "model": {..}, "layout": {..}, "train": {..}, ...}; tasks are the functions named `task_*`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor
+
+from ironlaw.config import RunConfig, build_config
+from ironlaw.data.batches import Batches
+from ironlaw.model.transformer import Transformer
+from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel import ranks as world
+from ironlaw.train.parallel.step import DistributedStep
+from ironlaw.train.schedule import learning_rate
+
+STEPS = 20
+GPT = {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
+LLAMA = GPT | {
+    "name": "llama", "ffn": 48, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
+    "bias": False, "tied": False,
+}  # fmt: skip
+FAMILIES = {"gpt": GPT, "llama": LLAMA}
+# Every token is likely followed by the next one: something to learn, so that losses move.
+_chance = np.random.default_rng(0)
+TOKENS = (np.arange(4000) + _chance.integers(0, 3, 4000).cumsum()) % 300
+
+
+def config_of(case: dict[str, Any]) -> RunConfig:
+    return build_config(
+        {
+            "model": FAMILIES[case.get("family", "gpt")] | case.get("model", {}),
+            "train": {"steps": STEPS, "global_batch": 8, "precision": "fp32"} | case.get("train", {}),
+            "optimizer": {"lr": 3e-3} | case.get("optimizer", {}),
+            "schedule": {"warmup_steps": 2},
+            "layout": case["layout"],
+        }
+    )
+
+
+class Run:
+    """The model of a case under its layout, trained step by step."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.ranks = world.start(world.check(config, dist.get_world_size()))
+        torch.manual_seed(config.train.seed)
+        self.applied = layouts.apply(Transformer(config.model), config, self.ranks)
+        self.optimizer = layouts.build(self.applied, config.optimizer)
+        self.step = DistributedStep(self.applied, config)
+        self.batches = Batches(
+            TOKENS, config.sequence, config.train.global_batch, config.train.seed, self.ranks.index("dp"), self.ranks.dp
+        )
+
+    def train(self, first: int, last: int) -> list[tuple[float, float]]:
+        results = []
+        for step in range(first, last):
+            batch = self.batches.batch(step).map(torch.from_numpy)
+            loss = self.step.forward_backward(batch.inputs, batch.targets, self.step.samples(step))
+            set_learning_rate(self.optimizer, learning_rate(self.config, step))
+            results.append(self.step.agree(loss, self.config.train.clip)[:2])
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return results
+
+
+def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """The same in one process, without anything of `train/parallel`."""
+    torch.manual_seed(config.train.seed)
+    model = Transformer(config.model)
+    model.dropout_seed = config.train.seed
+    optimizer = build_optimizer(model, config.optimizer)
+    size = config.train.global_batch
+    batches, results = Batches(TOKENS, config.sequence, size, config.train.seed), []
+    for step in range(config.train.steps):
+        batch = batches.batch(step).map(torch.from_numpy)
+        samples, total = torch.arange(size) + step * size, 0.0
+        for first in range(0, size, config.micro_batch):
+            rows = slice(first, first + config.micro_batch)
+            loss = model(batch.inputs[rows], batch.targets[rows], samples[rows]) / config.accumulation
+            loss.backward()
+            total += float(loss.detach())
+        set_learning_rate(optimizer, learning_rate(config, step))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((total, float(norm)))
+    return results, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    """Whole tensors of what this rank's stages hold, under the names of one process."""
+    config, found = run.config.model, {}
+    sizes = {"query": config.query_size, "key": config.key_value_size, "value": config.key_value_size}
+    for name, parameter in run.applied.model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        found[name] = whole.detach().clone()
+    for name in [name for name in found if ".qkv.query." in name]:
+        parts = [found.pop(name.replace("query", part)) for part in sizes]
+        found[name.replace(".query.", ".")] = torch.cat(parts)
+    return found
+
+
+def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Largest differences over the run: loss (relative), final weights, and losses as they were."""
+    run = Run(config_of(case))
+    found = run.train(0, STEPS)
+    expected, weights = train_alone(run.config)
+    ours = weights_of(run)
+    tied = {"head.weight": weights["embedding.weight"]}
+    return {
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)),
+        "norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(found, expected, strict=True)),
+        "weights": max(float((value - (tied | weights)[name]).abs().max()) for name, value in ours.items()),
+        "learned": expected[0][0] - found[-1][0],
+    }
+
+
+def _rank(rank: int, size: int, port: int, cases: list[dict[str, Any]], folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    for number, case in enumerate(cases):
+        here = Path(folder) / f"case{number}"
+        here.mkdir(exist_ok=True)
+        try:
+            result = globals()[f"task_{case['task']}"](case, here)
+        except Exception:
+            print(f"rank {rank}, {case}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(1)
+        everybodys: list[Any] = [None] * size
+        dist.all_gather_object(everybodys, result)
+        if rank == 0:
+            (Path(folder) / f"result{number}.json").write_text(json.dumps(everybodys), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    size, folder = int(sys.argv[1]), sys.argv[2]
+    cases = json.loads(sys.stdin.read())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes.start_processes(_rank, (size, port, cases, folder), size, start_method="fork")
+    results = [json.loads((Path(folder) / f"result{n}.json").read_text(encoding="utf-8")) for n in range(len(cases))]
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Every layout trains like one process: 20 steps in fp32, losses within 1e-5 relative, final weights within 1e-4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def case(
+    family: str = "gpt", micro_batch: int | None = None, model: dict[str, Any] | None = None, **layout: Any
+) -> Any:
+    train = {} if micro_batch is None else {"micro_batch": micro_batch}
+    return {"task": "equivalence", "family": family, "model": model or {}, "train": train, "layout": layout}
+
+
+D = {"dropout": 0.1}
+QUICK = [  # one of each kind of parallelism
+    case(micro_batch=2, model=D, dp=2),
+    case("llama", micro_batch=2, model=D, zero=3),
+    case("llama", model=D | {"qk_norm": True, "kv_heads": 2}, tp=2, sp=True),
+    case("llama", model={"sliding_window": 5}, cp=2, zero=3),
+    case(micro_batch=2, model=D, pp=2),
+    case(micro_batch=2, model=D, pp=2, virtual_stages=2, schedule="zb"),
+]
+TWO = [
+    case(dp=2),
+    case(micro_batch=2, model=D, zero=1),
+    case("llama", micro_batch=2, zero=2),
+    case(micro_batch=4, model=D, tp=2),
+    case(micro_batch=4, model=D, tp=2, sp=True),
+    case(model=D, cp=2),
+    case("llama", micro_batch=2, model={"kv_heads": 2}, cp=2),
+    case(micro_batch=2, model=D, pp=2, schedule="gpipe"),
+    case("llama", micro_batch=1, model=D, pp=2),
+    case(micro_batch=2, pp=2, virtual_stages=2),
+    case(micro_batch=2, model={"layers": 7}, pp=2, virtual_stages=2),
+    case(micro_batch=2, model=D, pp=2, schedule="zb"),
+    case(micro_batch=2, pp=2, virtual_stages=2, schedule="zbv"),
+    case(micro_batch=1, pp=2, virtual_stages=2, schedule="dualpipe"),
+]
+FOUR = [
+    case(micro_batch=2, model=D, tp=2),
+    case(micro_batch=2, model=D, tp=2, zero=3, sp=True),
+    case("llama", micro_batch=2, model={"qk_norm": True}, tp=2, zero=1, sp=True),
+    case("llama", micro_batch=1, zero=3, shard=2),
+    case(micro_batch=2, model=D, pp=2),
+    case(micro_batch=2, pp=2, zero=1),
+    case("llama", micro_batch=2, pp=2, zero=3, virtual_stages=2),
+    case(micro_batch=2, model=D, tp=2, pp=2, sp=True),
+    case("llama", model=D, tp=2, cp=2, sp=True),
+    case(model=D, cp=2),
+    case("llama", model=D, cp=2, zero=3),
+    case(micro_batch=2, model=D, cp=2, pp=2),
+    case("llama", micro_batch=1, model=D, pp=4),
+    case(micro_batch=4, model={"vocab": 301}, tp=4),
+]
+EIGHT = [
+    case(micro_batch=2, model=D, tp=2, pp=2, zero=1, sp=True),
+    case("llama", model=D, tp=2, cp=2, zero=3),
+    case("llama", micro_batch=2, model=D, tp=2, pp=2, cp=2, sp=True),
+    case("llama", micro_batch=1, model=D, tp=2, zero=2, shard=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        pytest.param(2, QUICK, id="2-quick"),
+        pytest.param(2, TWO, id="2", marks=pytest.mark.long),
+        pytest.param(4, FOUR, id="4", marks=pytest.mark.long),
+        pytest.param(8, EIGHT, id="8", marks=pytest.mark.long),
+    ],
+)
+def test_layouts_train_like_one_process(size: int, cases: list[Any], on_ranks: Callable[..., Any]) -> None:
+    for wanted, ranks in zip(cases, on_ranks(size, cases), strict=True):
+        where = f"{wanted['family']} {wanted['layout']}"
+        for found in ranks:
+            assert found["loss"] < 1e-5, (where, found)
+            assert found["weights"] < 1e-4, (where, found)
+            assert found["norm"] < 1e-3, (where, found)
+            assert found["learned"] > 0.1, (where, found)  # it trains at all
