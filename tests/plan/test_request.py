@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.plan.checked import DEFAULT_ON, RUNS
+from ironlaw.plan.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.engine import engines
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import Wishes
@@ -118,8 +118,8 @@ def test_an_engine_that_nobody_checked_there_is_said():
 
 
 def test_checked_engines_exist():
-    assert set(RUNS) <= set(engines())
-    assert all(generation in RUNS[name] for generation, name in DEFAULT_ON.items())
+    assert set(checked_runs()) <= set(engines())
+    assert all(generation in checked_runs()[name] for generation, name in DEFAULT_ON.items())
 
 
 def test_a_sliding_window_that_is_not_planned_is_said():

@@ -180,6 +180,8 @@ def search(
     best: list[Entry] = []
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
+    generation = cluster.accelerator.generation
+    upper = np.exp(interval_factors("memory", where.engine.name, generation, cluster.count, model.parameters)[1])
     for start in range(0, len(table), CHUNK):
         part = table[start : start + CHUNK]
         outcome = plan_jobs(_jobs(model, part, sequence, global_batch, attention == "flash"), where)
@@ -191,7 +193,7 @@ def search(
             missed = (float(outcome.peak.total[least] - outcome.limit_bytes), _entry(outcome, part, least))
             nearest = min(nearest or missed, missed, key=lambda pair: pair[0])
         best = sorted(best + _fastest(outcome, fits, part, keep), key=lambda entry: entry[:2])[:keep]
-        sure = fits & (outcome.peak.total * _memory_upper(part, cluster.nodes) <= outcome.limit_bytes)
+        sure = fits & (outcome.peak.total * upper <= outcome.limit_bytes)
         safest = min(_fastest(outcome, sure, part, 1) + ([safest] if safest else []), key=lambda e: e[:2], default=None)
     if found.planned > found.fitting:
         found.ruled_out["memory"] = found.planned - found.fitting
@@ -216,16 +218,6 @@ def _fastest(outcome: Outcome, among: np.ndarray, part: np.ndarray, keep: int) -
 
 def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
     return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
-
-
-def _memory_upper(part: np.ndarray, nodes: int) -> np.ndarray:
-    """Upper end of the memory interval over the planned peak, per row."""
-    pp, tp = part[:, _COLUMNS.index("pp")], part[:, _COLUMNS.index("tp")]
-
-    def upper(pp: float, tp: float) -> float:
-        return float(np.exp(interval_factors("memory", {"pp": pp, "tp": tp}, nodes)[1]))
-
-    return np.where(pp > 1, upper(2, 1), np.where(tp > 1, upper(1, 2), upper(1, 1)))
 
 
 def _permitted(
