@@ -12,7 +12,7 @@ from ironlaw.plan.validate import validate
 SIZES = ["", "1", "2.0", "7", "8", "12", "64", "96", "-1", "0", "1e9", "2.5", "many", "nan", "inf", "1,024"]
 FLAGS = ["", "True", "false", "1.0", "yes", "maybe"]
 CELLS = {
-    "framework": ["", "nemo 26.02", "DeepSpeed", "Megatron-LM", "MaxText", "llm-foundry", "torchtitan 1.0", "パ", "x" * 99],
+    "framework": ["", "nemo 26.02", "DeepSpeed", "Megatron-LM", "MaxText", "llm-foundry", "torchtitan 1", "パ", "x" * 99],
     "params": ["", "7e9", "0", "-3", "7B"],
     "layers": ["1", "3", "32", "", "126", "0", "2e5"],
     "hidden": ["64", "4096", "5120", "100", "", "1e4"],
@@ -24,14 +24,14 @@ CELLS = {
     "global_batch": ["", "1", "8", "256", "1000", "3.5"],
     "micro_batch": ["", "1", "3", "16", "64"],
     "accelerator": [
-        "h100-sxm-80gb", "A100", "v100-sxm-32gb", "a100-pcie-80gb", "l40s", "mi250x", "mi300x", "mi355x", "b200", "gb200",
-        "b300", "gb300", "tpu-v5p", "gaudi2", "t4", "rtx-4090", "apple-m4", "h20", "h800", "", "abacus",
+        "h100-sxm-80gb", "A100", "v100-sxm-32gb", "a100-pcie-80gb", "l40s", "mi250x", "mi300x", "mi355x", "b200",
+        "gb200", "b300", "gb300", "tpu-v5p", "gaudi2", "t4", "rtx-4090", "apple-m4", "h20", "h800", "", "abacus",
     ],
     "accelerators": ["1", "2", "6", "8", "64", "100", "4096", "", "16384", "0"],
     "per_node": ["", "1", "3", "4", "8", "16", "72", "0", "-8"],
     "interconnect": [
-        "", "8x NDR400 IB per node", "EFAv2 3200 Gb/s per node", "RoCE 400G", "4x Slingshot-11 200 Gb/s", "100GbE", "NVL72",
-        "ethernet", "tcpx 200 Gbps/GPU", "0 Gb/s IB", "?", "999999999 Tb/s ib", "ICI",
+        "", "8x NDR400 IB per node", "EFAv2 3200 Gb/s per node", "RoCE 400G", "4x Slingshot-11 200 Gb/s", "100GbE",
+        "NVL72", "ethernet", "tcpx 200 Gbps/GPU", "0 Gb/s IB", "?", "999999999 Tb/s ib", "ICI",
     ],
     "tp": SIZES, "pp": SIZES, "virtual_stages": SIZES, "cp": ["", "1", "2", "4", "5"], "dp": SIZES,
     "ep": ["", "1", "8", "1.0"],
