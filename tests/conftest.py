@@ -123,7 +123,7 @@ def tiny_document(corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]
             "evaluation": {"every": 6, "batches": 2},
         }  # fmt: skip
         for name, table in sections.items():
-            document[name] = document[name] | table
+            document[name] = document.get(name, {}) | table
         return document
 
     return build

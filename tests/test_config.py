@@ -32,7 +32,7 @@ def test_examples_load(path: Path) -> None:
         ({"model": MODEL | {"hiden": 3}}, "unknown key model.hiden: did you mean model.hidden?"),
         ({"model": MODEL, "train": {"learning_rate": 1}}, "unknown key train.learning_rate"),
         ({"model": MODEL, "train": {"micro_bach": 1}}, "did you mean train.micro_batch"),
-        ({"model": MODEL, "trian": {}}, "unknown section trian: did you mean train?"),
+        ({"model": MODEL, "trian": {}}, "unknown section trian: did you mean train"),
         ({"model": {"name": "gpt2", "contxt": 3}}, "unknown key model.contxt: did you mean model.context?"),
         ({"model": {"name": "gpt3"}}, "unknown model 'gpt3': did you mean gpt2"),
         ({}, "has no [model] table"),

@@ -15,6 +15,7 @@ from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.recompute import RecomputeConfig
 
 Precision = Literal["auto", "fp32", "bf16"]
 
@@ -58,6 +59,31 @@ class CheckpointConfig(_Section):
     keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
 
 
+class RecoveryConfig(_Section):
+    """When a loss counts as a spike, and what is done about it (train/recovery.py)."""
+
+    enabled: bool = True  # false: only a loss that is not finite ends the run
+    window: int = Field(64, ge=16)  # steps that say what is normal
+    threshold: float = Field(8.0, gt=0)  # robust standard deviations above the window's median
+    minimum_rise: float = Field(0.3, ge=0)  # nats above it as well: losses that hardly vary have large deviations
+    patience: int = Field(3, gt=0)  # steps in a row: a single hard batch is no spike
+    rewind: int = Field(10, ge=0)  # go back to a checkpoint at least so many steps before the spike
+    skip_before: int = Field(8, ge=0)  # batches before the spike that are left out with it
+    skip_after: int = Field(32, ge=0)  # and after it; PaLM left out 200 to 500 in all (arXiv 2204.02311)
+    strikes: int = Field(3, gt=0)  # the spike that stops the run
+    forgive_steps: int = Field(1000, gt=0)  # without a spike, after which the count starts again
+
+
+class TrackingConfig(_Section):
+    """Where metrics go beside metrics.jsonl. Needs the extra `track`."""
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    every: int = Field(10, gt=0)  # steps; validation losses go always
+    project: str = "ironlaw"  # of Weights & Biases; the experiment of MLflow
+    name: str | None = None  # of the run there; the run directory's unless given
+    batch_digests: bool = False  # metrics.jsonl also gets a checksum of each step's tokens: which were trained on
+
+
 class EvaluationConfig(_Section):
     every: int = Field(100, ge=0)  # steps; 0: only at the end
     batches: int = Field(8, gt=0)  # validation batches of `train.global_batch` sequences each
@@ -89,8 +115,11 @@ class RunConfig(_Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    tracking: TrackingConfig = TrackingConfig()
     layout: LayoutConfig | None = None
 
     @model_validator(mode="after")

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 
 _DECIMAL = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 NOT_KNOWN = "–"
+
+
+def parse_bytes(text: str) -> int:
+    """ "20GiB", "1.5 GB", "4096" in bytes. ValueError says what would do."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGTPEZY]?)(i?)(B?)\s*", text)
+    try:
+        assert match is not None
+        prefix, power = match[2].upper(), 0
+        power = " KMGTPEZY".index(prefix) if prefix else 0
+        return round(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    except (AssertionError, ValueError):
+        raise ValueError(f"{text!r} is not a number of bytes: write for example 20GiB") from None
 
 
 def _rounded(value: float, digits: int = 3) -> float:

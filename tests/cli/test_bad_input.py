@@ -46,7 +46,7 @@ TABLE = {
     "unknown key, misspelt": Bad(["train", "CONFIG", *NEW, "--set", "train.stesp=3"],
                                  ["unknown key train.stesp", "did you mean train.steps"]),
     "unknown section": Bad(["train", "CONFIG", *NEW, "--set", "trian.steps=3"],
-                           ["unknown section trian", "did you mean train?"]),
+                           ["unknown section trian", "did you mean train"]),
     "unknown accelerator": Bad(["plan", "CONFIG", "--on", "hx100"], ["hx100", "did you mean"]),
     "unknown model": Bad(["plan", "bad.toml"], ["unknown model 'lama3-8b'", "did you mean llama3-8b"],
                          [file("bad.toml", '[model]\nname = "lama3-8b"\n')]),

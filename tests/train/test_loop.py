@@ -146,7 +146,7 @@ def test_metrics_have_what_scripts_read(
     for entry in entries:
         assert entry.keys() >= {"step", "loss", "tokens", "seconds", "lr", "grad_norm"}
         assert entry["seconds"] > 0 and entry["grad_norm"] > 0
-        assert entry["lr"] == pytest.approx(learning_rate(config.train, entry["step"] - 1))
+        assert entry["lr"] == pytest.approx(learning_rate(config, entry["step"] - 1))
         phases = sum(entry[f"{phase}_seconds"] for phase in ("data", "forward", "backward", "optimizer", "host"))
         assert phases <= entry["seconds"]
     assert [entry["step"] for entry in entries if entry.get("recorded")] == [3, 4]
@@ -157,7 +157,8 @@ def test_the_run_directory_holds_the_run(tiny_config: Config, train: Train, tmp_
     run = tmp_path / "run"
     outcome = train(config, run)
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.toml", "plan.json", "ledger.json", "metrics.jsonl", "checkpoints", "tokenizer.json"}
+    files = {"config.toml", "plan.json", "ledger.json", "metrics.jsonl", "sessions.jsonl", "profile.json"}
+    assert names == files | {"checkpoints", "tokenizer.json"}
     assert load_config(run) == config
     assert Ledger.load(run / "ledger.json").to_json() == json.loads(json.dumps(outcome.ledger.to_json()))
     assert Ledger.load(run / "plan.json").side == "plan"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,9 +14,11 @@ from ironlaw.data import batches
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, PackedRows, Samples, Windows
 from ironlaw.data.config import DataConfig
-from ironlaw.data.dataset import Dataset
-from ironlaw.data.mixture import Mixture
+from ironlaw.data.dataset import Dataset, open_dataset
+from ironlaw.data.mixture import Mixture, together
 from ironlaw.data.packing import Packed, best_fit
+from ironlaw.data.prepare import prepare
+from ironlaw.data.processes import ProcessBatches
 from ironlaw.data.shards import TokenArray
 from ironlaw.data.stream import StreamBatches
 from ironlaw.errors import UserError
@@ -27,6 +32,29 @@ class BatchSource(Protocol):
     seconds: dict[str, float]  # spent so far, by stage: read, tokenise, pack
 
     def batch(self, step: int) -> Batch[np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What another process needs to make the same batches: no tokens, only where they are."""
+
+    config: DataConfig
+    vocab: int
+    folders: tuple[Path, ...]  # none: mock data
+    weights: tuple[float, ...]
+    sequence: int
+
+    def loader(self) -> Loader:
+        if not self.folders:
+            return Loader(prepare(self.config, self.vocab), self.config, self.sequence)
+        parts = [open_dataset(folder, checksums=False) for folder in self.folders]
+        dataset = together(parts, self.weights) if self.weights else parts[0]
+        return Loader(dataset, self.config, self.sequence)
+
+
+def _reopen(recipe: Recipe, global_batch: int, seed: int, rank: int, world: int) -> BatchSource:
+    """In another process."""
+    return recipe.loader().training(global_batch, seed, rank, world)
 
 
 class Loader:
@@ -45,6 +73,11 @@ class Loader:
             self._stream = StreamBatches(dataset.stream, self.sequence, global_batch, seed, rank, world, masked)
             return self._stream
         self._samples = self._all_samples(global_batch, seed)
+        if self.config.loader_processes:
+            batches.check_world(global_batch, rank, world)
+            opener = partial(_reopen, self._recipe(), global_batch, seed, rank, world)
+            share, processes = global_batch // world, self.config.loader_processes
+            return ProcessBatches(opener, share, self.sequence, masked, processes, self.config.prefetch)
         return Batches(self._samples, self.sequence, global_batch, seed, rank, world, masked)
 
     def validation(self, sequences_per_batch: int, limit: int | None) -> Iterator[Batch[np.ndarray]]:
@@ -59,6 +92,12 @@ class Loader:
             return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
         masked = bounds if config.masks_documents else None
         return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
+
+    def _recipe(self) -> Recipe:
+        parts = self.dataset.sources or (self.dataset,)
+        folders = tuple(part.folder for part in parts if part.folder is not None)
+        config = self.config.model_copy(update={"loader_processes": 0})
+        return Recipe(config, self.dataset.vocab, folders, self.dataset.weights, self.sequence)
 
     def facts(self) -> dict[str, Any]:
         """How the text became rows, for the ledger: fractions of positions and documents."""

@@ -119,19 +119,25 @@ def prepare_mixture(
 
         parts.append(prepare_source(config, vocab, source, corpus, tokenizer, forward, say))
         done += corpus.bytes
+    return together(parts, weights, baseline=True)
+
+
+def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = False) -> Dataset:
+    """The dataset of several sources; `baseline`: with the trivial baseline, which reads all their tokens."""
     train, validation = (join([getattr(part, split) for part in parts]) for split in SPLITS)
+    vocab = max(part.vocab for part in parts)
     return Dataset(
         train=train,
         validation=validation,
         train_documents=_join_bounds([part.train_documents for part in parts]),
         validation_documents=_join_bounds([part.validation_documents for part in parts]),
-        vocab=max(part.vocab for part in parts),
+        vocab=vocab,
         end_of_text=parts[0].end_of_text,
         end_of_text_token=parts[0].end_of_text_token,
         tokenizer_path=parts[0].tokenizer_path,
         folder=None,
         statistics=_together([part.statistics for part in parts]),
-        unigram_loss=unigram_loss(train, validation, max(part.vocab for part in parts)),
+        unigram_loss=unigram_loss(train, validation, vocab) if baseline else None,
         reused=all(part.reused for part in parts),
         name=" + ".join(part.name for part in parts),
         sources=tuple(parts),

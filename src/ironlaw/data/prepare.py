@@ -64,6 +64,17 @@ def prepare(
     return prepare_source(config, vocab, *sources[0], given, progress, say)
 
 
+def folders_of(config: DataConfig, vocab: int) -> list[Path]:
+    """Where the sources' tokens are or would be kept. A mixture's depend on its tokenizer, which must be there."""
+    given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
+    sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
+    if given is None and len(sources) > 1:
+        from ironlaw.data.mixture import shared_tokenizer
+
+        given = shared_tokenizer(config, vocab, sources)
+    return [config.cache_folder / _folder_name(config, vocab, source, corpus, given) for source, corpus in sources]
+
+
 def prepare_source(
     config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
     progress: shards.Progress | None, say: Say,
@@ -76,11 +87,14 @@ def prepare_source(
             if place != folder:
                 _build(config, vocab, source, corpus, given, place, progress, say)
     try:
-        return open_dataset(folder, reused=reused)
+        dataset = open_dataset(folder, reused=reused)
     except shards.DamagedShards as damage:
         say(str(damage).split(":")[0] + ": making them again")
         _remake(config, corpus, folder, damage)
-    return open_dataset(folder, reused=False)
+        dataset = open_dataset(folder, reused=False)
+    if dataset.vocab > vocab:  # only tokens made elsewhere can be
+        raise _too_many(corpus, dataset.vocab, vocab)
+    return dataset
 
 
 def _remake(config: DataConfig, corpus: corpora.Corpus, folder: Path, damage: shards.DamagedShards) -> None:
@@ -213,6 +227,12 @@ def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
             f"{corpus.root} holds token {largest:,} but model.vocab = {vocab:,}: set it to {largest + 1:,} or more"
         )
     return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
+
+
+def _too_many(corpus: corpora.Corpus, held: int, vocab: int) -> UserError:
+    return UserError(
+        f"{corpus.root} holds token {held - 1:,} but model.vocab = {vocab:,}: set model.vocab = {held} or more"
+    )
 
 
 def _skipped(corpus: corpora.Corpus, finished: list[dict[str, Any]]) -> dict[str, int]:

@@ -132,9 +132,40 @@ def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if suffix == ".zst":
-        stream = _extra("zstandard", path).ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return cast(IO[bytes], io.BufferedReader(stream, 2**20))
+        return cast(IO[bytes], io.BufferedReader(_Zstandard(raw, _extra("zstandard", path)), 2**20))
     return raw
+
+
+class _Zstandard(io.RawIOBase):
+    """Frames behind one another as one stream. The library's own reader takes half a frame for a whole one."""
+
+    def __init__(self, raw: IO[bytes], library: Any):
+        self._raw, self._library = raw, library
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._raw.read(2**17)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            parts = []
+            while data:
+                self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+                parts.append(self._frame.decompress(data))
+                data = b""
+                if self._frame.eof:
+                    data, self._frame = self._frame.unused_data, None
+            self._ready = memoryview(b"".join(parts))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
 
 
 def _skip(lines: IO[bytes], start: int, seek: bool) -> None:
@@ -236,7 +267,8 @@ class _arrow_errors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and type(error).__module__.split(".")[0] == "pyarrow":
+        own = type(error).__module__.split(".")[0] == "pyarrow"
+        if own or (isinstance(error, OSError) and error.errno is None):  # as it calls a file that ends too soon
             raise _damaged(self._path, cast(Exception, error)) from None
 
 

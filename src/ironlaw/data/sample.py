@@ -23,9 +23,9 @@ def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]
     )
     share = max(characters // max(1, len(places)), _SHARE)
     left = characters
-    for file, start in places:
+    for file, start, stop in places:
         room = min(share, left)
-        for text in _training_texts(corpus, splitter, file, start):
+        for text in _training_texts(corpus, splitter, file, start, stop):
             text = text[:room]
             room -= len(text)
             left -= len(text)
@@ -36,29 +36,38 @@ def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]
             return
 
 
-def _name(file: File, start: int) -> bytes:
+def _name(file: File, start: int, stop: int | None) -> bytes:
     return f"{file.name}{start or ''}".encode("utf-8", "surrogateescape")
 
 
-def _places(corpus: Corpus) -> Iterator[tuple[File, int]]:
+def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
+    """(file, where to begin in it, where the next place begins)"""
     records = sum(file.kind != "text" for file in corpus.files)
     for file in corpus.files:
         if file.kind == "text":
-            yield file, 0
+            yield file, 0, None
         else:
-            for start in readers.spots(file.kind, file.path, max(1, _SPOTS // records)):
-                yield file, start
+            starts = readers.spots(file.kind, file.path, max(1, _SPOTS // records))
+            for start, stop in zip(starts, [*starts[1:], None], strict=True):
+                yield file, start, stop
 
 
-def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int) -> Iterator[str]:
+def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, stop: int | None) -> Iterator[str]:
     if file.kind == "text":
         text = corpus.text(file)
         found = [] if text is None else [text]
         contents: Iterator[readers.Content | None] = iter(found)
     else:
-        contents = (record.content for record in readers.read(file.kind, file.path, corpus.field, start))
+        contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
     for content in contents:
         if content is not None:
             for split, part in splitter.parts(Document(content, file, (0, 0), 0)):
                 if split == "train" and isinstance(part, str):
                     yield part
+
+
+def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
+    for record in records:
+        yield record.content
+        if stop is not None and record.next >= stop:
+            return

@@ -74,17 +74,17 @@ class Tokeniser:
     A tokenizer of None passes token ids through: the source is tokenised already.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: int):
+    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: int, chunk_bytes: int = _CHUNK_BYTES):
         self.seconds = 0.0
         self.read_seconds = 0.0  # taken by the iterator of pieces: reading, hashing, cutting
         self._tokenizer = tokenizer
+        self._chunk_bytes = chunk_bytes
         self._workers = workers if tokenizer is not None else 0
 
     def encode(self, source: Iterator[Piece]) -> Generator[list[tuple[Piece, np.ndarray]], None, None]:
         """Lists of pieces with their ids; whatever was begun is finished or dropped when the caller stops."""
         if self._workers == 0:
-            size = 2**19 * max(2, os.cpu_count() or 1)
-            for chunk in self._chunks(source, size):
+            for chunk in self._chunks(source, self._chunk_bytes * max(1, (os.cpu_count() or 1) // 2)):
                 start = time.perf_counter()
                 result = list(zip(chunk, self._here(chunk), strict=True))
                 self.seconds += time.perf_counter() - start
@@ -110,7 +110,7 @@ class Tokeniser:
 
     def _in_order(self, pool: ProcessPoolExecutor, source: Iterator[Piece]) -> Iterator[list[tuple[Piece, np.ndarray]]]:
         waiting: deque[tuple[list[Piece], Future[Any]]] = deque()
-        chunks = self._chunks(source, _CHUNK_BYTES)
+        chunks = self._chunks(source, self._chunk_bytes)
         more = True
         while more or waiting:
             while more and len(waiting) < 2 * self._workers + 2:

@@ -22,6 +22,7 @@ from torch.autograd.profiler import record_function
 from ironlaw.ledger import Kind, Line, Origin, Phase
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+RECOMPUTE_SCOPE = "ironlaw.recompute"
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
@@ -70,6 +71,7 @@ class Span:
     scope: str = ""
     inside: str = ""  # name of the span around it
     phase: Phase | None = None
+    again: bool = False  # inside a recomputation
 
 
 @dataclass
@@ -146,7 +148,8 @@ def named_modules_recorded(model: nn.Module) -> Iterator[None]:
     with ExitStack() as handles:
         for module, name in module_scopes(model).items():
             handles.callback(module.register_forward_pre_hook(enter(name)).remove)
-            handles.callback(module.register_forward_hook(leave).remove)
+            # Always: a recomputation leaves a block as soon as it has what the backward pass needs, by an exception.
+            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
@@ -177,8 +180,11 @@ def _nest(spans: list[Span]) -> None:
         if parent is not None:
             parent.self_ns -= span.self_ns
             span.scope, span.phase, span.inside = parent.scope, parent.phase, parent.name
+            span.again = parent.again
         if span.name.startswith(PHASE_SCOPE):
             span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
+        elif span.name == RECOMPUTE_SCOPE:
+            span.scope, span.again = "Block", True
         elif span.name.startswith(MODULE_SCOPE):
             span.scope = span.name.removeprefix(MODULE_SCOPE)
         elif span.name.startswith(_BACKWARD_NODE):
@@ -204,7 +210,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
             step += 1
         if span.phase is None:
             continue
-        key = (span.phase, *_classify(span))
+        kind, operation = _classify(span)
+        key = (span.phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation)
         nanoseconds[key][step] += span.self_ns
         counts[key] += span.inside != _PRODUCT_WITH_BIAS  # what that calls is part of the same product
     return [

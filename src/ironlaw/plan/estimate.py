@@ -14,11 +14,13 @@ from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.recompute import solve
 from ironlaw.plan.record import time_interval
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.recompute import AGAIN, policies
 from ironlaw.workload.transformer import (
     Precision,
     Shape,
@@ -40,15 +42,21 @@ class Choice:
 
 
 def training_shape(config: RunConfig, precision: str, *, cuda: bool = False) -> Shape:
-    return Shape(config.model, config.micro_batch, config.sequence, cast(Precision, precision), fused_rmsnorm=cuda)
+    return Shape(
+        config.model, config.micro_batch, config.sequence, cast(Precision, precision), fused_rmsnorm=cuda,
+        recompute=policies(config.recompute, config.model),
+    )  # fmt: skip
 
 
 def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:
     """All operations of an optimizer step with how often each runs in it."""
-    shape = training_shape(config, precision, cuda=cuda)
+    return shaped_operations(config, training_shape(config, precision, cuda=cuda))
+
+
+def shaped_operations(config: RunConfig, shape: Shape) -> list[tuple[Operation, int]]:
     per_micro_batch = [(op, op.repeat * config.accumulation) for op in training_operations(shape)]
     update = update_operations(
-        model_parameters(config.model), config.optimizer, accumulation=config.accumulation, cuda=cuda
+        model_parameters(config.model), config.optimizer, accumulation=config.accumulation, cuda=shape.fused_rmsnorm
     )
     return per_micro_batch + [(op, op.repeat) for op in update]
 
@@ -76,11 +84,12 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
     precision = choose_precision(config, profile)
-    operations = step_operations(config, precision.value, cuda=profile.device == "cuda")
     slowdown = interference.typical(profile)
     machine = MeasuredMachine(profile, slowdown)
+    shape = _solved(config, training_shape(config, precision.value, cuda=profile.device == "cuda"), machine)
+    operations = shaped_operations(config, shape)
     lines = _lines(operations, machine, precision.value)
-    memory, peak_where = peak_memory(config, training_shape(config, precision.value))
+    memory, peak_where = peak_memory(config, shape)
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = {
         "model": config.model.model_dump(mode="json", exclude_none=True),
@@ -100,11 +109,25 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "micro_batch": config.micro_batch,
         "accumulation": config.accumulation,
         "sequence": config.sequence,
+        "recompute": [None if policy is None else sorted(policy) for policy in shape.recompute],
         "global_batch": config.train.global_batch,
         "steps": config.train.steps,
     }
     _add_totals(ledger, config, profile, precision.value)
     return ledger
+
+
+def _solved(config: RunConfig, shape: Shape, machine: MeasuredMachine) -> Shape:
+    """A budget becomes one policy per layer."""
+    if config.recompute.mode != "budget":
+        return shape
+    assert config.recompute.budget is not None
+    return solve(
+        shape,
+        units.parse_bytes(config.recompute.budget),
+        seconds=lambda op: machine.time(op, shape.precision).seconds,
+        peak_bytes=lambda shape: sum(line.bytes or 0 for line in peak_memory(config, shape)[0]),
+    )
 
 
 def _seconds(operations: Iterable[tuple[Operation, int]], machine: MeasuredMachine, precision: str) -> float:
@@ -148,7 +171,7 @@ def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: 
     calculated, tokens = Origin.CALCULATED, config.tokens_per_step
     step = sum(line.seconds or 0.0 for line in ledger.lines)
     low, high, basis = time_interval(profile)
-    flops = ledger.flops()
+    flops, again = model_flops(ledger), recomputed_flops(ledger)
     tensors = sum(ledger.memory_bytes().values())
     totals = ledger.totals
     totals["parameters"] = Estimate(config.model.parameters, calculated, "sum over the modules' shapes")
@@ -169,6 +192,12 @@ def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: 
         f"FLOPs / step time / {units.rate(peak_rate, 'FLOP')}, the measured {precision} matmul rate of this machine",
         flops / (step * high) / peak_rate, flops / (step * low) / peak_rate,
     )  # fmt: skip
+    if again:
+        totals["recomputed_flops_per_step"] = Estimate(again, calculated, "matrix products that run a second time")
+        totals["hfu"] = Estimate(
+            (flops + again) / step / peak_rate, calculated, "as MFU, with recomputed FLOPs counted",
+            (flops + again) / (step * high) / peak_rate, (flops + again) / (step * low) / peak_rate,
+        )  # fmt: skip
     totals["peak_bytes"] = Estimate(
         tensors, calculated, f"tensors alive at the highest moment ({ledger.facts['peak_at']})",
         tensors * (1 - MEMORY_INTERVAL), tensors * (1 + MEMORY_INTERVAL),
@@ -186,9 +215,22 @@ def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: 
 
 
 def _unmasked_flops(ledger: Ledger, config: RunConfig) -> int:
-    masked = sum(line.flops or 0 for line in ledger.select(kind=Kind.ATTENTION))
+    masked = sum(line.flops or 0 for line in ledger.select(kind=Kind.ATTENTION) if _of_the_model(line))
     pairs = attention_score_pairs(config.sequence, config.model.sliding_window)
-    return ledger.flops() - masked + masked * 2 * config.sequence**2 // pairs
+    return model_flops(ledger) - masked + masked * 2 * config.sequence**2 // pairs
+
+
+def model_flops(ledger: Ledger) -> int:
+    """Products of forward and backward, each once: neither what is recomputed nor the optimizer's own."""
+    return sum(line.flops or 0 for line in ledger.lines if _of_the_model(line))
+
+
+def recomputed_flops(ledger: Ledger) -> int:
+    return sum(line.flops or 0 for line in ledger.lines if line.operation.endswith(AGAIN))
+
+
+def _of_the_model(line: Line) -> bool:
+    return line.phase is not Phase.OPTIMIZER and not line.operation.endswith(AGAIN)
 
 
 def _total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:

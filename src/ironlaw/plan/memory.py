@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ironlaw.config import RunConfig
@@ -11,7 +11,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.transformer import FP32, INDEX, Shape, training_operations
+from ironlaw.workload.recompute import unfolded
+from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,16 @@ def in_execution_order(operations: Sequence[Operation], layers: int) -> Iterator
 
 
 def walk(operations: Sequence[Operation], layers: int, gradients_held: int = 0) -> Peak:
+    """The peak of one micro-batch of folded operations."""
+    return highest(in_execution_order(operations, layers), gradients_held)
+
+
+def highest(operations: Iterable[Operation], gradients_held: int = 0) -> Peak:
     """The peak of one micro-batch. `gradients_held`: bytes of gradients that earlier micro-batches left."""
     saved = temporary = 0
     gradients = gradients_held
     peak = Peak("start", 0, 0, gradients)
-    for op in in_execution_order(operations, layers):
+    for op in operations:
         saved += op.saved_bytes
         temporary += op.temporary_bytes
         if gradients_held:
@@ -65,11 +71,11 @@ def rotary_table_bytes(model: ModelConfig) -> int:
 def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]:
     """Memory at the peak of a training step by component, and where in the step that is. Weights are fp32."""
     model, accumulation = shape.model, config.accumulation
-    operations, parameters = training_operations(shape), model_parameters(model)
+    parameters = model_parameters(model)
     total_gradients = model.parameters * FP32
-    peaks = [walk(operations, model.layers)]
+    peaks = [highest(unfolded(shape))]
     if accumulation > 1:
-        peaks.append(walk(operations, model.layers, gradients_held=total_gradients))
+        peaks.append(highest(unfolded(shape), gradients_held=total_gradients))
     update = update_temporary_bytes(parameters, config.optimizer, cuda=shape.fused_rmsnorm)
     peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, update, total_gradients))
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)

@@ -101,6 +101,7 @@ WALL = {
     "checkpoint": "checkpoints",
     "startup": "start-up",
     "profiling": "the profiler",
+    "repeated": "steps taken again",
     "other": "everything else",
 }
 

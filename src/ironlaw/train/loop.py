@@ -9,16 +9,14 @@ A step is: wait for the batch, forward and backward over its micro-batches, clip
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +28,6 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
-from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
@@ -51,9 +48,15 @@ from ironlaw.observe.profile import (
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
+from ironlaw.train.journal import Digested, Journal
+from ironlaw.train.jsonl import read_lines
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.recompute import recompute_blocks, solved_policies
+from ironlaw.train.recovery import Recovery, SkippingBatches
+from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
+from ironlaw.train.sessions import earlier_profile, keep_profile, now
 from ironlaw.train.state import RandomState, Stateful
 from ironlaw.train.transfer import Transfer
 
@@ -100,7 +103,6 @@ class Trainer:
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.started = time.perf_counter()
-        self.started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
         self.watch = watch or (lambda report: None)
         self.say = say or (lambda message: None)
@@ -129,22 +131,36 @@ class Trainer:
         self.model = Transformer(config.model).to(self.device)
         use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        recompute_blocks(self.model.blocks, solved_policies(self.plan))
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
         self.checkpointer = Checkpointer(
-            self.run.checkpoints, config.checkpoint, config.model, say=self.say, before_write=self._sync_metrics
-        )
+            self.run.checkpoints, config.checkpoint, config.model, say=self.say,
+            before_write=lambda: self.journal.sync(),
+        )  # fmt: skip
         if start is not None:
             for missing in checkpoint.load(start, self.model, config.model, self.states):
                 self.say(f"the checkpoint holds no {missing} state: it starts anew")
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
-        self.run.forget_after(self.step)
         wanted = config.train.compile
         self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
         if self.compiled:
             self.compiled = compile_blocks(self.model, self._micro_batch_like(), self._autocast, self.say)
+        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
+        self._spike_known = False
+        self._digested: Any = None
+        self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
+        self.recovery.start_over(self.run.metrics())
+
+    def _setting(self) -> dict[str, Any]:
+        """What must be alike for the step times of two sessions to be comparable."""
+        return {
+            "profile": self.profile.created, "device": self.profile.device, "threads": self.profile.threads,
+            "micro_batch": self.config.micro_batch, "precision": self.precision, "compile": self.compiled,
+            "torch": torch.__version__,
+        }  # fmt: skip
 
     def _micro_batch_like(self) -> Tensor:
         return torch.zeros(self.config.micro_batch, self.config.sequence, dtype=torch.long, device=self.device)
@@ -161,43 +177,57 @@ class Trainer:
         energy = EnergyMeter()
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        first_step, warmup = self.step, warmup_steps(config.train.steps)
+        self._warm_until = self.step + warmup_steps(config.train.steps)
+        first_step = self.step
         try:
-            with (
-                self.run.metrics_file.open("a", encoding="utf-8") as metrics,
-                Prefetcher(
-                    self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
-                ) as batches,
-            ):
-                while self.step < config.train.steps and self._interrupted is None:
-                    done = self.step - first_step
-                    if config.train.profile_steps and done == warmup and self._enough_steps_left():
-                        self._record_steps(batches, metrics)
-                    else:
-                        times = self._timed_step(batches, recording=False)
-                        if done >= warmup:
-                            observed.steps.append(times)
-                        self._after_step(times, metrics, recorded=False)
-                    self._probe_sometimes()
-                    observed.joules = energy.joules()
-                self.data_facts = self.loader.facts() | batches.facts()
+            while True:
+                try:
+                    self._steps(energy)
+                    break
+                except GoBack as back:
+                    self._restore(back.target)
             if not self._checkpoint_due() and self.step > first_step:
                 self._take_checkpoint()
                 self.checkpointer.write()
             self._wait_for_checkpoint()
+            self.journal.close()
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
+            self.journal.abandon(error, self.step, observed)
+            raise
         finally:
-            self.checkpointer.wait()  # whatever ends the run, a checkpoint under way is completed
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if self.step >= config.train.steps:  # a signal during the last step ended nothing early
             self._interrupted = None
         return Outcome(self._finish(), self.step, self._interrupted)
 
+    def _steps(self, energy: EnergyMeter) -> None:
+        """From where the run stands to its end, a signal, or a spike that makes it go back."""
+        config, observed = self.config, self.observed
+        ahead: Any = SkippingBatches(self.batches, self.recovery.skips)
+        with Prefetcher(
+            ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
+        ) as prefetcher:
+            batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
+            while self.step < config.train.steps and self._interrupted is None:
+                if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
+                    self._record_steps(batches)
+                else:
+                    times = self._timed_step(batches, recording=False)
+                    if self.step > self._warm_until:
+                        observed.steps.append(times)
+                    self._after_step(times, recorded=False)
+                self._probe_sometimes()
+                observed.joules = energy.joules()
+            self.data_facts = self.loader.facts() | prefetcher.facts()
+
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
         return self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
 
-    def _timed_step(self, batches: Prefetcher[Batch[Tensor]], recording: bool) -> StepTimes:
+    def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
         config, clock = self.config, self.clock
         with clock.step() as times, step_scope(recording):
@@ -220,11 +250,6 @@ class Trainer:
                 self.train_loss = float(torch.stack(losses).sum())  # on CUDA the host waits here for the device
         self.step += 1
         self.tokens += config.tokens_per_step
-        if not np.isfinite(self.train_loss):
-            raise UserError(
-                f"the loss of step {self.step} is {self.train_loss}: lower optimizer.lr or train with "
-                "train.precision = fp32, then run again with --resume"
-            )
         return times
 
     def _update(self, recording: bool) -> float:
@@ -237,7 +262,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _record_steps(self, batches: Prefetcher[Batch[Tensor]], metrics: TextIO) -> None:
+    def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
@@ -249,24 +274,29 @@ class Trainer:
         with named_modules_recorded(self.model):
             with silent_stderr():
                 recorded.start()
-            for _ in range(count):
-                finished.append(self._timed_step(batches, recording=True))
-                self._after_step(finished[-1], metrics, recorded=True)
-            with silent_stderr():
-                recorded.stop()
+            try:
+                for _ in range(count):
+                    finished.append(self._timed_step(batches, recording=True))
+                    self._after_step(finished[-1], recorded=True)
+            finally:
+                with silent_stderr():
+                    recorded.stop()
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self._gradient_pointers)
+        keep_profile(self.run.profile_file, self.observed)
         # The recorded steps themselves, and what happened between them, are counted where they belong.
         counted = sum(self.observed.wall_seconds.values()) - counted
         self.observed.wall_seconds["profiling"] = max(0.0, time.perf_counter() - began - counted)
 
     # -- between steps ---------------------------------------------------------------------------------------
 
-    def _after_step(self, times: StepTimes, metrics: TextIO, recorded: bool) -> None:
+    def _after_step(self, times: StepTimes, recorded: bool) -> None:
         config, step = self.config, self.step
+        self._look_for_spike()
         phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
         entry: dict[str, Any] = {
-            "step": step, "loss": self.train_loss, "tokens": self.tokens, "seconds": times.wall_seconds,
+            "step": step, "batch": self.recovery.skips.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
+            "seconds": times.wall_seconds,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         }  # fmt: skip
         if not recorded:  # recorded steps are counted with the profiling that slows them
@@ -282,8 +312,11 @@ class Trainer:
         self.observed.resident_peak_bytes = max(self.observed.resident_peak_bytes or 0, entry["resident_bytes"])
         if recorded:
             entry["recorded"] = True
-        metrics.write(json.dumps(entry) + "\n")
-        metrics.flush()
+        if step <= self._warm_until:
+            entry["warmup"] = True
+        if isinstance(self._digested, Digested):
+            entry["batch_crc32"] = self._digested.crc32
+        self.journal.step(entry)
         # After the metrics: a checkpoint without its line could not be told from one with it.
         self.checkpointer.write()
         self.watch(
@@ -317,7 +350,9 @@ class Trainer:
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
-        seconds = self.checkpointer.take(self.step, self.tokens, self.model, self.states, validation_loss)
+        seconds = self.checkpointer.take(
+            self.step, self.tokens, self.model, self.states, validation_loss, turns=len(self.recovery.turns)
+        )
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
 
@@ -328,10 +363,31 @@ class Trainer:
         finally:
             self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
 
-    def _sync_metrics(self) -> None:
-        """The lines of the steps that a checkpoint stands for are on the disk before it is."""
-        with self.run.metrics_file.open("rb") as file:
-            os.fsync(file.fileno())
+    def _look_for_spike(self) -> None:
+        """Raises GoBack, or UserError when going back cannot help. Nothing of a spike's last step is recorded."""
+        spike = self.recovery.observe(self.step, self.train_loss, self._gradient_norm)
+        if spike is None:
+            self._spike_known = False
+            return
+        if self._spike_known:  # nothing to go back to: it was said once
+            return
+        self._spike_known = True
+        self.checkpointer.wait()
+        target = answer(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say)
+        if target is not None:
+            raise GoBack(target)
+
+    def _restore(self, target: checkpoint.Checkpoint) -> None:
+        """To the state of `target`, as if the steps after it had not been; only the events and the clock know."""
+        began = time.perf_counter()
+        checkpoint.load(target, self.model, self.config.model, self.states)
+        self.step, self.tokens = target.step, target.tokens
+        self.checkpointer.last = target
+        self.journal.forget_after(self.step, self.observed)
+        self.recovery.start_over(self.run.metrics())
+        self._spike_known = False
+        wall = self.observed.wall_seconds
+        wall["repeated"] = wall.get("repeated", 0.0) + time.perf_counter() - began
 
     def _probe_sometimes(self) -> None:
         """Is the machine still as fast as when it was measured?"""
@@ -351,6 +407,10 @@ class Trainer:
         observed, config = self.observed, self.config
         total = time.perf_counter() - self.started
         observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
+        self.journal.sessions.end(self._interrupted or "done", self.step, observed)
+        self.journal.sessions.merge(observed, self.run.metrics())
+        earlier_profile(self.run.profile_file, observed)
+        total = sum(observed.wall_seconds.values())
         if self.device.type == "cuda":
             observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
         facts = self.plan.facts | {
@@ -359,8 +419,10 @@ class Trainer:
             "data": self.data_facts,
             "steps_done": self.step,
             "interrupted": self._interrupted,
-            "started": self.started_at,
-            "finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "started": self.journal.sessions.facts()[0]["started"],
+            "finished": now(),
+            "sessions": self.journal.sessions.facts(),
+            "rollbacks": len(self.recovery.turns),
         }
         ledger = measured_ledger(
             observed,
@@ -373,7 +435,7 @@ class Trainer:
         measured = {
             "train_loss": (self.train_loss, "loss of the last step, nats per token"),
             "validation_loss": (self.validation_loss, "mean over the last validation batches, nats per token"),
-            "total_seconds": (total, "wall time of the training command, start-up included"),
+            "total_seconds": (total, "wall time of the training command, start-up and every session included"),
         }
         for name, (value, basis) in measured.items():
             if np.isfinite(value):

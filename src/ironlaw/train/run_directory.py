@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
+from ironlaw.train.jsonl import read_lines
+from ironlaw.train.lock import LOCK
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,18 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def events_file(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def sessions_file(self) -> Path:
+        return self.path / "sessions.jsonl"
+
+    @property
+    def profile_file(self) -> Path:
+        return self.path / "profile.json"
+
+    @property
     def ledger_file(self) -> Path:
         return self.path / "ledger.json"
 
@@ -49,14 +62,9 @@ class RunDirectory:
     def tokenizer_file(self) -> Path:
         return self.path / "tokenizer.json"
 
-    def metrics(self) -> Iterator[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, Any]]:
         """Complete lines only: a run that was killed may have left half of its last one."""
-        if not self.metrics_file.is_file():
-            return
-        with self.metrics_file.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        return read_lines(self.metrics_file)
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps that a resumed run will take again."""
@@ -78,12 +86,12 @@ def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
     for there in (path, *path.parents):
         if there.exists() and not there.is_dir():
             raise UserError(f"{there} is a file: give --out a directory")
-    if path.exists() and any(path.iterdir()):
+    if path.exists() and any(entry.name != LOCK for entry in path.iterdir()):
         if not resume:
             raise UserError(f"{path} exists: add --resume to continue it, or give another --out")
         if run.config_file.is_file():
             check_same_run(load_config(run.config_file), config, path)
-        elif any(entry.name != run.checkpoints.name and not _is_torn(entry) for entry in path.iterdir()):
+        elif any(entry.name not in (run.checkpoints.name, LOCK) and not _is_torn(entry) for entry in path.iterdir()):
             raise UserError(f"{path} holds files but no config.toml, so it is no run: give --out a new directory")
     return run
 

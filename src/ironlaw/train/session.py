@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,14 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan import record
 from ironlaw.plan.estimate import fits, plan_run
 from ironlaw.train import checkpoint
+from ironlaw.train.faults import is_out_of_memory, out_of_memory
+from ironlaw.train.journal import write_event
+from ironlaw.train.jsonl import read_lines
+from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.recovery import Recovery
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
+from ironlaw.train.tracking import check_installed
 
 DataProgress = Callable[[int, int], None]
 
@@ -38,7 +45,21 @@ def run_training(
     Raises UserError when the input cannot work (no text, no room, another model), before anything is written to `out`.
     """
     say = say or (lambda message: None)
+    check_installed(config.tracking)
     run = find_run(out, config, resume)
+    with contextlib.ExitStack() as held:
+        if out.is_dir():  # before its checkpoints are looked at; a new run is locked once there is a directory
+            held.enter_context(locked(out))
+        return _train_alone(config, run, profile, held, data_progress, planned, watch, say)
+
+
+def _train_alone(
+    config: RunConfig, run: RunDirectory, profile: Profile, held: contextlib.ExitStack,
+    data_progress: DataProgress | None, planned: Callable[[Ledger, Dataset], None] | None,
+    watch: Callable[[StepReport], None] | None, say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """The run directory is this process's, or does not exist yet."""
+    new = not run.path.is_dir()
     plan = plan_run(config, profile)
     if not fits(plan):
         raise UserError(
@@ -47,16 +68,29 @@ def run_training(
     dataset = prepare(config.data, config.model.vocab, data_progress, say)
     start = _check_start(config, dataset, run, say)
     if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
-        say(f"{out} has done its {start.step} steps already: set train.steps higher to go on")
+        say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
         return Outcome(Ledger.load(run.ledger_file), start.step, None)
     create_run(run, config)
+    if new:
+        held.enter_context(locked(run.path))
     plan.save(run.plan_file)
     if dataset.tokenizer_path is not None:
         shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
     if planned is not None:
         planned(plan, dataset)
-    trainer = Trainer(config, run, plan, dataset, profile, start=start, watch=watch, say=say)
-    outcome = trainer.train()
+    trainer: Trainer | None = None
+    try:
+        trainer = Trainer(config, run, plan, dataset, profile, start=start, watch=watch, say=say)
+        outcome = trainer.train()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        step = trainer.step if trainer is not None else 0
+        last = trainer.checkpointer.last if trainer is not None else start
+        answer = out_of_memory(error, config, plan, profile, step, last)
+        with contextlib.suppress(OSError):
+            write_event(run, "out_of_memory", step=step, message=str(answer))
+        raise answer from None
     outcome.ledger.save(run.ledger_file)
     interference.remember(profile, trainer.observed.probes)
     _remember(plan, outcome, profile, run)
@@ -75,7 +109,10 @@ def _check_start(
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
     next(loader.validation(config.micro_batch, 1))
-    start = checkpoint.newest(run.checkpoints, warn=say)
+    recovery = Recovery(config.recovery, read_lines(run.events_file), ())
+    start = checkpoint.newest(
+        run.checkpoints, warn=say, usable=lambda c: recovery.usable(c.step, int(c.index.get("turns", 0)))
+    )
     if start is not None:
         checkpoint.check_model(start, config.model)
     checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), config.checkpoint.keep)

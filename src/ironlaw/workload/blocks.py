@@ -15,6 +15,7 @@ from ironlaw.workload.operations import Operation
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
 INDEX = 8  # torch indexes with int64
+Policy = frozenset[str] | None  # what a block keeps of its expensive results; None: everything (recompute.py)
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Shape:
     sequence: int  # tokens
     precision: Precision = "fp32"  # of the matrix products; weights and the residual stream stay fp32
     fused_rmsnorm: bool = False  # one kernel on CUDA; on CPU PyTorch composes it from six
+    recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
 
     @property
     def tokens(self) -> int:
@@ -73,7 +75,7 @@ def norm_saved_bytes(shape: Shape, rows: int, width: int) -> int:
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
 
 
-def attention_saved_bytes(shape: Shape) -> int:
+def attention_saved_bytes(shape: Shape, *, mask: bool = True) -> int:
     """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135), and a window's mask.
 
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
@@ -84,8 +86,8 @@ def attention_saved_bytes(shape: Shape) -> int:
         scores = shape.micro_batch * model.heads * shape.sequence**2
         return 3 * (width + scores) * FP32 + width * shape.matmul_bytes
     windowed = model.sliding_window is not None and model.sliding_window < shape.sequence
-    mask = shape.sequence * shape.sequence * shape.matmul_bytes if windowed else 0
-    return width * shape.matmul_bytes + shape.tokens * model.heads * FP32 + mask
+    of_mask = shape.sequence * shape.sequence * shape.matmul_bytes if windowed and mask else 0
+    return width * shape.matmul_bytes + shape.tokens * model.heads * FP32 + of_mask
 
 
 def rotary_saved_bytes(shape: Shape) -> int:

@@ -17,6 +17,7 @@ from ironlaw.workload.blocks import FP32, INDEX, Precision, Shape, attention_sco
 from ironlaw.workload.forward import block, embedding, head
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
+from ironlaw.workload.recompute import recomputed_operations
 
 __all__ = [
     "FP32",
@@ -34,7 +35,7 @@ def training_operations(shape: Shape) -> list[Operation]:
     if shape.model.moe is not None:
         raise UserError("mixtures of experts are not planned yet")
     forward = embedding(shape) + block(shape) + head(shape)
-    backward = head_backward(shape) + block_backward(shape) + embedding_backward(shape)
+    backward = head_backward(shape) + recomputed_operations(shape) + block_backward(shape) + embedding_backward(shape)
     return forward + backward
 
 

@@ -1,0 +1,93 @@
+"""Which results each block keeps under a memory budget: the choice whose step fits and takes least time.
+
+The choices of one block form a frontier of kept bytes against seconds of recomputation, from the same operations and
+times as the rest of the plan. Going from "keep everything" to "keep nothing", layer by layer along the convex hull of
+that frontier, each step gives up the fewest seconds per byte; the first point of that path that fits is taken. By
+convexity no other mixture of layers that fits is more than one layer's choice faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+
+from ironlaw import units
+from ironlaw.errors import UserError
+from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.forward import block
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One block under one policy: bytes it holds for its backward pass and seconds it computes a second time."""
+
+    policy: Policy
+    held_bytes: int
+    seconds: float
+
+
+def choices(shape: Shape, seconds: Callable[[Operation], float]) -> list[Choice]:
+    """The convex hull of all policies of a block, from everything kept to least kept.
+
+    `seconds`: of one call of an operation.
+    """
+    saved = sum(op.saved_bytes for op in block(shape))
+    result = shape.tokens * shape.model.hidden * FP32
+    names = [name for name in KEEPABLE if name in keepable(shape.model)]
+    sets = {effective(shape, frozenset(some)) for size in range(len(names) + 1) for some in combinations(names, size)}
+    found = [Choice(None, saved, 0.0)]
+    for policy in sets:
+        time = sum(seconds(op) * op.repeat / shape.model.layers for op in again(shape, policy))
+        found.append(Choice(policy, result + kept_bytes(shape, policy), time))
+    return _hull(found)
+
+
+def _hull(found: list[Choice]) -> list[Choice]:
+    """From the most bytes to the fewest, each step the one that gives up the fewest seconds per byte."""
+    hull = [min(found, key=lambda c: (c.seconds, c.held_bytes))]
+    while True:
+        last = hull[-1]
+        smaller = [c for c in found if c.held_bytes < last.held_bytes]
+        if not smaller:
+            return hull
+        hull.append(min(smaller, key=partial(_seconds_per_byte, last)))
+
+
+def _seconds_per_byte(last: Choice, choice: Choice) -> tuple[float, int]:
+    """Of equals the smallest, which needs no step in between."""
+    slope = (choice.seconds - last.seconds) / (last.held_bytes - choice.held_bytes)
+    return slope, choice.held_bytes
+
+
+def solve(
+    shape: Shape, budget_bytes: float, seconds: Callable[[Operation], float], peak_bytes: Callable[[Shape], float]
+) -> Shape:
+    """`shape` with one policy per layer, so that `peak_bytes` is within the budget. UserError where none is.
+
+    Layers that recompute come first: when it is their turn in the backward pass, the others have let go of theirs.
+    """
+    hull, layers = choices(shape, seconds), shape.model.layers
+
+    def at(point: int) -> Shape:
+        index, ahead = divmod(point, layers)
+        stored = (hull[index].policy,) * (layers - ahead)
+        mixed = (hull[index + 1].policy,) * ahead + stored if ahead else stored
+        return replace(shape, recompute=() if all(policy is None for policy in mixed) else mixed)
+
+    low, high = 0, (len(hull) - 1) * layers
+    if peak_bytes(at(high)) > budget_bytes:
+        raise UserError(
+            f"recompute.budget = {units.bytes_(budget_bytes)} is too little: with everything recomputed the step still "
+            f"needs {units.bytes_(peak_bytes(at(high)))}; lower train.micro_batch or raise the budget"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if peak_bytes(at(middle)) <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return at(low)

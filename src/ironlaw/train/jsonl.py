@@ -1,0 +1,92 @@
+"""Files of one JSON object per line that outlive a kill and a full disk: whole lines only, and none is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+PENDING_LIMIT = 100_000  # lines held back while the disk is full, some 50 MB: then the disk has the last word
+
+
+class JsonLines:
+    """Appends objects to a file. While the disk is full they wait in memory, and `say` is told once.
+
+    Not buffered: a line is in the kernel's hands when `append` returns, so that a killed process has written it.
+    """
+
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
+        self.path = path
+        self.pending: list[bytes] = []
+        self._lock = threading.Lock()  # the checkpoint's thread syncs what the loop appends
+        self._say = say or (lambda message: None)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Add one line. OSError only for what waiting cannot mend, or when too much waits."""
+        with self._lock:
+            self.pending.append((json.dumps(_plain(entry), allow_nan=False) + "\n").encode())
+            first = len(self.pending) == 1
+        try:
+            self.flush()
+        except OSError as error:
+            if error.errno not in FULL or len(self.pending) > PENDING_LIMIT:
+                raise
+            if first:
+                self._say(f"the disk of {self.path} is full: what happens is kept in memory until there is room")
+
+    def flush(self) -> None:
+        """Write what waits. OSError when there is still no room."""
+        with self._lock:
+            while self.pending:
+                line = self.pending[0]
+                try:
+                    written = os.pwrite(self._descriptor, line, self._end)
+                    if written < len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+                except OSError:
+                    os.ftruncate(self._descriptor, self._end)  # half a line would end the file for its readers
+                    raise
+                self._end += len(line)
+                del self.pending[0]
+
+    def sync(self) -> None:
+        """Everything appended is on the disk when this returns."""
+        self.flush()
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; OSError when lines still wait for room."""
+        if self._descriptor < 0:
+            return
+        try:
+            self.flush()
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every complete line of a file that may not be there; half a last line is what a killed process leaves."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinity are no JSON: as text, `float("nan")` reads them back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

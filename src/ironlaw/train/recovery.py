@@ -1,0 +1,228 @@
+"""Loss spikes: recognise one, go back to a checkpoint before it, and go on without the batches around it.
+
+As on large runs: PaLM restarted from a checkpoint about 100 steps before the spike and skipped some 200 to 500 batches,
+and found that the same batches did no harm from another state (arXiv 2204.02311, section 5.1); the OPT-175B logbook
+records the same by hand (arXiv 2205.01068). Every decision here is a pure function of logged numbers (losses, gradient
+norms, earlier events), so that every rank, and a run killed in the middle of it, decides alike.
+
+The batches are numbered in the loader's order; `Skips` maps steps to batches. Events are in `events.jsonl`, which is
+written, and on the disk, before anything else changes: what it says holds, also for a run that goes on from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ironlaw.config import RecoveryConfig
+
+SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step as the metrics have it. `step` counts from 1."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+    @staticmethod
+    def of(entry: dict[str, Any]) -> Measured:
+        return Measured(int(entry["step"]), float(entry["loss"]), float(entry.get("grad_norm", math.nan)))
+
+
+@dataclass(frozen=True)
+class Spike:
+    """Steps `first` to `last` are out of line with the ones before. `typical` and `spread` are theirs, in nats."""
+
+    first: int
+    last: int
+    reason: str
+    typical: float
+    spread: float
+
+
+class Skips:
+    """Batches left out, as half-open ranges of their numbers; which batch a step takes follows from them."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        merged: list[list[int]] = []
+        for first, end in sorted(ranges):
+            if merged and first <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            elif first < end:
+                merged.append([first, end])
+        self.ranges = [(first, end) for first, end in merged]
+        # The step (from 0) at which each range is jumped over, and how many batches were left out by then.
+        self._steps: list[int] = []
+        self._lost: list[int] = []
+        lost = 0
+        for first, end in self.ranges:
+            self._steps.append(first - lost)
+            lost += end - first
+            self._lost.append(lost)
+
+    def batch(self, step: int) -> int:
+        """The number of the batch that step `step` (from 0) trains on."""
+        passed = bisect_right(self._steps, step)
+        return step + (self._lost[passed - 1] if passed else 0)
+
+    def also(self, first: int, end: int) -> Skips:
+        return Skips([*self.ranges, (first, end)])
+
+
+class SkippingBatches:
+    """A loader's batches by step, without the skipped ones."""
+
+    def __init__(self, batches: Any, skips: Skips) -> None:
+        self._batches, self._skips = batches, skips
+
+    def batch(self, step: int) -> Any:
+        return self._batches.batch(self._skips.batch(step))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+def find_spike(history: Sequence[Measured], config: RecoveryConfig) -> Spike | None:
+    """Whether the run, as of the last entry of `history`, is in a spike.
+
+    A loss that is not finite is one at once. Otherwise the last `patience` steps must all be out of line with the
+    `window` before them: by `threshold` robust standard deviations (from medians, which the spike itself cannot move)
+    and by `minimum_rise`; a gradient norm that is out of line halves what the loss must show.
+    """
+    if not history:
+        return None
+    newest = history[-1]
+    if not math.isfinite(newest.loss) or not math.isfinite(newest.grad_norm):
+        what = "loss" if not math.isfinite(newest.loss) else "gradient norm"
+        finite = [m.loss for m in history[:-1][-config.window :] if math.isfinite(m.loss)]
+        middle, spread = _robust(finite) if finite else (math.nan, math.nan)
+        return Spike(newest.step, newest.step, f"the {what} is not finite", middle, spread)
+    recent = history[-config.patience :]
+    before = history[: -config.patience][-config.window :]
+    if len(recent) < config.patience or len(before) < max(8, config.window // 2):
+        return None
+    middle, spread = _robust([m.loss for m in before])
+    norms = _robust([math.log(m.grad_norm) for m in before if m.grad_norm > 0] or [0.0])
+
+    def rough(m: Measured) -> bool:
+        return m.grad_norm > 0 and math.log(m.grad_norm) - norms[0] > config.threshold * norms[1]
+
+    def out(m: Measured) -> bool:
+        share = 0.5 if rough(m) else 1.0
+        return m.loss - middle > share * max(config.threshold * spread, config.minimum_rise)
+
+    if not all(out(m) for m in recent):
+        return None
+    first = recent[0].step
+    for m in reversed(before[-config.patience :]):  # gradients often break out a few steps before the loss does
+        if not rough(m):
+            break
+        first = m.step
+    sigmas = (newest.loss - middle) / spread
+    reason = f"the loss is {newest.loss:.3f}, {sigmas:.0f} robust standard deviations above {middle:.3f}"
+    return Spike(first, newest.step, reason, middle, spread)
+
+
+def _robust(values: Sequence[float]) -> tuple[float, float]:
+    """The median of the latest eighth, and the standard deviation around the trend.
+
+    Told from the differences of neighbours, so that a loss that falls fast, as it does early on, does not count as one
+    that scatters. Not let down to 0 by numbers that hardly vary.
+    """
+    middle = statistics.median(values[-max(4, len(values) // 8) :])
+    steps = [abs(later - earlier) for earlier, later in itertools.pairwise(values)]
+    deviation = SIGMA * statistics.median(steps) / math.sqrt(2) if steps else 0.0
+    return middle, max(deviation, 1e-3 * abs(middle), 1e-6)
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What to do about a spike. `to_step` None: no checkpoint from before it. `strike` counts from 1."""
+
+    spike: Spike
+    to_step: int | None
+    skip: tuple[int, int]
+    strike: int
+
+
+class Recovery:
+    """The run's history of spikes, from `events.jsonl`, and the decision about the next one."""
+
+    def __init__(self, config: RecoveryConfig, events: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]):
+        self.config = config
+        self.turns = [event for event in events if event["event"] in ("rollback", "stop")]
+        self.skips = Skips(tuple(event["skipped_batches"]) for event in self.turns if event["event"] == "rollback")
+        self.history: list[Measured] = []
+        self.start_over(metrics)
+
+    def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
+        """The history as the metrics have it, after a rollback or at the start."""
+        self.history = [Measured.of(entry) for entry in metrics][-self._reach :]
+
+    @property
+    def _reach(self) -> int:
+        return self.config.window + 2 * self.config.patience
+
+    def observe(self, step: int, loss: float, grad_norm: float) -> Spike | None:
+        """Take in one step; a Spike when the run is in one."""
+        self.history.append(Measured(step, loss, grad_norm))
+        del self.history[: -self._reach]
+        if self.config.enabled or not math.isfinite(loss + grad_norm):
+            return find_spike(self.history, self.config)
+        return None
+
+    def usable(self, step: int, turns: int) -> bool:
+        """Whether a checkpoint of `step`, made when there had been so many turns, lies on the branch that counts."""
+        return all(step <= event["to_step"] for event in self.turns[turns:])
+
+    def decide(self, spike: Spike, checkpoints: Sequence[int]) -> Rollback:
+        """`checkpoints`: the steps of the intact and usable ones."""
+        config, before = self.config, [step for step in checkpoints if step < spike.first]
+        far = [step for step in before if step <= spike.first - 1 - config.rewind]
+        target = max(far) if far else min(before) if before else None
+        first = self.skips.batch(max(0, spike.first - 1 - config.skip_before))
+        end = self.skips.batch(spike.last - 1) + 1 + config.skip_after
+        if target is not None:
+            first = max(first, self.skips.batch(target))
+        return Rollback(spike, target, (first, end), self._strike(spike))
+
+    def _strike(self, spike: Spike) -> int:
+        """One more than the spikes that followed one another within `forgive_steps`, since the run was last stopped."""
+        strike, later = 1, spike.first
+        for event in reversed(self.turns):
+            if event["event"] == "stop" or later - event["spike"]["first_step"] > self.config.forgive_steps:
+                break
+            strike, later = strike + 1, event["spike"]["first_step"]
+        return strike
+
+    def event(self, decision: Rollback) -> dict[str, Any]:
+        """What `events.jsonl` says of it, evidence included."""
+        spike = decision.spike
+        return {
+            "event": "stop" if decision.strike >= self.config.strikes else "rollback",
+            "strike": decision.strike,
+            "to_step": decision.to_step,
+            "skipped_batches": list(decision.skip),
+            "spike": {
+                "first_step": spike.first, "last_step": spike.last, "reason": spike.reason,
+                "typical_loss": spike.typical, "spread": spike.spread,
+            },
+            "evidence": [
+                {"step": m.step, "loss": m.loss, "grad_norm": m.grad_norm}
+                for m in self.history[-(4 * self.config.patience + spike.last - spike.first) :]
+            ],
+        }  # fmt: skip
+
+    def take(self, event: dict[str, Any]) -> None:
+        """The event is on the disk: from here on it holds."""
+        self.turns.append(event)
+        if event["event"] == "rollback":
+            self.skips = self.skips.also(*event["skipped_batches"])

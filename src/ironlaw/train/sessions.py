@@ -1,0 +1,184 @@
+"""A run may take many sessions: interrupted, killed, resumed, rolled back. Its ledger is of all of them.
+
+`sessions.jsonl` has a line when a session starts and one when it ends. A killed session writes no end: the next one
+finds in the metrics how far it got, and what of that has to be done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ironlaw.ledger import Ledger, Phase
+from ironlaw.observe.clock import StepTimes
+from ironlaw.observe.measured import Observations
+from ironlaw.observe.profile import StepProfile
+from ironlaw.train.jsonl import JsonLines, read_lines
+
+
+def now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def wall_seconds_of(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What the metrics of some steps tell of where the time went."""
+    wall = dict.fromkeys(("training", "evaluation", "checkpoint", "profiling"), 0.0)
+    for entry in entries:
+        wall["profiling" if entry.get("recorded") else "training"] += entry["seconds"]
+        wall["evaluation"] += entry.get("evaluation_seconds", 0.0)
+        wall["checkpoint"] += entry.get("checkpoint_seconds", 0.0)
+    return wall
+
+
+@dataclass
+class Session:
+    """From one start of the command to its end. `repeated` are seconds of steps that had to be taken again."""
+
+    number: int
+    started: str
+    from_step: int
+    setting: dict[str, Any]  # what must be alike for step times to be comparable
+    wall_seconds: dict[str, float] = field(default_factory=dict)
+    to_step: int | None = None
+    ended: str | None = None
+    how: str | None = None
+    joules: float | None = None
+    repeated_steps: int = 0
+
+
+class Sessions:
+    """The sessions of a run, this one last. `metrics`: the lines of earlier ones, as they are found at the start."""
+
+    def __init__(self, path: Path, from_step: int, setting: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> None:
+        self._path = path
+        self.earlier = read_sessions(path)
+        if self.earlier and self.earlier[-1].how is None:
+            self._close_killed(self.earlier[-1], metrics)
+        lost = [entry for entry in metrics if entry["step"] > from_step]
+        if self.earlier and lost:
+            self._repeat(self.earlier[-1], lost)
+        self.current = Session(len(self.earlier) + 1, now(), from_step, setting)
+        self._append({"session": self.current.number, "started": self.current.started, "from_step": from_step,
+                      "setting": setting})  # fmt: skip
+
+    def _close_killed(self, session: Session, metrics: Sequence[dict[str, Any]]) -> None:
+        done = [entry for entry in metrics if entry["step"] > session.from_step]
+        session.how, session.wall_seconds = "killed", wall_seconds_of(done)
+        session.to_step = done[-1]["step"] if done else session.from_step
+        self._end(session)
+
+    def _repeat(self, session: Session, lost: Sequence[dict[str, Any]]) -> None:
+        """Move the time of `lost` steps, which are taken again, to an account of its own."""
+        for name, seconds in wall_seconds_of(lost).items():
+            if seconds:
+                session.wall_seconds[name] = max(0.0, session.wall_seconds.get(name, 0.0) - seconds)
+                session.wall_seconds["repeated"] = session.wall_seconds.get("repeated", 0.0) + seconds
+        session.repeated_steps += len(lost)
+        self._end(session)
+
+    def rolled_back(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
+        """Steps of this session were given up: their time was spent all the same."""
+        for name, seconds in wall_seconds_of(lost).items():
+            if seconds:
+                observed.wall_seconds[name] = max(0.0, observed.wall_seconds.get(name, 0.0) - seconds)
+                observed.wall_seconds["repeated"] = observed.wall_seconds.get("repeated", 0.0) + seconds
+        self.current.repeated_steps += len(lost)
+
+    def end(self, how: str, to_step: int, observed: Observations) -> None:
+        session = self.current
+        session.how, session.to_step, session.ended = how, to_step, now()
+        session.wall_seconds, session.joules = dict(observed.wall_seconds), observed.joules
+        self._end(session)
+
+    def _end(self, session: Session) -> None:
+        self._append({
+            "session": session.number, "ended": session.ended, "how": session.how, "to_step": session.to_step,
+            "wall_seconds": session.wall_seconds, "joules": session.joules, "repeated_steps": session.repeated_steps,
+        })  # fmt: skip
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        lines = JsonLines(self._path)
+        try:
+            lines.append(entry)
+        finally:
+            _close_quietly(lines)
+
+    # -- the whole run ---------------------------------------------------------------------------------------
+
+    def merge(self, observed: Observations, metrics: Sequence[dict[str, Any]]) -> None:
+        """Make `observed`, of this session, one of the run: times of all comparable steps, seconds of all sessions."""
+        if not self.earlier:
+            return
+        alike = [s for s in self.earlier if s.setting == self.current.setting and s.to_step is not None]
+        earlier = [
+            entry for entry in metrics
+            if entry["step"] <= self.current.from_step and not entry.get("recorded") and not entry.get("warmup")
+            and any(s.from_step < entry["step"] <= (s.to_step or 0) for s in alike)
+        ]  # fmt: skip
+        observed.steps[:0] = [step_times(entry) for entry in earlier]
+        residents = [entry["resident_bytes"] for entry in earlier if "resident_bytes" in entry]
+        observed.resident_peak_bytes = max([*residents, observed.resident_peak_bytes or 0]) or None
+        for session in self.earlier:
+            for name, seconds in session.wall_seconds.items():
+                observed.wall_seconds[name] = observed.wall_seconds.get(name, 0.0) + seconds
+        joules = [session.joules for session in self.earlier]
+        if observed.joules is not None:  # a killed session did not say: then nobody knows the sum
+            known = all(value is not None for value in joules)
+            observed.joules = observed.joules + sum(value or 0.0 for value in joules) if known else None
+
+    def facts(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "session": s.number, "started": s.started, "ended": s.ended, "how": s.how, "from_step": s.from_step,
+                "to_step": s.to_step, "repeated_steps": s.repeated_steps, "seconds": sum(s.wall_seconds.values()),
+            }
+            for s in (*self.earlier, self.current)
+        ]  # fmt: skip
+
+
+def read_sessions(path: Path) -> list[Session]:
+    """By number; of several ends of one session the last holds."""
+    found: dict[int, Session] = {}
+    for line in read_lines(path):
+        if "started" in line:
+            found[line["session"]] = Session(line["session"], line["started"], line["from_step"], line["setting"])
+        elif line["session"] in found:
+            session = found[line["session"]]
+            for name in ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps"):
+                setattr(session, name, line[name])
+    return [found[number] for number in sorted(found)]
+
+
+def step_times(entry: dict[str, Any]) -> StepTimes:
+    """A line of the metrics as what the clock measured."""
+    between = (Phase.EVALUATION, Phase.CHECKPOINT)
+    names = {phase: f"{phase}_seconds" for phase in Phase if phase not in between}
+    return StepTimes(entry["seconds"], {phase: entry[name] for phase, name in names.items() if name in entry})
+
+
+def keep_profile(path: Path, observed: Observations) -> None:
+    """The recorded steps, for the ledger of a later session that records none."""
+    assert observed.profile is not None
+    ledger = Ledger("run", lines=observed.profile.lines)
+    ledger.facts = {
+        "peak_bytes": observed.profile.peak_bytes, "peak_parts": observed.profile.peak_parts,
+        "profiled_seconds": observed.profiled_seconds,
+    }  # fmt: skip
+    ledger.save(path)
+
+
+def earlier_profile(path: Path, observed: Observations) -> None:
+    """Take over what an earlier session recorded, when this one recorded nothing."""
+    if observed.profile is None and path.is_file():
+        ledger = Ledger.load(path)
+        observed.profile = StepProfile(ledger.lines, ledger.facts["peak_bytes"], ledger.facts["peak_parts"])
+        observed.profiled_seconds = ledger.facts["profiled_seconds"]
+
+
+def _close_quietly(lines: JsonLines) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the account of sessions is not worth the run
+        lines.close()

@@ -1,0 +1,172 @@
+"""Metrics to TensorBoard, Weights & Biases and MLflow, beside `metrics.jsonl`, which is always written.
+
+A tracker works in a thread of its own with a bounded queue, so that a slow server never holds up a step; one that
+fails is dropped with a line, and the run goes on. One that is not installed is an error before the run starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ironlaw.config import RunConfig, TrackingConfig
+from ironlaw.errors import UserError
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+WAITING = 1000  # steps; beyond, the newest is dropped rather than the run held up
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def check_installed(config: TrackingConfig) -> None:
+    """UserError for a tracker whose package is missing."""
+    for name in config.to:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise UserError(
+                f"tracking.to has {name!r}, which is not installed: pip install 'ironlaw[track]' or leave it out"
+            )
+
+
+class TensorBoard:
+    def __init__(self, config: RunConfig, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        # Steps that a killed session wrote and this one takes again are hidden by `purge_step`.
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self._writer.add_text("config", f"```\n{config.to_toml()}\n```", first_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, config: RunConfig, folder: Path, first_step: int) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=config.tracking.project, name=config.tracking.name or folder.name, dir=str(folder),
+            id=_run_id(folder), resume="allow", config=config.model_dump(mode="json"),
+        )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    def __init__(self, config: RunConfig, folder: Path, first_step: int) -> None:
+        if "MLFLOW_TRACKING_URI" not in os.environ:  # a folder in the run, as the other files are
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.tracking import MlflowClient
+
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlruns").absolute().as_uri()
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(config.tracking.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(config.tracking.project)
+        known = folder / ".mlflow-run"
+        if known.is_file():  # a resumed run goes on in the same place
+            self._id = known.read_text(encoding="utf-8").strip()
+        else:
+            self._id = self._client.create_run(experiment, run_name=config.tracking.name or folder.name).info.run_id
+            known.write_text(self._id, encoding="utf-8")
+            for section, table in config.model_dump(mode="json").items():
+                for key, value in (table or {}).items() if isinstance(table, dict) else ():
+                    self._client.log_param(self._id, f"{section}.{key}", value)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _run_id(folder: Path) -> str:
+    """The same id for every session of a run."""
+    file = folder / ".wandb-run"
+    if not file.is_file():
+        file.write_text(os.urandom(6).hex(), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+TRACKERS: dict[str, Callable[[RunConfig, Path, int], Tracker]] = {
+    "tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow,
+}  # fmt: skip
+
+
+class Tracking:
+    """All trackers of a run, behind one queue. Everything here is safe to call whatever a tracker does."""
+
+    def __init__(self, config: RunConfig, folder: Path, first_step: int, say: Callable[[str], None]) -> None:
+        self._config, self._folder, self._first, self._say = config, folder, first_step, say
+        self._every = config.tracking.every
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        if config.tracking.to:
+            self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
+            self._thread.start()
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """One line of the metrics; validated steps always, others every `tracking.every`."""
+        if self._thread is None or (entry["step"] % self._every and "validation_loss" not in entry):
+            return
+        values = {name: float(value) for name, value in entry.items() if _number(value) and name != "step"}
+        try:
+            self._queue.put_nowait((entry["step"], values))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self, seconds: float = 30.0) -> None:
+        """Give the trackers some time to hand over what waits, and no more."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=seconds)
+        except queue.Full:
+            self._dropped += self._queue.qsize()
+        self._thread.join(timeout=seconds)
+        if self._thread.is_alive():
+            self._say(f"tracking has not finished after {seconds:.0f} s and is left behind; metrics.jsonl is complete")
+        elif self._dropped:
+            self._say(f"tracking was too slow for {self._dropped} steps; metrics.jsonl is complete")
+        self._thread = None
+
+    def _run(self) -> None:
+        trackers: dict[str, Tracker] = {}
+        for kind in self._config.tracking.to:
+            self._safely(kind, trackers, self._start, kind, trackers)
+        while (item := self._queue.get()) is not None:
+            for name, tracker in list(trackers.items()):
+                self._safely(name, trackers, tracker.log, *item)
+        for name, tracker in list(trackers.items()):
+            self._safely(name, trackers, tracker.close)
+
+    def _start(self, name: str, trackers: dict[str, Tracker]) -> None:
+        trackers[name] = TRACKERS[name](self._config, self._folder, self._first)
+
+    def _safely(self, name: str, trackers: dict[str, Tracker], call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # whatever a tracker does, the run is worth more
+            trackers.pop(name, None)
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._say(f"tracking to {name} stopped: {reason}; metrics.jsonl goes on")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,178 @@
+"""Recomputation: a block keeps less for its backward pass and runs parts of its forward pass again. No torch.
+
+A *policy* says, for one block, which expensive results it keeps; `None` keeps everything (nothing is recomputed). What
+is cheap (norms, activations, rotations, casts) is always run again. PyTorch stops a recomputation as soon as everything
+that the backward pass needs is there, so the last product of a block never runs twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.units import parse_bytes
+from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
+from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
+from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.operations import Operation
+
+Keepable = Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"]
+KEEPABLE: tuple[Keepable, ...] = (
+    "qkv",
+    "attention",
+    "attention_out",
+    "ffn_gate",
+    "ffn_up",
+)  # in the order of execution
+AGAIN = " again"  # ends the name of an operation that is run a second time
+GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where dropout must draw the same noise twice
+
+
+class RecomputeConfig(BaseModel):
+    """What the forward pass does not keep for the backward pass. Memory for time; the loss changes by no bit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # full: every block keeps only its input. every: only every k-th block does. selective: by operation, see `keep`.
+    # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
+    mode: Literal["none", "full", "every", "selective", "budget"] = "none"
+    every: int = Field(2, gt=0)
+    keep: tuple[Keepable, ...] = KEEPABLE
+    budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.mode == "budget" and self.budget is None:
+            raise ValueError('recompute.mode = "budget" needs recompute.budget, such as "20GiB"')
+        if self.budget is not None:
+            parse_bytes(self.budget)
+        return self
+
+
+def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
+    """One policy per layer. A budget has to be solved first (`plan/recompute.py`): until then nothing is recomputed."""
+    match config.mode:
+        case "full":
+            return (frozenset(),) * model.layers
+        case "every":
+            return tuple(frozenset() if layer % config.every == 0 else None for layer in range(model.layers))
+        case "selective":
+            return (frozenset(config.keep) & keepable(model),) * model.layers
+        case _:
+            return ()
+
+
+def keepable(model: ModelConfig) -> frozenset[str]:
+    return frozenset(KEEPABLE) if model.gated_ffn else frozenset(KEEPABLE) - {"ffn_gate"}
+
+
+def effective(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
+    """What is kept indeed: attention that is composed of many calls has no single result."""
+    return policy - {"attention"} if shape.composes_attention else policy
+
+
+def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
+    """Bytes of the kept results of one block, beside its input."""
+    model, w = shape.model, shape.matmul_bytes
+    widths = {
+        "qkv": model.query_size + 2 * model.key_value_size,
+        "attention_out": model.hidden,
+        "ffn_gate": model.ffn_size,
+        "ffn_up": model.ffn_size,
+    }
+    kept = effective(shape, policy)
+    total = sum(shape.tokens * widths[name] * w for name in kept if name != "attention")
+    return total + (attention_saved_bytes(shape, mask=False) if "attention" in kept else 0)
+
+
+def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
+    """The forward operations of one block that run a second time, in the backward phase.
+
+    Operations that do not run but whose kept result comes back have `repeat` 0: they are memory and no time.
+    """
+    operations = block(shape)
+    last = max(i for i, op in enumerate(operations) if op.name == "ffn_down" and op.kind is Kind.MATMUL)
+    # Dropout after the last product keeps its noise, so that the product has to run again to come to it.
+    operations = operations[:-1] if shape.model.dropout else operations[:last]
+    kept = effective(shape, policy)
+    result = []
+    for op in operations:
+        name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
+        op = replace(op, name=name, phase=Phase.BACKWARD)
+        if big and op.name.removesuffix(AGAIN) in kept:
+            # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
+            saved = attention_saved_bytes(shape) - attention_saved_bytes(shape, mask=False) if op.attention else 0
+            op = replace(
+                op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=saved,
+                frees_saved_bytes=0 if op.saved_bytes else op.temporary_bytes,
+            )  # fmt: skip
+        result.append(op)
+    if shape.model.dropout:  # the branch dies with the recomputation
+        branch = shape.tokens * shape.model.hidden * shape.matmul_bytes
+        result[-1] = replace(result[-1], frees_temporary_bytes=result[-1].frees_temporary_bytes + branch)
+    return result
+
+
+def weight_copies(shape: Shape) -> int:
+    """Bytes of one block's weights cast by autocast, which remembers them until the forward pass is over."""
+    if not shape.casts:
+        return 0
+    names = ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down")
+    products = [op.matmul for op in block(shape) if op.name in names and op.matmul is not None]
+    return sum(n * k * shape.matmul_bytes for _, n, k in products)
+
+
+def dropped(shape: Shape, policy: frozenset[str]) -> Operation:
+    """The end of a block's forward pass: all goes but the result, what the policy keeps, and cast weights."""
+    saved = sum(op.saved_bytes for op in block(shape))
+    result = shape.tokens * shape.model.hidden * FP32
+    held = result + kept_bytes(shape, policy) + weight_copies(shape) + _generator_bytes(shape)
+    return _memory("drop", Phase.FORWARD, saved - held)
+
+
+def _generator_bytes(shape: Shape) -> int:
+    return GENERATOR_BYTES if shape.model.dropout else 0
+
+
+def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
+    """Memory and no time."""
+    return Operation(name, Kind.OTHER, phase, "block", "", repeat=0, frees_saved_bytes=frees_saved)
+
+
+def recomputed_operations(shape: Shape) -> list[Operation]:
+    """What runs a second time in one micro-batch, layers of one policy folded into `repeat`."""
+    result = []
+    for policy, layers in Counter(shape.recompute).items():
+        if policy is not None:
+            result += [replace(op, repeat=layers) for op in again(shape, policy) if op.repeat]
+    return result
+
+
+def unfolded(shape: Shape) -> Iterator[Operation]:
+    """Every call of one micro-batch in the order of execution, layer by layer, each by its own policy."""
+    chosen: Sequence[Policy] = shape.recompute or (None,) * shape.model.layers
+    forward, backward = block(shape), block_backward(shape)
+    second = {policy: again(shape, policy) for policy in set(chosen) if policy is not None}
+    drops = {policy: dropped(shape, policy) for policy in second}
+    yield from embedding(shape)
+    for policy in chosen:
+        yield from forward
+        if policy is not None:
+            yield drops[policy]
+    yield from head(shape)
+    copies = weight_copies(shape) * sum(policy is not None for policy in chosen)
+    yield _memory("autocast", Phase.FORWARD, copies)
+    yield from head_backward(shape)
+    for policy in reversed(chosen):
+        if policy is not None:
+            yield from second[policy]
+        yield from backward
+        if policy is not None:
+            yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape))
+    yield from embedding_backward(shape)

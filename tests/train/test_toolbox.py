@@ -1,0 +1,107 @@
+"""The toolbox on one small model: every setting alone and in pairs trains, and holds what its plan says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ironlaw.config import RunConfig
+from ironlaw.train.loop import Outcome
+
+Config = Callable[..., RunConfig]
+Train = Callable[..., Outcome]
+
+# Wide enough that what is not listed (workspace of a library's kernel, scalars) is small.
+MODEL: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
+BASE: dict[str, Any] = {
+    "train": {"steps": 14, "global_batch": 8, "profile_steps": 2},
+    "optimizer": {"lr": 3e-3},
+    "evaluation": {"every": 0, "batches": 1},
+    "checkpoint": {"every": 0},
+}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.3}},
+    "momentum": {"optimizer": {"name": "momentum", "lr": 0.1}},
+    "rmsprop": {"optimizer": {"name": "rmsprop", "lr": 1e-3}},
+    "adam": {"optimizer": {"name": "adam"}},
+    "adafactor": {"optimizer": {"name": "adafactor", "lr": 3e-2}},
+    "adam8bit": {"optimizer": {"name": "adam8bit"}},
+    "galore": {"optimizer": {"name": "galore", "rank": 8, "lr": 1e-2}},
+    "muon": {"optimizer": {"name": "muon", "lr": 1e-2}},
+    "accumulation": {"train": {"micro_batch": 2}},
+    "recompute full": {"recompute": {"mode": "full"}},
+    "recompute every 2": {"recompute": {"mode": "every"}},
+    "recompute selective": {"recompute": {"mode": "selective"}},
+    "recompute budget": {"recompute": {"mode": "budget", "budget": "6.5MB"}},
+    "bf16": {"train": {"precision": "bf16"}},
+    "llama": {"model": {
+        "kv_heads": 2, "ffn": 160, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
+        "bias": False, "tied": False,
+    }},
+    "dropout": {"model": {"dropout": 0.1}},
+    "window": {"model": {"sliding_window": 24}},
+}  # fmt: skip
+
+
+def section_keys(setting: dict[str, dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(section, key) for section, table in setting.items() for key in table}
+
+
+def compatible(one: str, other: str) -> bool:
+    """Two settings of the same key are not a pair."""
+    keys = [section_keys(SETTINGS[name]) for name in (one, other)]
+    return "plain" not in (one, other) and not (keys[0] & keys[1]) - {("optimizer", "lr")}
+
+
+PAIRS = [pair for pair in combinations(SETTINGS, 2) if compatible(*pair)]
+SAMPLED = random.Random(4).sample(PAIRS, 8)
+
+
+@pytest.fixture
+def run(tiny_config: Config, train: Train, tmp_path: Path) -> Callable[..., Outcome]:
+    def run(*names: str) -> Outcome:
+        for name in names:
+            if name == "adam8bit":
+                pytest.importorskip("bitsandbytes")
+        sections = {name: dict(table) for name, table in BASE.items()} | {"model": dict(MODEL)}
+        for name in names:
+            for section, table in SETTINGS[name].items():
+                sections.setdefault(section, {}).update(table)
+        model = sections.pop("model")
+        # bf16 where asked for, fp32 elsewhere: tiny_config says so.
+        return train(tiny_config(model, **sections), tmp_path / "run")
+
+    return run
+
+
+def check(outcome: Outcome, run: Path) -> None:
+    from ironlaw.ledger import Ledger
+
+    plan, measured = Ledger.load(run / "plan.json"), outcome.ledger
+    planned, found = plan.totals["peak_bytes"].value, measured.totals["peak_bytes"].value
+    assert abs(planned / found - 1) < 0.05, (planned, found)
+    assert plan.memory_bytes()["optimizer"] == measured.memory_bytes()["optimizer"]
+    assert plan.memory_bytes()["weights"] == measured.memory_bytes()["weights"]
+    assert measured.totals["train_loss"].value < 6.1  # ln 512 is 6.24
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_alone(name: str, run: Callable[..., Outcome], tmp_path: Path) -> None:
+    check(run(name), tmp_path / "run")
+
+
+@pytest.mark.parametrize("pair", SAMPLED, ids=" + ".join)
+def test_some_pairs(pair: tuple[str, str], run: Callable[..., Outcome], tmp_path: Path) -> None:
+    check(run(*pair), tmp_path / "run")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_all_pairs(pair: tuple[str, str], run: Callable[..., Outcome], tmp_path: Path) -> None:
+    check(run(*pair), tmp_path / "run")

@@ -1,0 +1,204 @@
+"""Recomputation: the plan's FLOPs are the counter's, its bytes the allocator's, and no loss changes by a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.observe.profile import _allocations, silent_stderr
+from ironlaw.plan.memory import highest
+from ironlaw.plan.recompute import choices, solve
+from ironlaw.train.recompute import recompute_blocks
+from ironlaw.workload.blocks import Policy
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.recompute import RecomputeConfig, keepable, policies, unfolded
+from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, training_operations
+
+GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
+LLAMA: dict[str, Any] = GPT | {
+    "kv_heads": 2, "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
+    "bias": False, "tied": False,
+}  # fmt: skip
+MODELS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
+    "dropout": GPT | {"dropout": 0.1},
+}
+KEEP: dict[str, Any] = {
+    "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),
+    "all": "all",
+}  # fmt: skip
+BATCH, SEQUENCE = 4, 48
+
+
+def shaped(model: str, keep: str, precision: Precision = "fp32") -> Shape:
+    config = ModelConfig(**MODELS[model])
+    policy: Policy = keepable(config) if KEEP[keep] == "all" else KEEP[keep]
+    # The middle layer keeps everything, as in a solved budget.
+    return Shape(config, BATCH, SEQUENCE, precision, recompute=(policy, None, policy))
+
+
+def built(shape: Shape) -> tuple[Transformer, torch.Tensor, Any]:
+    torch.manual_seed(0)
+    module = Transformer(shape.model)
+    recompute_blocks(module.blocks, shape.recompute)
+    tokens = torch.randint(0, shape.model.vocab, (BATCH, SEQUENCE))
+    return module, tokens, torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.casts)
+
+
+@pytest.mark.parametrize(("model", "keep"), [*product(MODELS, ("full", "all")), ("gpt", "attention"), ("llama", "out")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_loss_and_no_gradient_changes_by_a_bit(model: str, keep: str, precision: Precision) -> None:
+    results = []
+    for shape in (shaped(model, keep, precision), replace(shaped(model, keep, precision), recompute=())):
+        module, tokens, autocast = built(shape)
+        torch.manual_seed(1)  # of the noise
+        with autocast:
+            loss = module(tokens, tokens)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama"), KEEP)])
+def test_flops_equal_the_counter(model: str, keep: str) -> None:
+    shape = shaped(model, keep)
+    if "attention" in keep or keep == "all":
+        shape = replace(shape, recompute=tuple(p and p - {"attention"} for p in shape.recompute))
+    with torch.device("meta"):
+        module = Transformer(shape.model)
+        tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    recompute_blocks(module.blocks, shape.recompute)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(tokens, tokens).backward()
+    pairs = attention_score_pairs(SEQUENCE, None)
+    planned = 0
+    for op in training_operations(shape):
+        own = (op.flops or 0) * op.repeat
+        planned += own * 2 * SEQUENCE**2 // pairs if op.attention is not None else own
+    assert planned == counter.get_total_flops()
+
+
+def highest_moment(shape: Shape) -> int:
+    module, tokens, autocast = built(shape)
+
+    def once() -> None:
+        with autocast:
+            loss = module(tokens, tokens)
+        loss.backward()
+        module.zero_grad(set_to_none=True)
+
+    once()
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with silent_stderr():
+        recorded.start()
+    once()
+    with silent_stderr():
+        recorded.stop()
+    held = peak = 0
+    alive: set[int] = set()
+    for _, pointer, size in sorted(_allocations(recorded), key=lambda event: event[0]):
+        if size > 0:
+            alive.add(pointer)
+        elif pointer not in alive:
+            continue
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+# In bf16 oneDNN's workspace inside a product is not listed: up to 5% of the peak at these sizes.
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.002), ("bf16", 0.06)])
+@pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])
+def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Precision, tolerance: float) -> None:
+    shape = shaped(model, keep, precision)
+    peak = highest(unfolded(shape))
+    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    assert planned == pytest.approx(highest_moment(shape), rel=tolerance)
+
+
+@pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_everything_is_freed(model: str, keep: str, precision: Precision) -> None:
+    operations = list(unfolded(shaped(model, keep, precision)))
+    assert sum(op.saved_bytes - op.frees_saved_bytes for op in operations) == 0
+    usual = list(unfolded(replace(shaped(model, keep, precision), recompute=())))
+    left = [sum(op.temporary_bytes - op.frees_temporary_bytes for op in ops) for ops in (operations, usual)]
+    assert left[0] == left[1]
+
+
+def test_policies() -> None:
+    config = ModelConfig(**LLAMA | {"layers": 5})
+    assert policies(RecomputeConfig(), config) == ()
+    assert policies(RecomputeConfig(mode="full"), config) == (frozenset(),) * 5
+    assert policies(RecomputeConfig(mode="every", every=2), config) == (
+        frozenset(),
+        None,
+        frozenset(),
+        None,
+        frozenset(),
+    )
+    kept = policies(RecomputeConfig(mode="selective", keep=("qkv", "ffn_gate")), ModelConfig(**GPT))
+    assert kept == (frozenset({"qkv"}),) * 3  # no gate there
+
+
+# -- a budget ----------------------------------------------------------------------------------------------------
+
+
+def seconds(op: Operation) -> float:
+    return (op.flops or 0) / 1e11 + op.bytes_moved / 1e10
+
+
+def peak_bytes(shape: Shape) -> float:
+    peak = highest(unfolded(shape))
+    return peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+
+
+def recomputing(shape: Shape) -> float:
+    return sum(seconds(op) * op.repeat for op in training_operations(shape) if op.name.endswith(" again"))
+
+
+def all_mixtures(shape: Shape) -> Iterator[Shape]:
+    options = [choice.policy for choice in choices(shape, seconds)]
+    for mixed in product(options, repeat=shape.model.layers):
+        yield replace(shape, recompute=mixed)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.8])
+def test_a_budget_is_met_with_hardly_more_time_than_the_best_of_all_mixtures(fraction: float) -> None:
+    shape = Shape(ModelConfig(**LLAMA), BATCH, SEQUENCE)
+    most, least = peak_bytes(shape), peak_bytes(replace(shape, recompute=(frozenset(),) * 3))
+    budget = least + fraction * (most - least)
+    solved = solve(shape, budget, seconds, peak_bytes)
+    assert peak_bytes(solved) <= budget
+    fitting = [mixed for mixed in all_mixtures(shape) if peak_bytes(mixed) <= budget]
+    best = min(recomputing(mixed) for mixed in fitting)
+    steps = [choice.seconds for choice in choices(shape, seconds)]
+    largest = max(after - before for before, after in pairwise(steps))
+    assert best <= recomputing(solved) <= best + largest
+
+
+def test_a_large_budget_recomputes_nothing_and_a_small_one_is_refused() -> None:
+    shape = Shape(ModelConfig(**GPT), BATCH, SEQUENCE)
+    assert solve(shape, 1e12, seconds, peak_bytes).recompute == ()
+    with pytest.raises(UserError, match="raise the budget"):
+        solve(shape, 1e3, seconds, peak_bytes)
+
+
+def test_choices_give_up_ever_more_time_for_a_byte() -> None:
+    hull = choices(Shape(ModelConfig(**LLAMA), BATCH, SEQUENCE), seconds)
+    assert hull[0].policy is None and hull[0].seconds == 0 and len(hull) > 2
+    slopes = [(b.seconds - a.seconds) / (a.held_bytes - b.held_bytes) for a, b in pairwise(hull)]
+    assert slopes == sorted(slopes)
