@@ -12,7 +12,7 @@ from ironlaw.plan.validate import validate
 SIZES = ["", "1", "2.0", "7", "8", "12", "64", "96", "-1", "0", "1e9", "2.5", "many", "nan", "inf", "1,024"]
 FLAGS = ["", "True", "false", "1.0", "yes", "maybe"]
 CELLS = {
-    "framework": ["", "nemo 26.02", "DeepSpeed", "Megatron-LM", "MaxText", "llm-foundry", "torchtitan 1", "パ", "x" * 99],
+    "framework": ["", "nemo 26", "DeepSpeed", "Megatron-LM", "MaxText", "llm-foundry", "torchtitan 1", "パ", "x" * 99],
     "params": ["", "7e9", "0", "-3", "7B"],
     "layers": ["1", "3", "32", "", "126", "0", "2e5"],
     "hidden": ["64", "4096", "5120", "100", "", "1e4"],
