@@ -33,6 +33,7 @@ from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.model.linear import use_onednn
+from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
@@ -271,6 +272,7 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         with operation_scope(recording, self.config.optimizer.name):
             self.optimizer.step()
+        self._expert_load = update_routing(self.model) if self.config.model.moe else None
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
@@ -311,6 +313,8 @@ class Trainer:
             "seconds": times.wall_seconds,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         }  # fmt: skip
+        if self._expert_load is not None:
+            entry |= self._expert_load.metrics()
         if not recorded:  # recorded steps are counted with the profiling that slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
