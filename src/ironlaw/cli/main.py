@@ -24,6 +24,7 @@ VERBS = {
     "calibrate": "Fit the planner's constants to a handful of your own runs.",
     "train": "Train a config into a run directory, beside its plan.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
+    "export": "Write a run's model as Hugging Face safetensors.",
     "generate": "Continue a prompt with a trained run.",
     "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
 }

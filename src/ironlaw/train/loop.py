@@ -57,6 +57,7 @@ from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
+from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import RandomState, Stateful
 from ironlaw.train.transfer import Transfer
 
@@ -128,7 +129,10 @@ class Trainer:
         self.batches = self.loader.training(config.train.global_batch, config.train.seed)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
-        self.model = Transformer(config.model).to(self.device)
+        self.model = Transformer(config.model)
+        if start is None and config.train.start_from:
+            load_first_weights(config.train.start_from, self.model, config.model)
+        self.model.to(self.device)
         use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.optimizer = build_optimizer(self.model, config.optimizer)
         recompute_blocks(self.model.blocks, solved_policies(self.plan))
