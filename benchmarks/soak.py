@@ -222,7 +222,8 @@ def _flat(tree: Any) -> Any:
 
 
 def _differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    wrong = [name for name in expected if expected[name] != found[name]]
+    wrong = [name for name in expected if name != "state" and expected[name] != found[name]]
+    wrong += [f"the {part} state" for part in expected["state"] if expected["state"][part] != found["state"].get(part)]
     numbers = [line[1] for line in found["steps"]]
     if len(set(numbers)) != len(numbers):
         wrong.append("a batch was trained on twice")
