@@ -166,7 +166,7 @@ def test_every_option_exists_in_the_release_it_was_looked_up_in(trainer):
         for section, names in option_names(trainer, written(trainer, f"{kind} {extra}", model)).items():
             assert set(names) <= set(NAMES[section]["names"]), (section, set(names) - set(NAMES[section]["names"]))
             seen |= set(names)
-    assert written_layouts > 10 and len(seen) > 15
+    assert written_layouts > 10 and len(seen) > 12
 
 
 def test_torchtitan_says_hybrid_sharding_schedules_and_lighter_ends():

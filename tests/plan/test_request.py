@@ -212,7 +212,7 @@ def test_what_cannot_be_resolved(what, message):
         ({"optimizer": "adamw8"}, "unknown optimizer 'adamw8'"),
         ({"engine": "megatorn"}, "unknown engine"),
         ({"emit": "torchtitan", "layout": "dp=8 zero=1"}, "cannot be written for torchtitan"),
-        ({"emit": "ironlaw"}, "one device"),
+        ({"emit": "ironlaw", "precision": "fp8"}, "cannot be written as options of ironlaw"),
         ({"emit": "torchtitn"}, "did you mean torchtitan"),
     ],
 )
