@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ironlaw.ledger import Estimate, Ledger
@@ -15,7 +15,7 @@ from ironlaw.plan.cluster import bounded
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.jobs import jobs_of
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.search import Candidate, Found
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.utilisation import other_conventions
@@ -39,8 +39,13 @@ def answer_on_cluster(ask: Ask) -> Answer:
     if found is not None:
         candidate, choice = chosen(ask, found, where.memory_bytes - UNUSABLE_BYTES)
         layout = candidate.layout
+        if layout.offload != "none" and found.best:
+            choice = "nothing fits without offloading to the host, whose time no measured run backs"
     assert layout is not None
     ledger = plan_layout(ask, layout)
+    if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
+        layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
+        choice = f"{layout.recompute} is what {ask.layout.recompute if ask.layout else ''} comes to"
     fits = bool(ledger.facts["fits"])
     more: dict[str, Any] = {
         "layout": _layout(layout, ask),
@@ -76,9 +81,9 @@ def chosen(ask: Ask, found: Found, limit_bytes: float) -> tuple[Candidate, str]:
     sure = found.safest
     if sure is None or sure.step_seconds > SURE_AT_MOST * fastest.step_seconds:
         return fastest, "fastest"
-    nodes = ask.cluster.nodes
     near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
-    safe = [c for c in near if (bounded(c.peak_bytes, "memory", c.layout, nodes, "").high or 0) <= limit_bytes]
+    upper = bounded(1.0, "memory", ask.engine, ask.cluster, ask.model, "").high or 1.0
+    safe = [c for c in near if c.peak_bytes * upper <= limit_bytes]
     best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
     if fastest.layout == best.layout:
         return fastest, "fastest"
@@ -123,7 +128,9 @@ def _when_it_fits(ask: Ask, layout: Layout, ledger: Ledger, found: Found | None,
 def _when_it_does_not(ask: Ask, ledger: Ledger, limit: float) -> dict[str, Any]:
     """How much is missing, and what would make it fit."""
     missing = ledger.totals["peak_bytes"].value - limit
-    more: dict[str, Any] = {"budget": {}, "margin": {"limit_bytes": limit, "missing_bytes": missing}}
+    host = (ledger.facts["host_bytes"] or 0.0) - (ledger.facts["host_limit_bytes"] or 0.0)
+    margin = {"limit_bytes": limit, "missing_bytes": missing, "missing_host_bytes": max(host, 0.0)}
+    more: dict[str, Any] = {"budget": {}, "margin": margin}
     if ask.layout is not None:
         found = search_layouts(ask, keep=1)
         if found.best:
@@ -153,9 +160,8 @@ def _work(ask: Ask) -> dict[str, Any]:
 
 
 def _candidate(ask: Ask, candidate: Candidate) -> dict[str, Any]:
-    nodes = ask.cluster.nodes
-    step = bounded(candidate.step_seconds, "time", candidate.layout, nodes, f"engine {ask.engine}")
-    peak = bounded(candidate.peak_bytes, "memory", candidate.layout, nodes, "highest stage")
+    step = bounded(candidate.step_seconds, "time", ask.engine, ask.cluster, ask.model, f"engine {ask.engine}")
+    peak = bounded(candidate.peak_bytes, "memory", ask.engine, ask.cluster, ask.model, "highest stage")
     tokens = Estimate(ask.work.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {
         "layout": _layout(candidate.layout, ask),
