@@ -30,7 +30,7 @@ class Engine:
     source: str = ""
     frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
     attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
-    by_generation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where a generation differs
+    by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
 
     # host: seconds of the launching processor
     host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
@@ -83,6 +83,18 @@ class Engine:
     default_zero: int = 0
     default_sp: bool = False
     default_recompute: str = "none"
+
+    element_bytes: float = 2.0  # of activations and of gathered weights
+    end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
+
+    def computing_in(self, precision: str) -> Engine:
+        """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
+        if precision not in ("fp32", "tf32"):
+            return self
+        return replace(
+            self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
+            gradient_communication_bytes=4.0, stream_bytes=4.0, element_bytes=4.0,
+        )  # fmt: skip
 
     def on(self, generation: str) -> Engine:
         """The constants on one accelerator generation."""

@@ -33,6 +33,7 @@ from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.model.linear import use_onednn
+from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
@@ -57,7 +58,8 @@ from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
-from ironlaw.train.state import RandomState, Stateful
+from ironlaw.train.start import load_first_weights
+from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.transfer import Transfer
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
@@ -127,9 +129,13 @@ class Trainer:
         self.loader = Loader(self.dataset, config.data, config.sequence)
         self.batches = self.loader.training(config.train.global_batch, config.train.seed)
         self.to_device = Transfer(self.device, config.data.pin_memory)
-        torch.manual_seed(config.train.seed)
-        self.model = Transformer(config.model).to(self.device)
+        seed_everything(config.train.seed)
+        self.model = Transformer(config.model)
+        if start is None and config.train.start_from:
+            load_first_weights(config.train.start_from, self.model, config.model)
+        self.model.to(self.device)
         use_onednn(self.model, self.profile.fp32_products == "onednn")
+        self.model.dropout_seed = config.train.seed
         self.optimizer = build_optimizer(self.model, config.optimizer)
         recompute_blocks(self.model.blocks, solved_policies(self.plan))
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
@@ -211,7 +217,7 @@ class Trainer:
             ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
         ) as prefetcher:
             batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
-            while self.step < config.train.steps and self._interrupted is None:
+            while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
                     self._record_steps(batches)
                 else:
@@ -222,6 +228,9 @@ class Trainer:
                 self._probe_sometimes()
                 observed.joules = energy.joules()
             self.data_facts = self.loader.facts() | prefetcher.facts()
+
+    def _stopping(self) -> bool:
+        return self._interrupted is not None
 
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
@@ -235,9 +244,10 @@ class Trainer:
                 batch = next(batches)
             losses = []
             for first in range(0, config.train.global_batch, config.micro_batch):
-                micro = batch.rows(slice(first, first + config.micro_batch))
+                rows = slice(first, first + config.micro_batch)
+                micro = batch.rows(rows)
                 with clock.phase(Phase.FORWARD), phase_scope(recording, Phase.FORWARD), self._autocast():
-                    loss = self.model(micro.inputs, micro.targets) / config.accumulation
+                    loss = self.model(micro.inputs, micro.targets, self._samples(rows)) / config.accumulation
                 with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
                     loss.backward()
                 losses.append(loss.detach())
@@ -252,6 +262,13 @@ class Trainer:
         self.tokens += config.tokens_per_step
         return times
 
+    def _samples(self, rows: slice) -> Tensor | None:
+        """Numbers of these sequences within the run, where dropout is drawn by them, as on any other layout."""
+        if self.config.layout is None or not self.config.model.dropout:
+            return None
+        first = self.step * self.config.train.global_batch
+        return torch.arange(first + rows.start, first + rows.stop)
+
     def _update(self, recording: bool) -> float:
         """Clip by global norm, update, clear gradients."""
         set_learning_rate(self.optimizer, learning_rate(self.config, self.step))
@@ -259,6 +276,7 @@ class Trainer:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
         with operation_scope(recording, self.config.optimizer.name):
             self.optimizer.step()
+        self._expert_load = update_routing(self.model) if self.config.model.moe else None
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
@@ -299,6 +317,8 @@ class Trainer:
             "seconds": times.wall_seconds,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         }  # fmt: skip
+        if self._expert_load is not None:
+            entry |= self._expert_load.metrics()
         if not recorded:  # recorded steps are counted with the profiling that slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False

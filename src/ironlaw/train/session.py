@@ -24,6 +24,7 @@ from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
+from ironlaw.train.start import check_first_weights
 from ironlaw.train.tracking import check_installed
 
 DataProgress = Callable[[int, int], None]
@@ -66,7 +67,7 @@ def _train_alone(
             "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
         )
     dataset = prepare(config.data, config.model.vocab, data_progress, say)
-    start = _check_start(config, dataset, run, say)
+    start = check_start(config, dataset, run, say)
     if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
         say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
         return Outcome(Ledger.load(run.ledger_file), start.step, None)
@@ -97,7 +98,7 @@ def _train_alone(
     return outcome
 
 
-def _check_start(
+def check_start(
     config: RunConfig, dataset: Dataset, run: RunDirectory, say: Callable[[str], None]
 ) -> checkpoint.Checkpoint | None:
     """Everything that can be wrong before the first step; returns the checkpoint to start from, if there is one."""
@@ -113,6 +114,8 @@ def _check_start(
     start = checkpoint.newest(
         run.checkpoints, warn=say, usable=lambda c: recovery.usable(c.step, int(c.index.get("turns", 0)))
     )
+    if start is None and config.train.start_from:
+        check_first_weights(config.train.start_from, config.model)
     if start is not None:
         checkpoint.check_model(start, config.model)
     checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), config.checkpoint.keep)
