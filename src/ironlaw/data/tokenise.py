@@ -72,11 +72,18 @@ class Tokeniser:
     A tokenizer of None passes token ids through: the source is tokenised already.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: int, chunk_bytes: int = _CHUNK_BYTES):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer | None,
+        workers: int,
+        chunk_bytes: int = _CHUNK_BYTES,
+        by_block: bool = False,
+    ):
         self.seconds = 0.0
         self.read_seconds = 0.0  # taken by the iterator of pieces: reading, hashing, cutting
         self._tokenizer = tokenizer
         self._chunk_bytes = chunk_bytes
+        self._by_block = by_block  # a chunk ends where a piece says where to go on
         # Threads share a chunk and wait for each other at its end: a large one, so that they rarely do.
         self._here_bytes = 8 * chunk_bytes * max(1, (os.cpu_count() or 1) // 2)
         self._workers = workers if tokenizer is not None else 0
@@ -137,7 +144,7 @@ class Tokeniser:
                 break
             chunk.append(piece)
             held += piece.bytes or (len(piece.content) if piece.content is not None else 1)
-            if held >= size:
+            if held >= size or (self._by_block and piece.next is not None):
                 yield chunk
                 chunk, held = [], 0
         if chunk:
