@@ -25,7 +25,7 @@ from ironlaw.explain.remedies import with_settings
 from ironlaw.machine import host
 from ironlaw.machine.profile import load_profile
 
-GPT = {"name": "gpt", "layers": 4, "hidden": 256, "heads": 4, "vocab": 4096, "context": 128, "positions": "rope"}
+GPT = {"name": "gpt", "layers": 4, "hidden": 256, "heads": 4, "vocab": 4096, "context": 32, "positions": "rope"}
 BAD: dict[str, dict[str, Any]] = {
     "fp32, one sequence at a time": {"train": {"precision": "fp32", "micro_batch": 1, "global_batch": 128}},
     "narrow, one sequence at a time": {
