@@ -216,6 +216,8 @@ class Runner:
 
         out = self.folder / name
         outcome = run_training(self._short(config), out, self.profile)
+        if outcome.interrupted:  # a run ends by itself on Ctrl-C; so does what started it
+            raise KeyboardInterrupt
         step = outcome.ledger.totals.get("step_seconds")
         if step is None:
             raise UserError(f"{out} measured no step: give a larger --budget")
