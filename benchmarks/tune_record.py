@@ -45,10 +45,10 @@ def config(name: str) -> RunConfig:
 
 
 def record(name: str) -> dict[str, Any]:
-    tuning.TRIAL_SECONDS, tuning.LEAST_STEPS = 2.5, 8
+    tuning.LEAST_STEPS = 8
     profile, bad = load_profile(), config(name)
     with tempfile.TemporaryDirectory() as folder:
-        runner = tuning.Runner(Path(folder), profile)
+        runner = tuning.Runner(Path(folder), profile, trial_seconds=2.0)
         result = tuning.tune(bad, profile, budget_seconds=600, folder=Path(folder), measure=runner)
         sweep = {}
         batches = [m for m in range(1, bad.train.global_batch + 1) if bad.train.global_batch % m == 0]

@@ -10,7 +10,7 @@ import pytest
 from synthetic import make_config, make_profile
 
 from ironlaw.config import RunConfig
-from ironlaw.explain.tune import Measured, judge, tune
+from ironlaw.explain.tune import Measured, judge, loss_difference, tune
 
 
 class Simulated:
@@ -23,7 +23,7 @@ class Simulated:
     def __call__(self, config: RunConfig, name: str) -> Measured:
         self.runs += 1
         seconds = self.truth(config) * self.chance.gauss(1, self.jitter) * (1 + self.drift * self.runs)
-        return Measured(seconds / config.tokens_per_step, seconds, self.loss(config), name)
+        return Measured(seconds / config.tokens_per_step, seconds, (self.loss(config),) * 9, name)
 
 
 def bf16_is_fast(config: RunConfig) -> float:
@@ -60,12 +60,18 @@ def test_a_remedy_that_spoils_the_loss_is_dropped() -> None:
     assert "nats higher" in trial.reason and trial.measured_gain > 0.3
 
 
+def test_losses_are_compared_after_as_many_steps() -> None:
+    short = Measured(1.0, 1.0, (6.0, 5.5, 5.2, 5.1, 5.0, 4.9), "")
+    longer = Measured(0.5, 0.5, (6.0, 5.5, 5.2, 5.1, 5.0, 4.9, 4.0, 3.0), "")
+    assert loss_difference(short, longer) == 0.0
+
+
 @pytest.mark.parametrize("drift", [-0.02, 0.0, 0.02])
 def test_noise_and_drift_are_rarely_taken_for_gains(drift: float) -> None:
     """An A/A test: no change changes anything, and the medians of short runs jitter by 2% and drift by 2% a run."""
     chance, false = random.Random(1), 0
     for _ in range(2000):
-        runs = [Measured((1 + drift * n) * chance.gauss(1, 0.02), 1.0, 5.0, "") for n in range(3)]
+        runs = [Measured((1 + drift * n) * chance.gauss(1, 0.02), 1.0, (5.0,), "") for n in range(3)]
         gain, noise, reason = judge(*runs)
         false += not reason
         assert (gain > noise) or reason

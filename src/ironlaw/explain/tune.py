@@ -21,12 +21,13 @@ from typing import Any
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.explain.explanation import read_metrics
 from ironlaw.explain.remedies import EFFECTS, Effect, Remedy, find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import plan_run
 
-LEAST_STEPS, MOST_STEPS = 24, 200
+LEAST_STEPS, MOST_STEPS = 12, 200
 TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps
 LEAST_NOISE = 0.04  # of the time per token: medians of short runs on shared cores differ by 1 to 2%
 LOSS_TOLERANCE = 0.05  # nats per token: short runs with the same seed differ by rounding only by less
@@ -34,12 +35,16 @@ LOSS_TOLERANCE = 0.05  # nats per token: short runs with the same seed differ by
 
 @dataclass(frozen=True)
 class Measured:
-    """One short run: seconds per token (validation and checkpoints included as the config asks), and its last loss."""
+    """One short run: its time without evaluations and checkpoints, and the training loss of each step."""
 
     seconds_per_token: float
     step_seconds: float
-    loss: float
+    losses: tuple[float, ...]
     run: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds_per_token": self.seconds_per_token, "step_seconds": self.step_seconds, "run": self.run,
+                "steps": len(self.losses)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ class Tuned:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": 1, "gain": self.gain, "settings": self.settings(), "runs": self.runs,
-            "seconds": self.seconds, "stopped": self.stopped, "start": vars(self.start), "best": vars(self.best),
+            "seconds": self.seconds, "stopped": self.stopped, "start": self.start.to_json(),
+            "best": self.best.to_json(),
             "trials": [trial.to_json() for trial in self.trials],
         }  # fmt: skip
 
@@ -104,7 +110,7 @@ def tune(
     Raises UserError when the budget does not last for the first measurement.
     """
     began = clock()
-    measure = measure or Runner(folder, profile)
+    measure = measure or Runner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12))
     tried: set[tuple[Any, ...]] = set()
     start = measure(config, "start")
     result = Tuned(config, start, start, runs=1)
@@ -183,7 +189,7 @@ def _try(result: Tuned, remedy: Remedy, measure: Measure, profile: Profile) -> t
     control = measure(result.config, f"control-{len(result.trials) + 1}")
     result.runs += 2
     gain, noise, reason = judge(before, after, control)
-    loss_change = after.loss - before.loss
+    loss_change = loss_difference(before, after)
     if not reason and remedy.effect > Effect.NONE and loss_change > LOSS_TOLERANCE:
         reason = f"the loss is {loss_change:.3f} nats higher"
     trial = Trial(
@@ -191,6 +197,13 @@ def _try(result: Tuned, remedy: Remedy, measure: Measure, profile: Profile) -> t
         reason, after.run,
     )  # fmt: skip
     return trial, after, control
+
+
+def loss_difference(before: Measured, after: Measured) -> float:
+    """Nats per token after as many steps of both, over the last five of them: a quicker run has taken more."""
+    common = min(len(before.losses), len(after.losses))
+    last = slice(max(0, common - 5), common)
+    return statistics.mean(after.losses[last]) - statistics.mean(before.losses[last])
 
 
 def judge(before: Measured, after: Measured, control: Measured) -> tuple[float, float, str]:
@@ -210,6 +223,7 @@ class Runner:
 
     folder: Path
     profile: Profile
+    trial_seconds: float = TRIAL_SECONDS
 
     def __call__(self, config: RunConfig, name: str) -> Measured:
         from ironlaw.train.session import run_training
@@ -222,13 +236,15 @@ class Runner:
         if step is None:
             raise UserError(f"{out} measured no step: give a larger --budget")
         typical = _median_step(out)
-        loss = outcome.ledger.totals["train_loss"].value
-        return Measured(typical / config.tokens_per_step, typical, loss, str(out))
+        losses = tuple(float(m["loss"]) for m in read_metrics(out / "metrics.jsonl"))
+        return Measured(typical / config.tokens_per_step, typical, losses, str(out))
 
     def _short(self, config: RunConfig) -> RunConfig:
         """The same training, ended early: no evaluation, no checkpoint, nothing recorded."""
         step = plan_run(config, self.profile).totals["step_seconds"].value
-        steps = min(MOST_STEPS, max(LEAST_STEPS, round(TRIAL_SECONDS / step)), max(config.train.steps, LEAST_STEPS))
+        steps = min(
+            MOST_STEPS, max(LEAST_STEPS, round(self.trial_seconds / step)), max(config.train.steps, LEAST_STEPS)
+        )
         return with_settings(
             config,
             {"train.steps": steps, "train.profile_steps": 0, "evaluation.every": 0, "evaluation.batches": 1,
@@ -238,7 +254,5 @@ class Runner:
 
 def _median_step(out: Path) -> float:
     """Of the quieter half: neighbours on the machine only add."""
-    from ironlaw.explain.explanation import read_metrics
-
     seconds = sorted(m["seconds"] for m in read_metrics(out / "metrics.jsonl")[4:] if not m.get("recorded"))
     return float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))
