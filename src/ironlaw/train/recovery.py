@@ -11,6 +11,7 @@ written, and on the disk, before anything else changes: what it says holds, also
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from bisect import bisect_right
@@ -93,8 +94,8 @@ def find_spike(history: Sequence[Measured], config: RecoveryConfig) -> Spike | N
     """Whether the run, as of the last entry of `history`, is in a spike.
 
     A loss that is not finite is one at once. Otherwise the last `patience` steps must all be out of line with the
-    `window` before them: by `threshold` robust standard deviations (median and median absolute deviation, which the
-    spike itself cannot move) and by `minimum_rise`; a gradient norm that is out of line halves what the loss must show.
+    `window` before them: by `threshold` robust standard deviations (from medians, which the spike itself cannot move)
+    and by `minimum_rise`; a gradient norm that is out of line halves what the loss must show.
     """
     if not history:
         return None
@@ -131,9 +132,14 @@ def find_spike(history: Sequence[Measured], config: RecoveryConfig) -> Spike | N
 
 
 def _robust(values: Sequence[float]) -> tuple[float, float]:
-    """Median and robust standard deviation, which is not let down to 0 by numbers that hardly vary."""
-    middle = statistics.median(values)
-    deviation = SIGMA * statistics.median(abs(value - middle) for value in values)
+    """The median of the latest eighth, and the standard deviation around the trend.
+
+    Told from the differences of neighbours, so that a loss that falls fast, as it does early on, does not count as one
+    that scatters. Not let down to 0 by numbers that hardly vary.
+    """
+    middle = statistics.median(values[-max(4, len(values) // 8) :])
+    steps = [abs(later - earlier) for earlier, later in itertools.pairwise(values)]
+    deviation = SIGMA * statistics.median(steps) / math.sqrt(2) if steps else 0.0
     return middle, max(deviation, 1e-3 * abs(middle), 1e-6)
 
 
@@ -169,9 +175,9 @@ class Recovery:
         """Take in one step; a Spike when the run is in one."""
         self.history.append(Measured(step, loss, grad_norm))
         del self.history[: -self._reach]
-        if not self.config.enabled:
-            return None
-        return find_spike(self.history, self.config)
+        if self.config.enabled or not math.isfinite(loss + grad_norm):
+            return find_spike(self.history, self.config)
+        return None
 
     def usable(self, step: int, turns: int) -> bool:
         """Whether a checkpoint of `step`, made when there had been so many turns, lies on the branch that counts."""

@@ -14,6 +14,8 @@ from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint
 from ironlaw.train.recovery import Recovery, Rollback, Spike
 
+_MILDER = "lower optimizer.lr or train with train.precision = fp32"
+
 
 class GoBack(Exception):
     """Raised out of the steps: the run goes on from `target`."""
@@ -29,6 +31,8 @@ def answer(
 
     Raises UserError when the run has to stop: the last strike, or a loss that is not finite with nothing to go back to.
     """
+    if not recovery.config.enabled:
+        raise UserError(f"{spike.reason} in step {spike.last}: {_MILDER}, or allow recovery.enabled")
     decision, target = _choose(spike, recovery, folder)
     record = recovery.event(decision)
     if record["event"] == "stop":
@@ -41,8 +45,7 @@ def answer(
     if target is None:
         if not math.isfinite(recovery.history[-1].loss + recovery.history[-1].grad_norm):
             raise UserError(
-                f"{spike.reason} in step {spike.last}, and there is no checkpoint before it to go back to: lower "
-                "optimizer.lr or train with train.precision = fp32"
+                f"{spike.reason} in step {spike.last}, and there is no checkpoint before it to go back to: {_MILDER}"
             )
         _write(event, record | {"event": "spike"})
         say(f"loss spike in step {spike.first} ({spike.reason}); no checkpoint before it, training goes on")
