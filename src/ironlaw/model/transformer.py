@@ -89,7 +89,7 @@ class Attention(nn.Module):
             mixed = self.place.attend(
                 *heads_first, mask, config.dropout if self.training else 0.0, draw
             )  # (B, A, S, D)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
 from ironlaw.train.parallel import pipeline
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
@@ -28,6 +29,11 @@ class DistributedStep:
         layout = self.ranks.config
         self.share = config.train.global_batch // self.ranks.dp  # sequences of this replica
         self.micro_batch = min(config.micro_batch, self.share)
+        if self.share % self.micro_batch:
+            raise UserError(
+                f"{self.share} sequences per replica are not a multiple of train.micro_batch = {self.micro_batch}: "
+                "use a train.micro_batch that divides them"
+            )
         self.micro_batches = self.share // self.micro_batch
         self.schedule = None
         if layout.pp > 1:
