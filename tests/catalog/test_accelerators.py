@@ -91,6 +91,7 @@ def test_figures_are_in_si_units(name: str) -> None:
         "tdp_watts": (20, 2000),
         "link_bytes_per_second": (100e9, 1000e9),
         "pcie_bytes_per_second": (10e9, 130e9),
+        "host_link_bytes_per_second": (30e9, 500e9),
     }
     for key, figure in acc.figures().items():
         low, high = bounds.get(key, (1e12, 20e15))

@@ -1,37 +1,61 @@
 """Search: the first of the ranking is the best of the space."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
+from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan import search as searching
 from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.search import layouts, search
+from ironlaw.plan.search import layouts, savings, search
 
-TINY = ModelConfig.named("gpt2")
+TINY = ModelConfig.named("gpt2").model_copy(update={"layers": 6})
 EIGHT = parse_cluster("4xa100-sxm-80gb")
 
 
-def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch):
+def brute_force(cluster, offload=False):
+    """Every layout of the space, one at a time: (seconds, layout) of those that fit, fastest first; how many."""
+    fitting, count = [], 0
+    for row in layouts(TINY, 4, 1024, 4, {}):
+        for variant in (searching.NO_SAVING, *savings(TINY, offload=offload)):
+            layout = searching._layout((*row[:-3], *variant))
+            assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
+            ledger = plan_cluster(TINY, cluster, layout, sequence=1024, global_batch=4, engine="megatron-core")
+            count += 1
+            if ledger.facts["fits"]:
+                fitting.append((ledger.totals["step_seconds"].value, str(layout)))
+    return sorted(fitting), count
+
+
+@pytest.mark.parametrize("memory_gib", [None, 2.2])
+def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memory_gib):
+    """Recomputing variants are planned of few layouts only; the best is that of planning all of them."""
+    cluster = EIGHT
+    if memory_gib is not None:
+        small = replace(EIGHT.accelerator, memory_bytes=Figure(memory_gib * 2**30, "test"))
+        cluster = replace(EIGHT, accelerator=small)
     monkeypatch.setattr(searching, "CHUNK", 64)
-    found = search(TINY, EIGHT, sequence=1024, global_batch=8, engine="megatron-core", keep=5)
-    everything = []
-    for row in layouts(TINY, 4, 1024, 8, {}):
-        layout = searching._layout(row)
-        assert layout.reason_invalid(TINY, sequence=1024, global_batch=8, accelerators=4) is None
-        ledger = plan_cluster(TINY, EIGHT, layout, sequence=1024, global_batch=8, engine="megatron-core")
-        if ledger.facts["fits"]:
-            everything.append(ledger.totals["step_seconds"].value)
-    assert found.planned == len(list(layouts(TINY, 4, 1024, 8, {}))) and found.fitting == len(everything)
-    best = sorted(everything)[:5]
-    assert [c.step_seconds for c in found.best] == pytest.approx(best)
+    found = search(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core", keep=5)
+    fitting, count = brute_force(cluster)
+    assert found.best[0].step_seconds == pytest.approx(fitting[0][0])
+    assert {str(c.layout) for c in found.best} <= {text for _, text in fitting}
+    assert found.planned < count and found.fitting <= len(fitting)
+
+
+def test_offloading_is_tried_where_nothing_fits_without():
+    model, cluster = ModelConfig.named("llama3-70b"), parse_cluster("8xh100-sxm-80gb")
+    found = search(model, cluster, sequence=4096, global_batch=8)
+    assert found.best and all(candidate.layout.offload != "none" for candidate in found.best)
+    unknown = parse_cluster("8xh100-sxm-80gb@pcie-server")  # a host of which nothing is known
+    assert not search(model, unknown, sequence=4096, global_batch=8).best
 
 
 def test_ruled_out_layouts_are_counted_by_reason():
-    found = search(ModelConfig.named("llama3-70b"), parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8)
+    found = search(ModelConfig.named("llama3-405b"), parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8)
     assert found.best == [] and found.ruled_out["memory"] == found.planned
     assert found.nearest_miss_bytes is not None and found.nearest_miss_bytes > 10e9
 

@@ -26,7 +26,7 @@ def answer():
 
 @pytest.fixture(scope="module")
 def too_big():
-    return plan_request("llama3-70b", on="8xh100-sxm-80gb", options=Options(work=Wishes("1T", 8192, 1024)))
+    return plan_request("llama3-405b", on="8xh100-sxm-80gb", options=Options(work=Wishes("1T", 8192, 1024)))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

@@ -41,6 +41,7 @@ class Accelerator:
     link_name:                scale-up link: NVLink 4, xGMI, ICI; empty when there is none but PCIe.
     link_bytes_per_second:    that link, one direction, all lanes of one accelerator together, bytes/s.
     pcie_bytes_per_second:    host link, one direction, bytes/s.
+    host_link_bytes_per_second:  a faster link to the host's memory (NVLink-C2C), one direction, bytes/s.
     default_node:             name of the node this accelerator is planned in unless told otherwise.
     peak_flops_per_second:    dense FLOP/s (OP/s for int8) by dtype; matrix units where they exist.
     note:                     what is particular about the part.
@@ -62,6 +63,7 @@ class Accelerator:
     tdp_watts: Figure | None = None
     link_bytes_per_second: Figure | None = None
     pcie_bytes_per_second: Figure | None = None
+    host_link_bytes_per_second: Figure | None = None
     peak_flops_per_second: dict[str, Figure] = field(default_factory=dict)
     note: str = ""
 
@@ -82,6 +84,7 @@ FIGURE_KEYS = (
     "tdp_watts",
     "link_bytes_per_second",
     "pcie_bytes_per_second",
+    "host_link_bytes_per_second",
 )
 _TEXT_KEYS = ("product", "vendor", "generation", "default_node", "memory_kind", "link_name", "note")
 

@@ -36,6 +36,8 @@ class Node:
     host_watts:                    everything but the accelerators at full load, W: CPUs, memory, switches,
                                    network cards, fans, power supply losses.
     system_watts:                  the whole node at its maximum, W.
+    host_memory_bytes:             memory of the processors, bytes.
+    host_memory_rate:              peak of all its channels together, bytes/s.
     note:                          what is particular about it.
     """
 
@@ -48,6 +50,8 @@ class Node:
     nic_bytes_per_second: Figure | None = None
     host_watts: Figure | None = None
     system_watts: Figure | None = None
+    host_memory_bytes: Figure | None = None
+    host_memory_rate: Figure | None = None
     source: str = ""
     note: str = ""
 
@@ -63,7 +67,9 @@ class Node:
         return {key: value for key in FIGURE_KEYS if isinstance(value := getattr(self, key), Figure)}
 
 
-FIGURE_KEYS = ("nics", "nic_bytes_per_second", "host_watts", "system_watts")
+FIGURE_KEYS = (
+    "nics", "nic_bytes_per_second", "host_watts", "system_watts", "host_memory_bytes", "host_memory_rate"
+)  # fmt: skip
 _PLAIN_KEYS = ("product", "accelerators", "scale_up_accelerators", "fabric", "source", "note")
 
 

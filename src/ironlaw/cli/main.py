@@ -16,12 +16,13 @@ import typer
 from ironlaw import __version__
 from ironlaw.errors import UserError
 
-# verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`.
+# verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`, or a group of verbs of that name.
 VERBS = {
     "measure": "Find this machine's real ceilings: matmul, memory, attention, storage, tokenizer.",
     "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
     "validate": "The planner's record on measured runs, yours or anybody's.",
     "calibrate": "Fit the planner's constants to a handful of your own runs.",
+    "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
     "train": "Train a config into a run directory, beside its plan.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "generate": "Continue a prompt with a trained run.",
@@ -40,10 +41,13 @@ def build_app(called: str | None) -> typer.Typer:
         """Where do the memory, the time and the money of a training run go, and what should I change?"""
 
     for verb, help_line in VERBS.items():
-        function: Callable[..., None] = _not_loaded
+        function: Callable[..., None] | typer.Typer = _not_loaded
         if verb == called:
             function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
-        app.command(verb, help=help_line)(function)
+        if isinstance(function, typer.Typer):
+            app.add_typer(function, name=verb, help=help_line)
+        else:
+            app.command(verb, help=help_line)(function)
     return app
 
 

@@ -22,7 +22,12 @@ def plan(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimizer step.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp8, mxfp8; on this machine fp32, bf16.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32, tf32, fp8, mxfp8, nvfp4; here fp32, bf16.")
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon.")
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option("--engine", "--profile", help="Whose constants: a framework's, or a name given to calibrate."),
@@ -46,8 +51,8 @@ def plan(
     from ironlaw.plan.work import Wishes
 
     options = Options(
-        Wishes(tokens, seq, global_batch, steps), precision, engine, layout, emit, Prices(price_per_hour, grid, pue),
-        inputs=tuple(input_ or ()),
+        Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()),
     )  # fmt: skip
     answer = plan_request(what, on=on, overrides=set_ or [], options=options)
     if json:

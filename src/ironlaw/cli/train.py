@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ironlaw.cli.console import messages, output, print_json
-from ironlaw.config import load_config
+from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
+
+if TYPE_CHECKING:
+    from ironlaw.report.live import LiveRun
+    from ironlaw.train.loop import Outcome
 
 
 def train(
@@ -21,6 +27,9 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
     settings = load_config(config, [*(set_ or []), *_from_layout(layout)])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _train_on_ranks(settings, out, resume, json)
+        return
     if resume and out is None:
         raise UserError("--resume needs --out DIR: which run should go on?")
 
@@ -45,6 +54,10 @@ def train(
             settings, folder, profile, resume=resume,
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
+    _show(outcome, folder, live, json)
+
+
+def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
     summary = {
         "run": str(folder),
         "steps": outcome.step,
@@ -56,6 +69,39 @@ def train(
     else:
         live.summary(outcome.ledger, output())
     if outcome.interrupted == "SIGINT":
+        raise typer.Exit(130)
+
+
+def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: bool) -> None:
+    """One rank of a job that torchrun started. A restarted job goes on where it was."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
+        raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
+
+    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.machine import host
+    from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.report.live import LiveRun
+    from ironlaw.train.parallel.job import job
+    from ironlaw.train.run_directory import default_name
+
+    say = messages()
+    with job(settings, host.memory_bytes()) as here:
+        folder = here.first_does(lambda: out or default_name(settings.model.name))
+        if not here.first_does(lambda: profile_path().is_file()):
+            here.first_does(measure_and_keep)
+        profile = here.first_does(load_profile)
+        live = LiveRun(say, folder)
+        with live if here.ranks.first else nullcontext():
+            if here.ranks.first:
+                live.say(f"{here.ranks.size} ranks: {here.layout}")
+            outcome = here.train(
+                folder, profile, resume=resume or restarted,
+                data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
+            )  # fmt: skip
+    if here.ranks.first:
+        _show(outcome, folder, live, json)
+    elif outcome.interrupted == "SIGINT":
         raise typer.Exit(130)
 
 

@@ -86,6 +86,8 @@ def build(
             work.seconds[stage] = begun.get(stage, 0.0) + spent
         work.save()
 
+    if progress is not None:
+        progress(min(sum(file.size for file in corpus.files[: work.next[0]]), total), total)
     try:
         with closing(tokeniser.encode(pieces_of(corpus, splitter, work.next))) as chunks:
             for chunk in chunks:

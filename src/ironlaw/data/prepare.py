@@ -64,6 +64,17 @@ def prepare(
     return prepare_source(config, vocab, *sources[0], given, progress, say)
 
 
+def folders_of(config: DataConfig, vocab: int) -> list[Path]:
+    """Where the sources' tokens are or would be kept. A mixture's depend on its tokenizer, which must be there."""
+    given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
+    sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
+    if given is None and len(sources) > 1:
+        from ironlaw.data.mixture import shared_tokenizer
+
+        given = shared_tokenizer(config, vocab, sources)
+    return [config.cache_folder / _folder_name(config, vocab, source, corpus, given) for source, corpus in sources]
+
+
 def prepare_source(
     config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
     progress: shards.Progress | None, say: Say,

@@ -55,7 +55,8 @@ def held_bytes(
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    here = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]  # of a distributed tensor, this rank's part
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}.values())
 
 
 def measured_ledger(

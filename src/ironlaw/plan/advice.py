@@ -36,6 +36,7 @@ TERMS = {
     "sharded_weights": ("gathering of sharded weights", "a larger batch, or a faster network"),
     "data_parallel": ("data parallel communication", "a larger batch, or a faster network"),
     "update": ("optimizer update", "a larger batch, so that it comes less often"),
+    "host_offload": ("transfers to the host and its update", "more accelerators, so that less must be offloaded"),
     "launches_behind": ("launch time of the host", "larger micro-batches, CUDA graphs or a compiler"),
     "step": ("host time of a step", "a larger batch, so that it comes less often"),
     "pipeline_bubble": ("pipeline bubble", "a larger batch: more micro-batches fill the pipeline"),
@@ -88,15 +89,16 @@ def plan_layout(ask: Ask, layout: Layout) -> Ledger:
     """The ledger of one layout of what was asked."""
     return plan_cluster(
         ask.model, ask.cluster, layout, sequence=ask.work.sequence, global_batch=ask.work.global_batch,
-        precision=ask.precision, engine=ask.engine,
+        precision=ask.precision, engine=ask.engine, optimizer=ask.optimizer,
     )  # fmt: skip
 
 
-def search_layouts(ask: Ask, *, keep: int) -> Found:
-    """All layouts of what was asked, ranked."""
+def search_layouts(ask: Ask, *, keep: int, hybrid: bool = True) -> Found:
+    """All layouts of what was asked, ranked; with hybrid sharding unless told otherwise."""
     return search(
         ask.model, ask.cluster, sequence=ask.work.sequence, global_batch=ask.work.global_batch,
-        precision=ask.precision, engine=ask.engine, keep=keep, excluded=ask.excluded,
+        precision=ask.precision, engine=ask.engine, optimizer=ask.optimizer, keep=keep, excluded=ask.excluded,
+        hybrid=hybrid,
     )  # fmt: skip
 
 
@@ -128,7 +130,7 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
 def _best(ask: Ask, count: int) -> float | None:
     """Step seconds of the best layout on that many accelerators; None where none fits or can be formed."""
     try:
-        found = search_layouts(replace(ask, cluster=replace(ask.cluster, count=count)), keep=1)
+        found = search_layouts(replace(ask, cluster=replace(ask.cluster, count=count)), keep=1, hybrid=False)
     except UserError:
         return None
     return found.best[0].step_seconds if found.best else None

@@ -16,6 +16,7 @@ class Options:
 
     work: Wishes = field(default_factory=Wishes)
     precision: str | None = None
+    optimizer: str | None = None
     engine: str | None = None
     layout: str | None = None
     emit: str | None = None

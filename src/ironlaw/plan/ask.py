@@ -23,4 +23,5 @@ class Ask:
     engine: str
     prices: Prices = field(default_factory=Prices)
     layout: Layout | None = None
+    optimizer: str = "adamw"
     excluded: Callable[[Layout], str | None] | None = None

@@ -10,7 +10,7 @@ all accelerators together and add up to the model's. Both are per optimizer step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,12 @@ from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.ingredients import Parts, step_parts
 from ironlaw.plan.intervals import interval_factors, kind_of_layout
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import Layout, budget_bytes
 from ironlaw.plan.setting import Setting, setting
-from ironlaw.plan.sharded_memory import PeakMemory, peak_memory
+from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, peak_memory
 from ironlaw.plan.stages import stage_layers
 from ironlaw.plan.timeline import Times, assemble
+from ironlaw.plan.update_cost import update_cost
 
 DEFAULT_ENGINE = "nemo"
 """The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
@@ -44,10 +45,12 @@ class Outcome:
     times: Times
     parts: Parts
     limit_bytes: float
+    host_bytes: Array  # of one accelerator's share of its host, where something is offloaded
+    host_limit_bytes: float
 
     @property
     def fits(self) -> np.ndarray:
-        return self.peak.total <= self.limit_bytes
+        return np.asarray((self.peak.total <= self.limit_bytes) & (self.host_bytes <= self.host_limit_bytes))
 
 
 def plan_jobs(jobs: Jobs, where: Setting) -> Outcome:
@@ -57,7 +60,9 @@ def plan_jobs(jobs: Jobs, where: Setting) -> Outcome:
     times = assemble(parts, jobs, where.engine, layers)
     peak = peak_memory(jobs, where.engine, layers)
     seconds = under_pressure(times.step_seconds, peak.total, where)
-    return Outcome(seconds, peak, times, parts, where.memory_bytes - UNUSABLE_BYTES)
+    offloaded = host_bytes(jobs, where.engine, layers) if (jobs.offload > 0).any() else np.zeros(len(jobs))
+    host = where.host.memory_bytes if where.host else 0.0
+    return Outcome(seconds, peak, times, parts, where.memory_bytes - UNUSABLE_BYTES, offloaded, host)
 
 
 def plan_cluster(
@@ -70,6 +75,7 @@ def plan_cluster(
     precision: str = "bf16",
     engine: str | Engine = DEFAULT_ENGINE,
     attention: str = "flash",
+    optimizer: str = "adamw",
 ) -> Ledger:
     """The ledger of one training step. UserError when the layout cannot run or the cluster lacks a figure.
 
@@ -79,13 +85,43 @@ def plan_cluster(
         raise UserError(f"attention is flash or standard, not '{attention}'")
     layout.check(model, sequence=sequence, global_batch=global_batch, accelerators=cluster.count)
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = setting(cluster, chosen, precision)
+    where = setting(cluster, chosen, precision, update_cost(optimizer, model))
+    if layout.recompute.startswith("budget:"):
+        layout = within_budget(layout, model, where, sequence=sequence, global_batch=global_batch)
     jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=attention == "flash")
+    if layout.offload != "none":
+        check_host(cluster, where)
     outcome = plan_jobs(jobs, where)
     ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak))
     ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
     return ledger
+
+
+def check_host(cluster: Cluster, where: Setting) -> None:
+    """UserError where the catalogue does not know enough of the host to offload to it."""
+    if where.host is None:
+        raise UserError(
+            f"offload on {cluster.accelerator.name} in {cluster.node.name}: the catalogue lacks the host's memory, its "
+            "rate or the link to it: use offload=none, or another node after @"
+        )
+
+
+def within_budget(layout: Layout, model: ModelConfig, where: Setting, *, sequence: int, global_batch: int) -> Layout:
+    """The layout with the recomputation that takes least time of those whose peak stays within its budget."""
+    budget = budget_bytes(layout.recompute)
+    words = ["none", "selective", *(f"every:{k}" for k in range(model.layers, 1, -1)), "full"]
+    choices = [replace(layout, recompute=word) for word in words]
+    outcome = plan_jobs(jobs_of(model, choices, sequence=sequence, global_batch=global_batch), where)
+    seconds = np.where(outcome.peak.total <= budget, outcome.step_seconds, np.inf)
+    best = int(seconds.argmin())
+    if not np.isfinite(seconds[best]):
+        least = outcome.peak.total.min() / 2**30
+        raise UserError(
+            f"layout '{layout}' needs {least:.1f} GiB even with every block recomputed: raise the budget to that, "
+            "or shard more"
+        )
+    return choices[best]
 
 
 def _facts(
@@ -100,6 +136,9 @@ def _facts(
         "global_batch": global_batch,
         "precision": where.precision,
         "attention": attention,
+        "optimizer": where.update.name,
+        "host_bytes": float(outcome.host_bytes[0]) or None,
+        "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "engine_source": where.engine.source,
         "fits": bool(outcome.fits[0]),
@@ -163,7 +202,7 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     full = at(jobs.recompute) == 2
     replicas = at(jobs.global_batch) * at(jobs.sequence)
     head_flops = 6 * at(jobs.hidden) * at(jobs.vocab) * replicas
-    attention_flops = 6 * at(jobs.layers) * at(jobs.sequence) * at(jobs.query_size) * replicas
+    attention_flops = 6 * at(jobs.layers) * at(jobs.attended) * at(jobs.query_size) * replicas
     block_flops = at(jobs.model_flops()) - head_flops - attention_flops
     matmul = (at(parts.layer_matmul_forward), at(parts.layer_matmul_backward))
     attention = (at(parts.layer_attention_forward), at(parts.layer_attention_backward))
@@ -201,6 +240,9 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     for name, seconds in exposed:
         lines.append(Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds=at(seconds), bound="network"))
     pressure = at(outcome.step_seconds) - at(times.step_seconds)
+    if at(times.offload_exposed) > 0:
+        waiting = at(times.offload_exposed)
+        lines.append(Line(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", seconds=waiting, bound="memory"))
     lines += [
         Line(Phase.OPTIMIZER, Kind.OPTIMIZER, "update", 1, seconds=at(times.optimizer), bound="memory"),
         Line(Phase.HOST, Kind.HOST, "launches_behind", seconds=at(times.host_excess), bound="overhead"),

@@ -84,6 +84,18 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
 
+    element_bytes: float = 2.0  # of activations and of gathered weights
+    end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
+
+    def computing_in(self, precision: str) -> Engine:
+        """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
+        if precision not in ("fp32", "tf32"):
+            return self
+        return replace(
+            self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
+            gradient_communication_bytes=4.0, stream_bytes=4.0, element_bytes=4.0,
+        )  # fmt: skip
+
     def on(self, generation: str) -> Engine:
         """The constants on one accelerator generation."""
         values: dict[str, Any] = dict(self.by_generation.get(generation, {}))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
 from ironlaw.plan.jobs import Array, Jobs
 from ironlaw.plan.setting import Setting
+from ironlaw.plan.sharded_memory import kept_activation_bytes
 from ironlaw.plan.stages import StageLayers, stage_layers
 
 HALF = 2.0  # bytes of a 16-bit element
@@ -52,6 +53,9 @@ class Parts:
     fsdp_gather_layer: Array
     fsdp_scatter_layer: Array
     optimizer: Array
+    host_update: Array  # of an offloaded optimizer: the processor's update, or the way back of the weights if longer
+    host_gradients: Array  # their way to the host
+    host_layer: Array  # one block's kept activations of one micro-batch, to the host or back
     crosses: npt.NDArray[np.bool_]  # whether data parallel and pipeline traffic leaves the island
     tp_crosses: npt.NDArray[np.bool_]
 
@@ -103,15 +107,19 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
     local_heads = jobs.heads / jobs.tp
     local_kv = np.maximum(jobs.kv_heads / jobs.tp, 1.0)
 
+    # Jobs of one model share its window; a window as long as the sequence hides nothing.
+    window = np.where(jobs.window > 0, jobs.window, jobs.sequence)
+
     def flash(direction: str) -> Array:
-        def seconds(b: Array, s: Array, h: Array, kv: Array, d: Array) -> Array:
+        def seconds(b: Array, s: Array, h: Array, kv: Array, d: Array, w: Array) -> Array:
             return np.asarray(
                 attention_seconds(
-                    b, s, h, kv, d, True, precision, hardware=hardware, direction=direction, sustained=True
+                    b, s, h, kv, d, True, precision, hardware=hardware, direction=direction, window=w, sustained=True
                 )
             )
 
-        return _unique(seconds, jobs.micro_batch, jobs.sequence, local_heads, local_kv, jobs.head_size) / jobs.cp
+        columns = (jobs.micro_batch, jobs.sequence, local_heads, local_kv, jobs.head_size, window)
+        return _unique(seconds, *columns) / jobs.cp
 
     # Materialised scores: every (query, key) pair is computed, masked or not.
     batch = jobs.micro_batch * local_heads
@@ -120,7 +128,7 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
     standard = standard + _matmul(rows, jobs.head_size, jobs.sequence, batch, setting, precision)
     pairs = batch * rows * jobs.sequence
     # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
-    traffic = streaming_seconds(pairs * (2 * HALF + 2 * HALF + 1), hardware)
+    traffic = streaming_seconds(pairs * (4 * setting.engine.element_bytes + 1), hardware)
     use_flash = jobs.flash > 0
     old = (
         FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if setting.engine.attention_kernel == "flash2" else 1.0
@@ -147,8 +155,8 @@ def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array
         sharded * (heads + activation),
         sharded * (heads + activation * 5 / 3),
     )
-    hardware = setting.hardware
-    first, second, third, fourth = (_unique(lambda b: streaming_seconds(b, hardware), HALF * m) for m in moved)
+    hardware, width = setting.hardware, setting.engine.element_bytes
+    first, second, third, fourth = (_unique(lambda b: streaming_seconds(b, hardware), width * m) for m in moved)
     return first, second, third, fourth
 
 
@@ -162,6 +170,45 @@ def _collective(kind: str, size: Array, ranks: Array, inside: Array, setting: Se
     return _unique(seconds, size, ranks, np.clip(inside, 1.0, ranks))
 
 
+def _update(jobs: Jobs, setting: Setting, layers: StageLayers, owned: Array) -> Array:
+    """Seconds of the optimizer on the stage with most parameters; `owned`: how many a rank updates.
+
+    Whole-matrix work (Muon's iterations, GaLore's projections) is dealt out matrix by matrix over the ranks that shard
+    the state, and divided by tp.
+    """
+    cost, hardware = setting.update, setting.hardware
+    blocks = layers.counts.max(axis=1) * jobs.block_parameters
+    inside = np.minimum(1.0, blocks / jobs.tp / np.maximum(layers.largest_parameters, 1.0))
+    per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
+    seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
+    if not cost.matrices:
+        return seconds
+    products = sum(
+        times * float(np.asarray(matmul_seconds(m, n, k, 1.0, "bf16", hardware=hardware, sustained=True)))
+        for m, n, k, times in cost.matrices
+    )
+    dealt = layers.counts.max(axis=1) * cost.owners
+    ranks = np.where(jobs.zero > 0, jobs.shard_ranks, 1.0)
+    return seconds + products / cost.owners * np.ceil(dealt / ranks) / jobs.tp
+
+
+def _offloaded(jobs: Jobs, setting: Setting, owned: Array) -> dict[str, Array]:
+    """Seconds on the way to the host and on it; zero where nothing is offloaded."""
+    none = np.zeros(len(jobs))
+    host, engine = setting.host, setting.engine
+    if host is None or not (jobs.offload > 0).any():
+        return {"host_update": none, "host_gradients": none, "host_layer": none}
+    rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    update = owned * setting.update.block_bytes / host.memory_bytes_per_second
+    back = owned * engine.element_bytes / rate
+    kept, _ = kept_activation_bytes(jobs, engine)
+    return {
+        "host_update": np.where(jobs.offloads_optimizer, np.maximum(update, back), 0.0),
+        "host_gradients": np.where(jobs.offloads_optimizer, owned * engine.gradient_communication_bytes / rate, 0.0),
+        "host_layer": np.where(jobs.offloads_activations, kept / rate, 0.0),
+    }
+
+
 def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) -> Parts:
     """Every ingredient of the step time."""
     layers = layers or stage_layers(jobs, setting.engine.partition)
@@ -169,7 +216,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     matmul_forward, matmul_backward = _matmuls(jobs, setting)
     attention_forward, attention_backward, scores = _attention(jobs, setting)
     streaming_forward, streaming_backward, shard_forward, shard_backward = _streaming(jobs, setting)
-    hardware = setting.hardware
+    hardware, width = setting.hardware, setting.engine.element_bytes
 
     vocab = jobs.vocab / jobs.tp
     head = sum(
@@ -181,19 +228,19 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         )
     )
     # loss: 16-bit logits to fp32, log-sum-exp, gradient back to 16 bits
-    loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (HALF * 2 + FP32 * 4), hardware))
-    embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * HALF * 6 / jobs.stream_shards, hardware))
+    loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (width * 2 + FP32 * 4), hardware))
+    embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * width * 6 / jobs.stream_shards, hardware))
 
     block = jobs.block_parameters / jobs.tp
     ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
     unit = block + ends / jobs.layers  # what ZeRO-3 gathers at a time, embedding and output layer spread out
     local = layers.largest_parameters
-    stream_bytes = jobs.tokens * jobs.hidden * HALF
+    stream_bytes = jobs.tokens * jobs.hidden * width
     tp_inside = np.minimum(jobs.tp, island)
     # Gradients are averaged over context parallel ranks too.
     replicas = jobs.dp * jobs.cp
     replicas_inside = np.maximum(1.0, island // jobs.tp)
-    kv_bytes = 2 * jobs.tokens * np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size) * HALF
+    kv_bytes = 2 * jobs.tokens * np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size) * width
     message = stream_bytes / jobs.stream_shards
     crosses = jobs.tp * jobs.cp * jobs.dp >= island
     two = np.full(len(jobs), 2.0)
@@ -202,7 +249,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     sharing = jobs.shard_ranks
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
-    gather = _collective("all_gather", local * HALF, sharing, replicas_inside, setting)
+    gather = _collective("all_gather", local * width, sharing, replicas_inside, setting)
     owned = np.where(jobs.zero > 0, local / sharing, local)
     fsdp = jobs.zero >= 3
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
@@ -219,7 +266,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         layer_streaming_backward=streaming_backward,
         layer_shard_forward=shard_forward,
         layer_shard_backward=shard_backward,
-        layer_accumulate=np.asarray(streaming_seconds(block * (HALF + 2 * FP32), hardware)),
+        layer_accumulate=np.asarray(streaming_seconds(block * (width + 2 * FP32), hardware)),
         tp_collective=np.where(
             jobs.sp > 0,
             _collective("all_gather", stream_bytes, jobs.tp, tp_inside, setting)
@@ -236,12 +283,13 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         dp_reduce=once,
         dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
         fsdp_gather_layer=np.where(
-            fsdp, _collective("all_gather", unit * HALF, sharing, replicas_inside, setting), 0.0
+            fsdp, _collective("all_gather", unit * width, sharing, replicas_inside, setting), 0.0
         ),
         fsdp_scatter_layer=np.where(
             jobs.zero >= 2, _collective("reduce_scatter", unit * gradient, sharing, replicas_inside, setting), 0.0
         ),
         crosses=jobs.accelerators > island,
         tp_crosses=jobs.tp > island,
-        optimizer=np.asarray(streaming_seconds(owned * (FP32 * 7 + HALF + FP32), hardware)),
+        optimizer=np.where(jobs.offloads_optimizer, 0.0, _update(jobs, setting, layers, owned)),
+        **_offloaded(jobs, setting, owned),
     )  # fmt: skip

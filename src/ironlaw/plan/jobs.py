@@ -21,7 +21,8 @@ RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
 SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
 """Order of forward and backward passes in a pipeline; `stages.py` and `bubbles.py` say what each one costs."""
 
-DEFAULTS = {"schedule": 0.0, "shard": 0.0, "window": 0.0}
+OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
+DEFAULTS = {"schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0}
 """Columns that a row of measured runs need not have."""
 
 
@@ -57,6 +58,8 @@ class Jobs:
     schedule: Array  # a value of SCHEDULES
     shard: Array  # data parallel replicas that share one sharded copy; 0: all of them
     window: Array  # tokens that a query looks back at; 0: all
+    every: Array  # full recomputation of one block in so many
+    offload: Array  # a value of OFFLOAD
 
     def __len__(self) -> int:
         return int(self.layers.size)
@@ -95,6 +98,19 @@ class Jobs:
     @property
     def key_value_size(self) -> Array:
         return self.kv_heads * self.head_size
+
+    @property
+    def recomputed_share(self) -> Array:
+        """Share of the blocks that are recomputed in full."""
+        return np.where(self.recompute == RECOMPUTE["full"], 1 / self.every, 0.0)
+
+    @property
+    def offloads_optimizer(self) -> npt.NDArray[np.bool_]:
+        return np.asarray((self.offload == OFFLOAD["optimizer"]) | (self.offload == OFFLOAD["both"]))
+
+    @property
+    def offloads_activations(self) -> npt.NDArray[np.bool_]:
+        return np.asarray(self.offload >= OFFLOAD["activations"])
 
     @property
     def attended(self) -> Array:
@@ -149,9 +165,9 @@ class Jobs:
         matrices = np.where(self.gated > 0, 3.0, 2.0)
         linear = 2 * self.hidden * (qkv + self.query_size + matrices * self.ffn)
         attention = np.where(self.flash > 0, 2 * self.attended, 4 * self.sequence) * self.query_size
-        full = self.recompute == 2
-        linear_passes = np.where(full, 4.0, 3.0)
-        attention_passes = np.where(self.recompute > 0, 4.0, 3.0)
+        again = self.recomputed_share
+        linear_passes = 3 + again
+        attention_passes = 3 + np.where(self.recompute == 1, 1.0, again)
         blocks = self.layers * (linear * linear_passes + attention * attention_passes)
         return (blocks + 3 * 2 * self.hidden * self.vocab) * self.global_batch * self.sequence
 
@@ -178,7 +194,8 @@ def layout_columns(layout: Layout) -> dict[str, float]:
         "tp": float(layout.tp), "sp": float(layout.sp), "pp": float(layout.pp),
         "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
         "cp": float(layout.cp), "micro_batch": float(layout.micro_batch),
-        "recompute": float(RECOMPUTE[layout.recompute]),
+        "recompute": float(RECOMPUTE.get(layout.recompute, RECOMPUTE["full"])), "every": float(layout.every),
+        "offload": float(OFFLOAD[layout.offload]),
     }  # fmt: skip
 
 

@@ -14,13 +14,15 @@ every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V f
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 
-RECOMPUTATION = ("none", "selective", "full")
+RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
+OFFLOAD = ("none", "optimizer", "activations", "both")
 SCHEDULES = ("1f1b", "gpipe", "zb", "zbv", "dualpipe")
 _SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -56,7 +58,13 @@ class Layout:
     ep: int = 1
     micro_batch: int = 1  # sequences per forward pass of a replica
     accumulation: int | None = None  # micro-batches per replica and step; follows from the global batch when absent
-    recompute: str = "none"
+    recompute: str = "none"  # none, selective, full, or every:K: each k-th block in full
+    offload: str = "none"  # to host memory: the optimizer's state and update, saved activations, or both
+
+    @property
+    def every(self) -> int:
+        """Of how many blocks one is recomputed in full; 1 unless `recompute` is every:K."""
+        return int(self.recompute.removeprefix("every:")) if self.recompute.startswith("every:") else 1
 
     @property
     def accelerators(self) -> int:
@@ -155,14 +163,38 @@ def parse_layout(text: str) -> Layout:
         if key in values:
             raise UserError(f"layout: '{key}' is given twice")
         values[key] = _value(key, value)
-    if values.get("recompute", "none") not in RECOMPUTATION:
-        raise UserError(f"layout: recompute is {', '.join(RECOMPUTATION)}, not '{values['recompute']}'")
+    values["recompute"] = _recompute(values.get("recompute", "none"))
+    if values.get("offload", "none") not in OFFLOAD:
+        raise UserError(f"layout: offload is {', '.join(OFFLOAD)}, not '{values['offload']}'")
     values["schedule"] = _schedule(values.get("schedule", "1f1b"))
     if values["schedule"] in V_SHAPED:
         values.setdefault("virtual_stages", 2)
     if not 0 <= values.get("zero", 0) <= 3:
         raise UserError(f"layout: zero is 0, 1, 2 or 3, not {values['zero']}")
     return Layout(**values)
+
+
+def _recompute(word: str) -> str:
+    """The word as `Layout` has it; every:2 may be written every-2 or every2."""
+    if word in ("none", "selective", "full"):
+        return word
+    if match := re.fullmatch(r"every[:\-]?(\d+)", word):
+        if int(match[1]) < 1:
+            raise UserError("layout: recompute=every:K counts blocks: K is at least 1")
+        return "full" if int(match[1]) == 1 else f"every:{int(match[1])}"
+    if word.startswith("budget:"):
+        budget_bytes(word)
+        return word
+    raise UserError(f"layout: recompute is {', '.join(RECOMPUTATION)}, not '{word}'")
+
+
+def budget_bytes(word: str) -> float:
+    """Bytes of `budget:60gib`."""
+    text = word.removeprefix("budget:")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)?", text.lower())
+    if match is None or not float(match[1]):
+        raise UserError(f"layout: recompute=budget:{text} is not a size: write for example recompute=budget:60GiB")
+    return float(match[1]) * {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}[match[2] or "gib"]
 
 
 def _schedule(word: str) -> str:
@@ -175,7 +207,7 @@ def _schedule(word: str) -> str:
 
 
 def _value(key: str, text: str) -> Any:
-    if key in ("recompute", "schedule"):
+    if key in ("recompute", "schedule", "offload"):
         return text.lower()
     if key == "sp":
         if text.lower() not in _FLAGS:

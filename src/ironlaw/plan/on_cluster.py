@@ -17,10 +17,12 @@ from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.subject import Subject
+from ironlaw.plan.update_cost import update_cost
 from ironlaw.plan.work import Assumption, settle
 
-WIDE = ("fp32", "tf32")
-PRECISIONS = ("bf16", "fp16", "fp8", "fp8_block", "mxfp8", "nvfp4")
+PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp8_block", "mxfp8", "nvfp4")
+BLOCK_SCALED = {"mxfp8": "fp4", "nvfp4": "fp4"}
+"""Formats whose scales the matrix units must apply: those that have a peak for 4-bit numbers do."""
 
 
 def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
@@ -30,13 +32,11 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     precision = _precision(subject, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
     engine = _engine(options, trainer, cluster.accelerator, assumed)
-    if subject.model.sliding_window and subject.model.sliding_window < work.sequence:
-        window = f"{subject.model.sliding_window:,} tokens"
-        assumed.append(Assumption("attention", "full", f"its window of {window} is not used", "--seq, or fewer tokens"))
     if subject.config and subject.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
     work = replace(work, assumed=work.assumed + assumed)
-    ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout)
+    optimizer = _optimizer(subject, options, assumed)
+    ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout, optimizer)
     if trainer:
         ask = replace(ask, excluded=lambda candidate: trainer.cannot(candidate, subject.model))
         if layout is not None and (reason := trainer.cannot(layout, subject.model)):
@@ -72,16 +72,24 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     said = options.precision
     if said is None and subject.config and subject.config.train.precision != "auto":
         said = subject.config.train.precision
-    if said in WIDE:
-        raise UserError(
-            f"{said} is not planned on clusters, whose memory is counted in 16 and 8 bits: use bf16 or fp16"
-        )
     if said is None:
         said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
         assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
     if said not in PRECISIONS:
         raise UserError(f"unknown precision '{said}': {did_you_mean(said, PRECISIONS)}")
+    known = acc.peak_flops_per_second
+    if BLOCK_SCALED.get(said, said) not in known and not (said == "fp8_block" and "fp8" in known):
+        usable = [name for name in PRECISIONS if BLOCK_SCALED.get(name, name) in known]
+        raise UserError(f"the catalogue has no {said} peak of {acc.name}: use --precision {' or '.join(usable)}")
     return said
+
+
+def _optimizer(subject: Subject, options: Options, assumed: list[Assumption]) -> str:
+    """The given optimizer, else the config's, else AdamW."""
+    said = options.optimizer or (subject.config.optimizer.name if subject.config else None)
+    if said is None:
+        return "adamw"
+    return update_cost(said, subject.model).name
 
 
 def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed: list[Assumption]) -> str:

@@ -112,5 +112,7 @@ def _on_this(subject: Subject, options: Options) -> Answer:
         changed["precision"] = options.precision  # type: ignore[assignment]
     document = config.model_dump(exclude_none=True)
     document["train"] |= changed
+    if options.optimizer:
+        document["optimizer"]["name"] = options.optimizer
     answer = plan_on_this(build_config(document, where="the options"))
     return replace(answer, more={"assumed": [assumption.to_json() for assumption in assumed]})

@@ -4,8 +4,10 @@
     found.best[0].layout, found.best[0].step_seconds
     found.ruled_out                     # {"memory": 5120, "heads not divisible by tp": 64, ...}
 
-Nothing is pruned by a bound: every layout whose numbers divide is planned in chunks of arrays, so the first of the
-ranking is the best of the space by the model.
+Every layout whose numbers divide is planned in chunks of arrays, first without what saves memory for time. Recomputing
+or offloading never makes a layout faster, so those variants are planned only of layouts that do not fit for sure, and
+only while the layout itself is faster than what was found (the others are counted). The first of the ranking is the
+best of the space by the model. Offloading is tried where nothing fits without: no measured run backs its figures.
 """
 
 from __future__ import annotations
@@ -22,16 +24,21 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import DEFAULT_ENGINE, Outcome, plan_jobs
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.intervals import interval_factors
-from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
+from ironlaw.plan.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
 from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
-from ironlaw.plan.setting import setting
+from ironlaw.plan.setting import Setting, setting
+from ironlaw.plan.sharded_memory import peak_memory
+from ironlaw.plan.update_cost import update_cost
 
 CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
-_COLUMNS = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "micro_batch", "recompute")
+_COLUMNS = (
+    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "micro_batch", "recompute", "every", "offload"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,13 @@ GRID_WALLS = (
 """Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
 
 
+Entry = tuple[float, float, np.ndarray, dict[str, float]]
+"""Step seconds, peak bytes, row of `_COLUMNS`, terms."""
+
+BEATEN = "slower than what was found, before saving memory"
+"""Reason that rules out recomputing and offloading variants of a layout."""
+
+
 def divisors(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
@@ -101,30 +115,47 @@ def grids(
 
 
 def layouts(
-    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int = MAX_TP
+    model: ModelConfig,
+    count: int,
+    sequence: int,
+    global_batch: int,
+    ruled_out: dict[str, int],
+    widest_tp: int = MAX_TP,
+    groups: bool = True,
 ) -> Iterator[tuple[int, ...]]:
-    """Rows of `_COLUMNS`: every combination that can run."""
+    """Rows of `_COLUMNS`: every combination that can run, without what saves memory for time (`savings`)."""
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
-        sharding = _shardings(dp, cp)
+        sharding = _shardings(dp, cp, groups)
         parallel = (0, 1) if tp > 1 else (0,)
         chunks = _pipelines(model.layers, pp)
         for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
             accumulation = per_replica // micro_batch
             allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
             yield from (
-                (dp, zero, shard, tp, sp, pp, v, schedule, cp, micro_batch, recompute)
-                for (zero, shard), sp, (v, schedule), recompute in product(
-                    sharding, parallel, allowed, RECOMPUTE.values()
-                )
+                (dp, zero, shard, tp, sp, pp, v, schedule, cp, micro_batch, *NO_SAVING)
+                for (zero, shard), sp, (v, schedule) in product(sharding, parallel, allowed)
             )
 
 
-def _shardings(dp: int, cp: int) -> list[tuple[int, int]]:
+NO_SAVING = (RECOMPUTE["none"], 1, OFFLOAD["none"])
+MOST_EVERY = 8  # sparser recomputation saves less than the interval of the memory
+
+
+def savings(model: ModelConfig, offload: bool) -> list[tuple[int, int, int]]:
+    """(recompute, every, offload) of what saves memory for time."""
+    full = RECOMPUTE["full"]
+    partly = [(full, k, 0) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
+    again = [NO_SAVING, (RECOMPUTE["selective"], 1, 0), *partly, (full, 1, 0)]
+    kinds = [OFFLOAD[name] for name in ("optimizer", "activations", "both")] if offload else [0]
+    return [(r, k, kind) for kind in kinds for r, k, _ in again if (r, k, kind) != NO_SAVING]
+
+
+def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
     """(zero, shard) of so many replicas: nothing, everything over all of them, or over groups of them."""
     if dp * cp == 1:
         return [(0, 0)]
-    groups = [0] + [d for d in divisors(dp)[:-1] if d * cp > 1]
+    groups = [0] + [d for d in divisors(dp)[:-1] if hybrid and d * cp > 1]
     return [(0, 0)] + [(zero, shard) for zero in (1, 2, 3) for shard in groups]
 
 
@@ -155,56 +186,148 @@ def search(
     precision: str = "bf16",
     engine: str | Engine = DEFAULT_ENGINE,
     attention: str = "flash",
+    optimizer: str = "adamw",
     keep: int = 20,
     excluded: Callable[[Layout], str | None] | None = None,
+    hybrid: bool = True,
 ) -> Found:
     """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
 
     `excluded` gives the reason why a layout must not be considered; those are counted as ruled out by it.
+    Without `hybrid` no groups of replicas that share one sharded copy: a third of the work for hardly less speed.
     """
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = setting(cluster, chosen, precision)
-    found = Found([], 0, 0)
+    where = setting(cluster, chosen, precision, update_cost(optimizer, model))
+    walls: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    rows = list(layouts(model, cluster.count, sequence, global_batch, found.ruled_out, widest_tp))
+    rows = list(layouts(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid))
     if excluded is not None and rows:
-        rows = _permitted(rows, excluded, found.ruled_out)
+        rows = _permitted(rows, excluded, walls)
         if not rows:
-            reasons = "; or ".join(reason for reason in found.ruled_out if reason not in GRID_WALLS)
+            reasons = "; or ".join(reason for reason in walls if reason not in GRID_WALLS)
             raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     if not rows:
-        reasons = "; ".join(f"{reason}: {n}" for reason, n in found.ruled_out.items())
+        reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
         raise UserError(f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch")
     table = np.array(rows, dtype=float)
     table = table[np.argsort(table[:, _COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
-    best: list[Entry] = []
+    hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)
+    bound = np.concatenate([hunt.plan(part) for part in _chunks(table)])
+    hunt.plan_savings(table, bound, savings(model, offload=False))
+    if not hunt.best and where.host is not None:
+        hunt.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
+    return hunt.found()
+
+
+def _chunks(table: np.ndarray) -> Iterator[np.ndarray]:
+    return (table[start : start + CHUNK] for start in range(0, len(table), CHUNK))
+
+
+@dataclass
+class _Hunt:
+    """A search under way: what it is about, and the best so far."""
+
+    model: ModelConfig
+    cluster: Cluster
+    where: Setting
+    sequence: int
+    global_batch: int
+    flash: bool
+    keep: int
+    excluded: Callable[[Layout], str | None] | None
+    walls: dict[str, int]
+    planned: int = 0
+    fitting: int = 0
+    best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
-    for start in range(0, len(table), CHUNK):
-        part = table[start : start + CHUNK]
-        outcome = plan_jobs(_jobs(model, part, sequence, global_batch, attention == "flash"), where)
+
+    def plan(self, part: np.ndarray) -> np.ndarray:
+        """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
+
+        Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
+        """
+        outcome = plan_jobs(_jobs(self.model, part, self.sequence, self.global_batch, self.flash), self.where)
         fits = outcome.fits
-        found.planned += len(part)
-        found.fitting += int(fits.sum())
-        if not fits.any():
-            least = int(outcome.peak.total.argmin())
-            missed = (float(outcome.peak.total[least] - outcome.limit_bytes), _entry(outcome, part, least))
-            nearest = min(nearest or missed, missed, key=lambda pair: pair[0])
-        best = sorted(best + _fastest(outcome, fits, part, keep), key=lambda entry: entry[:2])[:keep]
-        sure = fits & (outcome.peak.total * _memory_upper(part, cluster.nodes) <= outcome.limit_bytes)
-        safest = min(_fastest(outcome, sure, part, 1) + ([safest] if safest else []), key=lambda e: e[:2], default=None)
-    if found.planned > found.fitting:
-        found.ruled_out["memory"] = found.planned - found.fitting
-    if not best and nearest is not None:
-        found.nearest_miss_bytes = nearest[0]
-        found.nearest_miss = _candidate(nearest[1], nearest[1][3])
-    found.best = [_candidate(entry, best[0][3]) for entry in best]
-    found.safest = _candidate(safest, best[0][3]) if safest else None
-    return found
+        self.planned += len(part)
+        self.fitting += int(fits.sum())
+        if not fits.any() and not self.best:
+            over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
+            over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
+            least = int(over.argmin())
+            missed = (float(over[least]), _entry(outcome, part, least))
+            self.nearest = min(self.nearest or missed, missed, key=lambda pair: pair[0])
+        self.best = sorted(self.best + _fastest(outcome, fits, part, self.keep), key=lambda entry: entry[:2])
+        self.best = self.best[: self.keep]
+        sure = fits & (outcome.peak.total * _memory_upper(part, self.cluster.nodes) <= outcome.limit_bytes)
+        first = _fastest(outcome, sure, part, 1) + ([self.safest] if self.safest else [])
+        self.safest = min(first, key=lambda entry: entry[:2], default=None)
+        calm = outcome.step_seconds <= outcome.times.step_seconds
+        return np.where(sure & calm, np.inf, outcome.times.step_seconds)
 
+    def plan_savings(self, table: np.ndarray, bound: np.ndarray, variants: list[tuple[int, int, int]]) -> None:
+        """Plan the variants of all rows whose bound leaves hope, fastest rows first."""
+        order = np.argsort(bound, kind="stable")
+        order = order[np.isfinite(bound[order])]
+        step = max(1, CHUNK // len(variants))
+        for start in range(0, len(order), step):
+            index = order[start : start + step]
+            index = index[bound[index] < self._worst_wanted()]
+            beaten = len(order[start : start + step]) - len(index)
+            if beaten:
+                self.walls[BEATEN] = self.walls.get(BEATEN, 0) + beaten * len(variants)
+            index = index[self._may_fit(table[index], variants)]
+            if len(index):
+                self._plan_variants(table[index], variants)
 
-Entry = tuple[float, float, np.ndarray, dict[str, float]]
-"""Step seconds, peak bytes, row of `_COLUMNS`, terms."""
+    def _may_fit(self, rows: np.ndarray, variants: list[tuple[int, int, int]]) -> np.ndarray:
+        """Rows of which a variant that saves most fits; nothing that saves less can fit where that does not.
+
+        Recomputing a block needs its activations once: with one block in flight, keeping them is as good.
+        """
+        most = max(kind for _, _, kind in variants)
+        fits = np.zeros(len(rows), dtype=bool)
+        for recompute in (RECOMPUTE["full"], RECOMPUTE["selective"], RECOMPUTE["none"]):
+            if (recompute, 1, most) in variants:
+                fits |= self._fits(rows, (recompute, 1, most))
+        return fits
+
+    def _fits(self, rows: np.ndarray, variant: tuple[int, int, int]) -> np.ndarray:
+        if not len(rows):
+            return np.zeros(0, dtype=bool)
+        saving = rows.copy()
+        saving[:, -3:] = variant
+        jobs = _jobs(self.model, saving, self.sequence, self.global_batch, self.flash)
+        over = peak_memory(jobs, self.where.engine).total - (self.where.memory_bytes - UNUSABLE_BYTES)
+        if not self.best and over.min() > 0:
+            least = int(over.argmin())
+            self.plan(saving[least : least + 1])
+        return np.asarray(over <= 0)
+
+    def _plan_variants(self, rows: np.ndarray, variants: list[tuple[int, int, int]]) -> None:
+        spread = np.repeat(rows, len(variants), axis=0)
+        spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
+        if self.excluded is not None:
+            kept = _permitted([tuple(int(v) for v in row) for row in spread], self.excluded, self.walls)
+            spread = np.array(kept, dtype=float).reshape(-1, len(_COLUMNS))
+        if len(spread):
+            self.plan(spread)
+
+    def _worst_wanted(self) -> float:
+        """Seconds from which on neither the ranking nor the safest layout can change."""
+        ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
+        return max(ranked, self.safest[0] if self.safest else np.inf)
+
+    def found(self) -> Found:
+        found = Found([], self.planned, self.fitting, self.walls)
+        if self.planned > self.fitting:
+            found.ruled_out["memory"] = self.planned - self.fitting
+        if not self.best and self.nearest is not None:
+            found.nearest_miss_bytes = self.nearest[0]
+            found.nearest_miss = _candidate(self.nearest[1], self.nearest[1][3])
+        found.best = [_candidate(entry, self.best[0][3]) for entry in self.best]
+        found.safest = _candidate(self.safest, self.best[0][3]) if self.safest else None
+        return found
 
 
 def _fastest(outcome: Outcome, among: np.ndarray, part: np.ndarray, keep: int) -> list[Entry]:
@@ -256,6 +379,7 @@ _TERMS = {
     "data parallel communication": ("dp_exposed",),
     "launch time": ("host_excess",),
     "optimizer": ("optimizer",),
+    "transfers to the host": ("offload_exposed",),
 }
 
 
@@ -264,14 +388,16 @@ def _terms(outcome: Outcome, index: int) -> dict[str, float]:
 
 
 _RECOMPUTE_NAMES = {number: word for word, number in RECOMPUTE.items()}
+_OFFLOAD_NAMES = {number: word for word, number in OFFLOAD.items()}
 _SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
 
 
 def _layout(row: tuple[int, ...]) -> Layout:
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, micro_batch, recompute = row
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, micro_batch, recompute, every, offload = row
     return Layout(
         dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
-        schedule=_SCHEDULE_NAMES[schedule], cp=cp, micro_batch=micro_batch, recompute=_RECOMPUTE_NAMES[recompute],
+        schedule=_SCHEDULE_NAMES[schedule], cp=cp, micro_batch=micro_batch,
+        recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute], offload=_OFFLOAD_NAMES[offload],
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ironlaw.catalog.accelerators import Accelerator
@@ -21,6 +21,7 @@ from ironlaw.machine.efficiency import (
 )
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.provisional import provisional_efficiency, provisional_network
+from ironlaw.plan.update_cost import ADAMW, UpdateCost
 
 NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
 """Fabrics without constants of their own, and whose are used."""
@@ -55,6 +56,15 @@ Blackwell package; matrix units of a TPU (tensor cores x matrix units each) and 
 
 
 @dataclass(frozen=True)
+class Host:
+    """One accelerator's share of its host."""
+
+    link_bytes_per_second: float  # to the accelerator, one direction
+    memory_bytes: float
+    memory_bytes_per_second: float
+
+
+@dataclass(frozen=True)
 class Setting:
     """`precision` is that of the linear layers of the blocks; attention and output layer stay in 16 bits under fp8."""
 
@@ -63,6 +73,8 @@ class Setting:
     engine: Engine
     precision: str
     memory_bytes: float  # what the device reports
+    update: UpdateCost = ADAMW
+    host: Host | None = None  # where state and activations can be offloaded to; None: not known
 
     @property
     def wide_precision(self) -> str:
@@ -70,13 +82,32 @@ class Setting:
         return self.precision if self.precision in ("bf16", "fp16", "fp32", "tf32") else "bf16"
 
 
-def setting(cluster: Cluster, engine: Engine, precision: str) -> Setting:
-    """The setting of a catalogued cluster."""
+def setting(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> Setting:
+    """The setting of a catalogued cluster. UserError where it lacks a figure that every plan needs."""
     acc = cluster.accelerator
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
     fabric = fabric_of(acc, cluster.node) if cluster.count > 1 else alone(acc)
-    return Setting(hardware_of(acc), fabric, engine.on(acc.generation), precision, acc.memory_bytes.value)
+    constants = engine.on(acc.generation).computing_in(precision)
+    if update is not ADAMW:
+        constants = replace(
+            constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes
+        )  # fmt: skip
+    host = host_of(cluster)
+    return Setting(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
+
+
+HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the data loaders' and the page cache's
+
+
+def host_of(cluster: Cluster) -> Host | None:
+    """What one accelerator may use of its host; None where the catalogue does not know all of it."""
+    acc, node = cluster.accelerator, cluster.node
+    link = acc.host_link_bytes_per_second or acc.pcie_bytes_per_second
+    if acc.unified_memory or link is None or node.host_memory_bytes is None or node.host_memory_rate is None:
+        return None
+    share = 1 / node.accelerators
+    return Host(link.value, HOST_USABLE * node.host_memory_bytes.value * share, node.host_memory_rate.value * share)
 
 
 @lru_cache(maxsize=64)

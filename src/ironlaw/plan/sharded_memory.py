@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.plan.engine import Engine
-from ironlaw.plan.jobs import SCHEDULES, Array, Jobs
+from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Array, Jobs
 from ironlaw.plan.stages import StageLayers, stage_layers
 
-HALF = 2.0
 FP32 = 4.0
 
 
@@ -44,20 +43,35 @@ class PeakMemory:
 
 def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Array]:
     """Bytes one block keeps per micro-batch on one rank: everything; its attention core; its input alone."""
-    tokens, tp, shards = jobs.tokens, jobs.tp, jobs.stream_shards
+    tokens, tp, shards, width = jobs.tokens, jobs.tp, jobs.stream_shards, engine.element_bytes
     residual = tokens * jobs.hidden / shards * engine.stream_bytes
     gathered = np.where(jobs.sp > 0, engine.gathered_inputs, 0.0)
-    normed = tokens * jobs.hidden * HALF * (gathered + (1 - gathered) / shards)
+    normed = tokens * jobs.hidden * width * (gathered + (1 - gathered) / shards)
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
     rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp)
-    attention = tokens * HALF * (qkv + rotated + jobs.query_size / tp)
+    attention = tokens * width * (qkv + rotated + jobs.query_size / tp)
     # Flash keeps one fp32 log-sum-exp per query and head; else softmax, its dropout and a one-byte mask per score.
-    core = np.where(jobs.flash > 0, FP32, jobs.sequence * (2 * HALF + 1)) * tokens * jobs.heads / tp
+    core = np.where(jobs.flash > 0, FP32, jobs.sequence * (2 * width + 1)) * tokens * jobs.heads / tp
     eager = engine.activation_saves - 1
-    ffn = tokens * jobs.ffn / tp * HALF * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
+    ffn = tokens * jobs.ffn / tp * width * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
     extra = tokens * jobs.heads / tp * engine.attention_extra_bytes
     return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
+
+
+def kept_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
+    """Bytes of one block and micro-batch between forward and backward, on average; and of a block that is recomputed.
+
+    The second is what comes back for one block at a time.
+    """
+    everything, core, entrance = layer_activation_bytes(jobs, engine)
+    full, selective = jobs.recompute == RECOMPUTE["full"], jobs.recompute == RECOMPUTE["selective"]
+    share = engine.selective_kept_share
+    partly = entrance + share * (everything - entrance) if share > 0 else everything - core
+    again = jobs.recomputed_share
+    kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
+    back = np.where(full, everything, np.where(selective, everything - partly, 0.0))
+    return kept, back
 
 
 def in_flight(jobs: Jobs, stage: int | Array) -> Array:
@@ -109,6 +123,17 @@ def reported_bytes(jobs: Jobs, engine: Engine, layers: StageLayers | None = None
     return peak_memory(jobs, engine, layers).total
 
 
+def host_bytes(jobs: Jobs, engine: Engine, layers: StageLayers) -> Array:
+    """Bytes that one rank keeps in its host's memory: optimizer state with its gradients, and activations."""
+    parameters = layers.largest_parameters / np.where(jobs.zero >= 1, jobs.shard_ranks, 1.0)
+    wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
+    state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
+    kept, _ = kept_activation_bytes(jobs, engine)
+    flight = np.maximum(in_flight(jobs, 0), 1.0)
+    activations = layers.counts.max(axis=1) * flight * kept
+    return np.where(jobs.offloads_optimizer, state, 0.0) + np.where(jobs.offloads_activations, activations, 0.0)
+
+
 def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
     wins = a.total > b.total
     return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
@@ -126,27 +151,32 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     parameters = (count * jobs.block_parameters + embedding + head + final_norm) / jobs.tp
     shards = jobs.shard_ranks
     weights = parameters * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
-    if engine.master_bytes == 0 and engine.weight_bytes > HALF:  # fp32 weights that are gathered in 16 bits and kept
-        weights = np.where(jobs.zero == 2, parameters * (HALF + engine.weight_bytes / shards), weights)
+    if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
+        # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
+        narrow = engine.element_bytes
+        weights = np.where(jobs.zero == 2, parameters * (narrow + engine.weight_bytes / shards), weights)
+        off = parameters * narrow / np.where(jobs.zero >= 3, shards, 1.0)
+        weights = np.where(jobs.offloads_optimizer, off, weights)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((jobs.accumulation > 1) | (jobs.pp > 1), engine.half_gradient_bytes, 0.0)
     gradients = parameters * (engine.gradient_bytes + lasting) / np.where(jobs.zero >= 2, shards, 1.0)
     sharded = np.where(jobs.zero >= 1, shards, 1.0)
-    master = parameters * engine.master_bytes / sharded
-    moments = parameters * engine.moment_bytes / sharded
+    here = np.where(jobs.offloads_optimizer, 0.0, 1.0) / sharded
+    master = parameters * engine.master_bytes * here
+    blocks_share = count * jobs.block_parameters / jobs.tp
+    ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
+    moments = (blocks_share * engine.moment_bytes + (parameters - blocks_share) * ends) * here
 
-    everything, core, entrance = layer_activation_bytes(jobs, engine)
-    full, selective = jobs.recompute == 2, jobs.recompute == 1
-    share = engine.selective_kept_share
-    partly = entrance + share * (everything - entrance) if share > 0 else everything - core
-    kept = np.where(full, entrance, np.where(selective, partly, everything))
+    kept, back = kept_activation_bytes(jobs, engine)
     flight = in_flight(jobs, stage)
-    activations = count * kept * flight
-    recomputed = np.where(full, everything, np.where(selective, everything - partly, 0.0)) * (count > 0)
+    # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
+    blocks = np.where(jobs.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
+    activations = blocks * kept
+    recomputed = back * (count > 0)
     block = jobs.block_parameters / jobs.tp
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
-    gathered = np.where(jobs.zero >= 3, 2 * HALF, 0.0) + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)
-    gathered = gathered * block
+    gathered = np.where(jobs.zero >= 3, 2 * engine.element_bytes, 0.0)
+    gathered = (gathered + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)) * block
     logits = np.where(has_head, jobs.tokens * jobs.vocab / jobs.tp * engine.logit_bytes, 0.0)
     logits = logits + np.where(has_head & (jobs.sp > 0), engine.head_gathered_bytes * jobs.tokens * jobs.hidden, 0.0)
     context = np.full(len(jobs), engine.context_bytes)

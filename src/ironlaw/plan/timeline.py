@@ -50,6 +50,7 @@ class Times:
     fsdp_exposed: Array
     dp_exposed: Array
     optimizer: Array
+    offload_exposed: Array  # waiting for transfers to and from the host, and for its update
     host_step: Array
     busiest_layers: Array  # of the stage these times are of
     head: Array  # output layer and embedding, part of forward and backward
@@ -101,14 +102,14 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     share = engine.selective_matmul_share
     # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, not attention.
     partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
-    again = np.where(full, forward, np.where(selective, partly, 0.0))
-    passes = np.where(full, 3.0, 2.0)
+    again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
+    passes = 2 + jobs.recomputed_share
     tp_layer = (
         2 * passes * parts.tp_collective * np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
     )
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
     cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow
-    host_passes = 1 + engine.host_backward_ratio + np.where(full, 1.0, 0.0)
+    host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
     host_layer = host_layer + engine.host_collective_seconds * np.where(jobs.tp > 1, 2 * passes, 0.0)
@@ -123,8 +124,11 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
 
+    # Activations go to the host behind the forward pass of the next block, and come back behind its backward pass.
+    offload_layer = np.maximum(parts.host_layer - forward, 0.0) + np.maximum(parts.host_layer - backward - again, 0.0)
+
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
-        blocks = count * (device_layer + fsdp_exposed)
+        blocks = count * (device_layer + fsdp_exposed + offload_layer)
         longer = _longer(blocks, count * host_layer) + _longer(extra, np.asarray(engine.host_microbatch_seconds))
         return longer + message, longer - blocks - extra
 
@@ -150,11 +154,13 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     gather = parts.dp_gather * slow
     dp_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
     dp_exposed = dp_exposed + gather - np.minimum(engine.dp_hidden * gather, count * forward)
+    # Gradients leave during the last backward pass; weights come back while the rest is still updated.
+    offload_step = np.maximum(parts.host_gradients - window, 0.0) + parts.host_update
     optimizer = parts.optimizer * engine.optimizer_traffic
     host_step = np.full(len(jobs), engine.host_step_seconds)
     m = micro_batches * count
     return Times(
-        step_seconds=steady + bubble + dp_exposed + optimizer + host_step,
+        step_seconds=steady + bubble + dp_exposed + optimizer + offload_step + host_step,
         forward=m * forward + micro_batches * extra / 3,
         backward=m * (backward + again) + micro_batches * extra * 2 / 3,
         host_excess=micro_batches * host_excess,
@@ -165,6 +171,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         fsdp_exposed=m * fsdp_exposed,
         dp_exposed=dp_exposed,
         optimizer=optimizer,
+        offload_exposed=micro_batches * count * offload_layer + offload_step,
         host_step=host_step,
         busiest_layers=count,
         head=micro_batches * extra,

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ironlaw import units
 from ironlaw.ledger import Ledger, relative_error
+from ironlaw.report.data_view import DataProgress
 
 PLAIN_EVERY_SECONDS = 5.0
 SMOOTHING = 0.9  # of the step time shown: single steps jitter
@@ -62,7 +63,7 @@ class LiveRun:
         self._plan: Ledger | None = None
         self._step_seconds: float | None = None
         self._last_line = 0.0
-        self._last_data = -1.0
+        self._data = DataProgress(console)
 
     def __enter__(self) -> Self:
         return self
@@ -70,6 +71,7 @@ class LiveRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._data.close()
         if self._live is not None:
             self._live.stop()
 
@@ -77,17 +79,17 @@ class LiveRun:
         self.console.print(message)
 
     def data_progress(self, done: int, total: int) -> None:
-        if total and done / total >= self._last_data + 0.25:
-            self._last_data = done / total
-            self.say(f"Tokenising {units.bytes_(done)} of {units.bytes_(total)}")
+        self._data(done, total)
 
     def planned(self, plan: Ledger, data: Data) -> None:
         """The head of the run: what was prepared, and what is expected."""
+        self._data.close()
         statistics, totals = data.statistics, plan.totals
         train, validation = statistics.tokens["train"], statistics.tokens["validation"]
         source = "from the cache" if data.reused else "prepared"
+        text = f"{units.count(train)} training" if train else "tokenised while training,"
         self.say(
-            f"Data       {units.count(train)} training and {units.count(validation)} held-out tokens, "
+            f"Data       {text} and {units.count(validation)} held-out tokens, "
             f"{units.count(data.vocab)} vocabulary entries ({source})"
         )
         self.say(

@@ -166,7 +166,13 @@ def load(
 ) -> list[str]:
     """Restore the weights and the named `states`; returns the names of those that the checkpoint does not hold."""
     check_model(checkpoint, config)
-    store = STORES.get(checkpoint.index.get("store", WholeFiles.name))
+    name = checkpoint.index.get("store", WholeFiles.name)
+    if name == "sharded":  # loaded only here: its imports take a second
+        from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+
+        mark_fused(model)
+        return ShardedFiles().read(checkpoint.path, model, states or {})
+    store = STORES.get(name)
     if store is None:
         raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
     return store.read(checkpoint.path, model, states or {})

@@ -43,11 +43,13 @@ from ironlaw.observe.profile import (
 )
 from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
 from ironlaw.train.evaluation import evaluate, in_other_units
 from ironlaw.train.journal import Digested, Journal
 from ironlaw.train.jsonl import read_lines
+from ironlaw.train.precision import autocast
 from ironlaw.train.recovery import Recovery, SkippingBatches
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
@@ -109,6 +111,7 @@ class Trainer:
         self.step = self.tokens = 0
         self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = float("nan")
+        self.average: WeightAverage | None = None
         self._interrupted: str | None = None
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
@@ -126,6 +129,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         self.one_step = Step(config, self.plan, self.profile, self.device)
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
+        self.average = self.one_step.average
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -141,7 +145,7 @@ class Trainer:
         wanted = config.train.compile
         self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
         if self.compiled:
-            self.compiled = compile_blocks(self.model, self._micro_batch_like(), self.one_step.autocast, self.say)
+            self.compiled = compile_blocks(self.model, self._micro_batch_like(), self._autocast, self.say)
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
         self._spike_known = False
         self._digested: Any = None
@@ -158,6 +162,12 @@ class Trainer:
 
     def _micro_batch_like(self) -> Tensor:
         return torch.zeros(self.config.micro_batch, self.config.sequence, dtype=torch.long, device=self.device)
+
+    def _autocast(self) -> Any:
+        return autocast(self.device, self.precision)
+
+    def _step_metrics(self) -> dict[str, Any]:
+        return self.one_step.metrics()
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -200,7 +210,7 @@ class Trainer:
             ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
         ) as prefetcher:
             batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
-            while self.step < config.train.steps and self._interrupted is None:
+            while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
                     self._record_steps(batches)
                 else:
@@ -211,6 +221,9 @@ class Trainer:
                 self._probe_sometimes()
                 observed.joules = energy.joules()
             self.data_facts = self.loader.facts() | prefetcher.facts()
+
+    def _stopping(self) -> bool:
+        return self._interrupted is not None
 
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
@@ -267,7 +280,7 @@ class Trainer:
             "step": step, "batch": self.recovery.skips.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
             "seconds": times.wall_seconds,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
-        } | self.one_step.metrics()  # fmt: skip
+        } | self._step_metrics()  # fmt: skip
         if not recorded:  # recorded steps are counted with the profiling that slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
@@ -299,11 +312,11 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """A phase of its own between steps: validation losses, also with averaged weights, and the seconds it took."""
-        began, config, average = time.perf_counter(), self.config, self.one_step.average
+        began, config, average = time.perf_counter(), self.config, self.average
 
         def loss() -> float:
             batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
-            return evaluate(self.model, map(self.to_device, batches), self.one_step.autocast)
+            return evaluate(self.model, map(self.to_device, batches), self._autocast)
 
         self.validation_loss = loss()
         found = {"validation_loss": self.validation_loss}
@@ -391,7 +404,7 @@ class Trainer:
             "sessions": self.journal.sessions.facts(),
             "rollbacks": len(self.recovery.turns),
         }
-        average = self.one_step.average
+        average = self.average
         ledger = measured_ledger(
             observed,
             planned=self.plan,

@@ -66,7 +66,7 @@ def _train_alone(
             "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
         )
     dataset = prepare(config.data, config.model.vocab, data_progress, say)
-    start = _check_start(config, dataset, run, say)
+    start = check_start(config, dataset, run, say)
     if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
         say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
         return Outcome(Ledger.load(run.ledger_file), start.step, None)
@@ -97,7 +97,7 @@ def _train_alone(
     return outcome
 
 
-def _check_start(
+def check_start(
     config: RunConfig, dataset: Dataset, run: RunDirectory, say: Callable[[str], None]
 ) -> checkpoint.Checkpoint | None:
     """Everything that can be wrong before the first step; returns the checkpoint to start from, if there is one."""

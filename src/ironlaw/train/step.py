@@ -39,6 +39,7 @@ class Step:
         self.model = Transformer(config.model).to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
         precision.prepare(self.model, self.model.blocks, device, self.precision)
+        self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.facts.get("loss_chunk", 0)
         recompute_blocks(self.model.blocks, solved_policies(plan))
         self.optimizer = build_optimizer(self.model, config.optimizer, offload=config.train.offloads_optimizer)
@@ -62,21 +63,24 @@ class Step:
             states["noise scale"] = self.noise
         return states
 
-    def autocast(self) -> Any:
-        return precision.autocast(self.device, self.precision)
-
     def forward_backward(self, batch: Batch[Tensor], number: int, clock: StepClock, recording: bool = False) -> Tensor:
         """Gradients of the mean loss over all targets that count; returns that mean, still on the device.
 
         `recording`: push the marks that the profiler's reader looks for.
         """
         size = self.config.micro_batch
-        micro_batches = [batch.rows(slice(first, first + size)) for first in range(0, len(batch.inputs), size)]
+        parts = [slice(first, first + size) for first in range(0, len(batch.inputs), size)]
         counted = None if batch.documents is None else (batch.targets != IGNORED).sum()
         losses = []
-        for index, micro in enumerate(micro_batches):
-            with clock.phase(Phase.FORWARD), phase_scope(recording, Phase.FORWARD), self.autocast(), self._saving():
-                loss = self._share_of_loss(micro, batch, counted)
+        for index, rows in enumerate(parts):
+            micro = batch.rows(rows)
+            with (
+                clock.phase(Phase.FORWARD),
+                phase_scope(recording, Phase.FORWARD),
+                precision.autocast(self.device, self.precision),
+                self._saving(),
+            ):
+                loss = self._share_of_loss(micro, batch, counted, self._samples(number, rows))
             with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
                 self.scale.scale(loss).backward()
             losses.append(loss.detach())
@@ -87,12 +91,21 @@ class Step:
             self.gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
         return torch.stack(losses).sum()
 
-    def _share_of_loss(self, micro: Batch[Tensor], batch: Batch[Tensor], counted: Tensor | None) -> Tensor:
+    def _samples(self, number: int, rows: slice) -> Tensor | None:
+        """Numbers of these sequences within the run, where dropout is drawn by them, as on any other layout."""
+        if self.config.layout is None or not self.config.model.dropout:
+            return None
+        first = number * self.config.train.global_batch
+        return torch.arange(first + rows.start, min(first + rows.stop, first + self.config.train.global_batch))
+
+    def _share_of_loss(
+        self, micro: Batch[Tensor], batch: Batch[Tensor], counted: Tensor | None, samples: Tensor | None
+    ) -> Tensor:
         """Shares add up to the mean over the whole batch, however unevenly its targets are spread."""
         if counted is not None:
-            loss = self.model(micro.inputs, micro.targets, documents=micro.documents, reduction="sum")
+            loss = self.model(micro.inputs, micro.targets, samples, micro.documents, reduction="sum")
             return loss / counted
-        loss = self.model(micro.inputs, micro.targets)
+        loss = self.model(micro.inputs, micro.targets, samples)
         if len(batch.inputs) % self.config.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.config.accumulation

@@ -21,12 +21,13 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.data.batches import Batches
+from ironlaw.data.batches import Batches, Windows
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.step import DistributedStep
+from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.schedule import learning_rate
 
 STEPS = 20
@@ -53,6 +54,12 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     )
 
 
+def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
+    size, seed = config.train.global_batch, config.train.seed
+    windows = Windows(TOKENS, config.sequence, seed, size)
+    return Batches(windows, config.sequence, size, seed, rank, world)
+
+
 class Run:
     """The model of a case under its layout, trained step by step."""
 
@@ -60,12 +67,12 @@ class Run:
         self.config = config
         self.ranks = world.start(world.check(config, dist.get_world_size()))
         torch.manual_seed(config.train.seed)
-        self.applied = layouts.apply(Transformer(config.model), config, self.ranks)
+        model = Transformer(config.model)
+        mark_fused(model)
+        self.applied = layouts.apply(model, config, self.ranks)
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.step = DistributedStep(self.applied, config)
-        self.batches = Batches(
-            TOKENS, config.sequence, config.train.global_batch, config.train.seed, self.ranks.index("dp"), self.ranks.dp
-        )
+        self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
         results = []
@@ -86,7 +93,7 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
     model.dropout_seed = config.train.seed
     optimizer = build_optimizer(model, config.optimizer)
     size = config.train.global_batch
-    batches, results = Batches(TOKENS, config.sequence, size, config.train.seed), []
+    batches, results = batches_of(config), []
     for step in range(config.train.steps):
         batch = batches.batch(step).map(torch.from_numpy)
         samples, total = torch.arange(size) + step * size, 0.0
@@ -129,6 +136,51 @@ def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
         "weights": max(float((value - (tied | weights)[name]).abs().max()) for name, value in ours.items()),
         "learned": expected[0][0] - found[-1][0],
     }
+
+
+def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train, save, and hand the checkpoint from layout to layout, each writing it anew; then to one process.
+
+    Returns the largest difference between the first and the last checkpoint and the losses after each hand-over.
+    """
+    torch.manual_seed(0)
+    group = dist.new_group(backend="gloo")
+    store, losses, folders = ShardedFiles(group), [], []
+    for hop, layout in enumerate(case["layouts"]):
+        config = config_of(case | {"layout": layout})
+        run = Run(config)
+        states = {"optimizer": run.optimizer}
+        if hop == 0:
+            run.train(0, 4)
+        else:
+            store.read(folders[-1], run.applied.model, states)
+        folders.append(folder / f"hop{hop}")
+        if dist.get_rank() == 0:
+            folders[-1].mkdir()
+        dist.barrier()
+        store.write(folders[-1], store.take(run.applied.model, states))
+        dist.barrier()
+        losses.append(run.train(4, 6)[-1][0])
+    differences: dict[str, float] = {}
+    if dist.get_rank() == 0:
+        config = config_of(case | {"layout": {}})
+        whole = [read_alone(config, path) for path in folders]
+        assert whole[0].keys() == whole[-1].keys()
+        assert len(whole[0]) > 40
+        for tensors in whole[1:]:
+            for name, tensor in tensors.items():
+                different = float((tensor - whole[0][name]).abs().max())
+                differences[name] = max(differences.get(name, 0.0), different)
+    return {"difference": max(differences.values(), default=0.0), "losses": losses}
+
+
+def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:
+    """A checkpoint of many ranks in one process: weights and moments by name."""
+    model = Transformer(config.model)
+    mark_fused(model)
+    optimizer = build_optimizer(model, config.optimizer)
+    ShardedFiles().read(folder, model, {"optimizer": optimizer})
+    return {name: tensor.clone() for name, tensor in named_tensors(model, optimizer)}
 
 
 def _rank(rank: int, size: int, port: int, cases: list[dict[str, Any]], folder: str) -> None:

@@ -102,6 +102,11 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
+    if size > 1 and (config.data.masks_documents or config.data.packing == "best_fit"):
+        raise UserError(
+            'this trainer does not mask documents or pad rows on several ranks yet: use data.packing = "concatenate"'
+            " without a document mask"
+        )
     if layout.ep > 1 or (model.moe is not None and size > 1):
         raise UserError("this trainer does not train a mixture of experts on several ranks yet: use one process")
     return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.ledger import Phase
+from ironlaw.observe.clock import StepClock
+from ironlaw.plan.layout import V_SHAPED
 from ironlaw.train.parallel import pipeline
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
@@ -60,24 +64,35 @@ class DistributedStep:
         first = step * self.config.train.global_batch + self.ranks.index("dp") * self.share
         return torch.arange(first, first + self.share)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None) -> Tensor:
-        """Gradients of the mean loss over the global batch; returns this rank's own mean loss (zero without one)."""
+    def forward_backward(
+        self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None, clock: StepClock | None = None
+    ) -> Tensor:
+        """Gradients of the mean loss over the global batch; returns this rank's own mean loss (zero without one).
+
+        `clock` is told of forward and backward, which a pipeline mixes.
+        """
+        clock = clock or StepClock()
         inputs, targets = self.local(inputs), self.local(targets)
         with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
-            loss = self._pipelined(inputs, targets, samples) if self.schedule else self._plain(inputs, targets, samples)
-        self._finish_gradients()
+            if self.schedule is not None:
+                loss = self._pipelined(inputs, targets, samples)
+            else:
+                loss = self._plain(inputs, targets, samples, clock)
+        with clock.phase(Phase.COMMUNICATION):
+            self._finish_gradients()
         return loss
 
-    def _plain(self, inputs: Tensor, targets: Tensor, samples: Tensor | None) -> Tensor:
+    def _plain(self, inputs: Tensor, targets: Tensor, samples: Tensor | None, clock: StepClock) -> Tensor:
         (part,) = self.applied.parts.values()
         losses = []
         for index in range(self.micro_batches):
             rows = slice(index * self.micro_batch, (index + 1) * self.micro_batch)
             with self._synchronised(part, index):
-                with self.autocast():
+                with clock.phase(Phase.FORWARD), self.autocast():
                     loss = part(inputs[rows], targets[rows], None if samples is None else samples[rows])
                     loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) / self.micro_batches
-                loss.backward()
+                with clock.phase(Phase.BACKWARD):
+                    loss.backward()
             losses.append(loss.detach())
             del loss
         return torch.stack(losses).sum()
@@ -143,13 +158,13 @@ class DistributedStep:
 
     # -- what all ranks agree on -----------------------------------------------------------------------------
 
-    def agree(self, loss: Tensor, clip: float) -> tuple[float, float]:
-        """The loss over the global batch and the norm of the whole gradient, the same on every rank; clips by it.
+    def agree(self, loss: Tensor, clip: float, stop: bool = False) -> tuple[float, float, bool]:
+        """The loss over the global batch, the norm of the whole gradient, and whether any rank wants to stop: the same
+        on every rank. Clips by the norm.
 
-        One all-reduce of two numbers: every element of the gradient is counted on one of the ranks that hold it.
+        One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
         """
-        layout = self.ranks.config
-        device = self.ranks.device
+        layout, device = self.ranks.config, self.ranks.device
         weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
         gradients = [_local(p.grad) for p in self.applied.parameters() if p.grad is not None]
         square = torch.zeros((), device=device, dtype=torch.float64)
@@ -157,12 +172,14 @@ class DistributedStep:
             if parameter.grad is not None and parameter is not self.applied.copied_head:
                 norm = torch.linalg.vector_norm(_local(parameter.grad))
                 square += norm.double() ** 2 / self._copies[id(parameter)]
-        both = torch.stack([loss.detach().double() * weight, square])
-        dist.all_reduce(both)
-        mean, norm = float(both[0]), float(both[1].sqrt())
+        flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
+        together = torch.stack([loss.detach().double() * weight, square, flag])
+        dist.all_reduce(together)
+        mean, total, flags = together.tolist()
+        norm = math.sqrt(total)
         if clip < norm and gradients:  # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
             torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
-        return mean, norm
+        return mean, norm, flags > 0
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks of one stage that hold the same elements."""
@@ -177,6 +194,8 @@ class DistributedStep:
                 copies *= self.ranks.size_of(name)
         return copies
 
+    # -- evaluation ------------------------------------------------------------------------------------------
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         for part in self.applied.parts.values():
@@ -184,6 +203,39 @@ class DistributedStep:
         yield
         for part in self.applied.parts.values():
             part.train()
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # the parameters are the sharded ones again
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
+        """Sum of the losses of this rank's tokens and their number; none where another stage has the loss.
+
+        A pipeline takes batches of the step's own size only.
+        """
+        inputs, targets = self.local(inputs), self.local(targets)
+        with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
+            if self.schedule is None:
+                (part,) = self.applied.parts.values()
+                with self.autocast():
+                    loss = part(inputs, targets)
+            else:
+                losses: list[Tensor] = []
+                more: dict[str, Any] = {}
+                if self.has_loss:
+                    more = {"targets": targets, "target": targets, "losses": losses}
+                first = (inputs,) if 0 in self.applied.plain else ()
+                if self.ranks.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
+                    with torch.enable_grad():
+                        self.schedule.step(*first, return_outputs=False, **more)
+                    for parameter in self.applied.parameters():
+                        parameter.grad = None
+                else:
+                    self.schedule.eval(*first, **more)
+                if not losses:
+                    return 0.0, 0
+                loss = torch.stack([loss.detach() for loss in losses]).mean()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return float(loss) * inputs.numel(), inputs.numel()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,154 @@
+"""`ironlaw data prepare | stats | inspect | check | export`"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ironlaw.cli.console import messages, output, print_json
+from ironlaw.config import RunConfig, load_config
+from ironlaw.errors import UserError
+
+if TYPE_CHECKING:
+    from ironlaw.data.dataset import Dataset
+
+data = typer.Typer(no_args_is_help=True, add_completion=False)
+
+Config = Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@data.callback()
+def _data() -> None:
+    """Your own text: tokenise it once, look at it, check it, hand it on."""
+
+
+@data.command()
+def prepare(config: Config, set_: Set = None, json: Json = False) -> None:
+    """Tokenise the config's sources into shards; what is there already is not done again."""
+    from ironlaw.data.stats import describe
+    from ironlaw.report.data_view import show_prepared
+
+    settings = load_config(config, set_ or [])
+    dataset = _prepared(settings)
+    stats = describe(dataset, settings.sequence) | {"reused": dataset.reused}
+    if json:
+        print_json(stats)
+    else:
+        show_prepared(output(), stats, dataset.reused, str(config))
+
+
+@data.command()
+def stats(config: Config, set_: Set = None, json: Json = False) -> None:
+    """Documents, tokens, lengths, vocabulary, and what each way of packing pads, crops and cuts."""
+    from ironlaw.data.stats import describe
+    from ironlaw.report.data_view import show_stats
+
+    settings = load_config(config, set_ or [])
+    document = describe(_prepared(settings), settings.sequence)
+    if json:
+        print_json(document)
+    else:
+        show_stats(output(), document)
+
+
+@data.command()
+def inspect(
+    config: Config,
+    set_: Set = None,
+    step: Annotated[int, typer.Option(help="Which step's batch.", min=0)] = 0,
+    rows: Annotated[int, typer.Option(help="How many of its rows.", min=1)] = 4,
+    json: Json = False,
+) -> None:
+    """Rows of a training batch as the model sees them, document by document."""
+    from ironlaw.data.inspect import rows_of
+    from ironlaw.data.loader import Loader
+    from ironlaw.report.data_view import show_rows
+
+    settings = load_config(config, set_ or [])
+    dataset = _prepared(settings, streaming=True)
+    loader = Loader(dataset, settings.data.model_copy(update={"loader_processes": 0}), settings.sequence)
+    batch = loader.training(settings.train.global_batch, settings.train.seed).batch(step)
+    tokenizer = dataset.tokenizer() if dataset.tokenizer_path is not None else None
+    document = rows_of(batch.rows(slice(0, rows)), tokenizer, dataset.end_of_text)
+    if json:
+        print_json({"schema_version": 1, "step": step, "rows": document})
+    else:
+        show_rows(output(), document)
+
+
+@data.command()
+def check(config: Config, set_: Set = None, json: Json = False) -> None:
+    """Read every shard of prepared data and compare its checksum; exit code 1 when one is damaged."""
+    from ironlaw.data.dataset import open_dataset
+    from ironlaw.data.prepare import folders_of
+    from ironlaw.data.shards import DamagedShards
+
+    settings = load_config(config, set_ or [])
+    results: list[dict[str, Any]] = []
+    for folder in folders_of(settings.data, settings.model.vocab):
+        if not folder.exists():
+            raise UserError(f"{folder} is not there: run `ironlaw data prepare {config}` first")
+        try:
+            dataset = open_dataset(folder, checksums=True)
+            results.append({"folder": str(folder), "shards": dataset.statistics.shards, "damage": []})
+        except DamagedShards as damage:
+            wrong = [f"shard {number}: {what}" for number, what in damage.wrong.items()]
+            results.append({"folder": str(folder), "shards": len(damage.index["shards"]), "damage": wrong})
+    intact = not any(result["damage"] for result in results)
+    if json:
+        print_json({"schema_version": 1, "intact": intact, "folders": results})
+    else:
+        for result in results:
+            output().print(f"{result['folder']}: {result['shards']} shards, {len(result['damage'])} damaged")
+            for line in result["damage"]:
+                output().print(f"  {line}")
+        if not intact:
+            output().print(f"next        ironlaw data prepare {config}   makes the damaged shards again")
+    raise typer.Exit(0 if intact else 1)
+
+
+@data.command()
+def export(
+    config: Config,
+    prefix: Annotated[Path, typer.Argument(help="PREFIX_train.bin, .idx and PREFIX_validation.bin, .idx are written.")],
+    set_: Set = None,
+    json: Json = False,
+) -> None:
+    """Write prepared data as Megatron-LM's indexed data sets."""
+    from ironlaw.data.megatron import write_indexed
+    from ironlaw.data.splits import SPLITS
+
+    dataset = _prepared(load_config(config, set_ or []))
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for split in SPLITS:
+        target = prefix.with_name(f"{prefix.name}_{split}")
+        written[str(target)] = write_indexed(target, _documents(dataset, split), dataset.train.dtype)
+    if json:
+        print_json({"schema_version": 1, "documents": written})
+    else:
+        for name, documents in written.items():
+            output().print(f"{name}.bin, .idx: {documents:,} documents")
+
+
+def _documents(dataset: Dataset, split: str) -> Iterator[Any]:
+    tokens, bounds = getattr(dataset, split), getattr(dataset, f"{split}_documents")
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        yield tokens[begin:end]
+
+
+def _prepared(settings: RunConfig, streaming: bool = False) -> Dataset:
+    """The config's dataset, with a progress bar where it has to be made."""
+    from ironlaw.data.prepare import prepare as prepare_data
+    from ironlaw.report.data_view import DataProgress
+
+    say = messages()
+    config = settings.data if streaming else settings.data.model_copy(update={"streaming": False})
+    with contextlib.closing(DataProgress(say)) as progress:
+        return prepare_data(config, settings.model.vocab, progress, say.print)

@@ -1,0 +1,85 @@
+"""What there is to know about prepared data: counts, lengths, vocabulary in use, what each packing would lose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.packing import best_fit, concatenated, packed_report
+from ironlaw.data.splits import SPLITS, Split
+from ironlaw.data.unigram import token_counts
+
+SCHEMA_VERSION = 1
+_QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
+
+
+def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
+    """A document for `--json` and for printing; packing is that of the training split at `sequence` tokens."""
+    parts = dataset.sources or (dataset,)
+    statistics = dataset.statistics
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "source": dataset.name,
+        "folder": str(dataset.folder) if dataset.folder else None,
+        "tokenizer": {
+            "path": str(dataset.tokenizer_path) if dataset.tokenizer_path else None,
+            "vocab": dataset.vocab,
+            "end_of_text": dataset.end_of_text,
+            "end_of_text_token": dataset.end_of_text_token,
+        },
+        "splits": {split: _split(dataset, split) for split in SPLITS},
+        "skipped": statistics.skipped,
+        "shards": statistics.shards,
+        "disk_bytes": sum(_disk_bytes(part) for part in parts),
+        "seconds": statistics.seconds,
+        "stage_bytes_per_second": statistics.stage_bytes_per_second,
+        "unigram_loss": dataset.unigram_loss,
+        "unigram_bits_per_byte": None if dataset.unigram_loss is None else dataset.bits_per_byte(dataset.unigram_loss),
+        "sequence": sequence,
+        "packing": packing(dataset, sequence),
+        "sources": [
+            {"source": part.name, "weight": weight, "folder": str(part.folder), "splits": _counts(part)}
+            for part, weight in zip(dataset.sources, dataset.weights, strict=True)
+        ],
+    }
+
+
+def packing(dataset: Dataset, sequence: int) -> dict[str, Any]:
+    """What rows of `sequence` tokens lose, packed one way or the other."""
+    bounds = dataset.train_documents
+    packed = best_fit(bounds, sequence)
+    return {"concat": concatenated(bounds, sequence), "best_fit": packed_report(packed)}
+
+
+def _split(dataset: Dataset, split: Split) -> dict[str, Any]:
+    bounds = dataset.train_documents if split == "train" else dataset.validation_documents
+    tokens = dataset.train if split == "train" else dataset.validation
+    lengths = np.diff(bounds)
+    counts = _counts(dataset)[split]
+    used = int(np.count_nonzero(token_counts(tokens, dataset.vocab)))
+    sizes: dict[str, float] = {"mean": float(lengths.mean())} if len(lengths) else {}
+    if len(lengths):
+        found = np.quantile(lengths, list(_QUANTILES.values())).tolist()
+        sizes |= dict(zip(_QUANTILES, found, strict=True)) | {"longest": int(lengths.max())}
+    bytes_per_token = counts["bytes"] / counts["tokens"] if counts["bytes"] and counts["tokens"] else None
+    return counts | {"bytes_per_token": bytes_per_token, "document_tokens": sizes, "vocabulary_used": used}
+
+
+def _counts(dataset: Dataset) -> dict[str, dict[str, int]]:
+    statistics = dataset.statistics
+    return {
+        split: {
+            "documents": statistics.documents[split],
+            "tokens": statistics.tokens[split],
+            "bytes": statistics.bytes[split],
+        }
+        for split in SPLITS
+    }
+
+
+def _disk_bytes(dataset: Dataset) -> int:
+    if dataset.folder is None:
+        return 0
+    return sum(file.stat().st_size for file in dataset.folder.iterdir())

@@ -1,0 +1,120 @@
+"""From a config to a finished run on many ranks. What all would do alike, rank 0 does, and tells the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.estimate import plan_run
+from ironlaw.train.lock import locked
+from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.trainer import DistributedTrainer
+from ironlaw.train.run_directory import RunDirectory, create_run, find_run
+from ironlaw.train.session import check_start
+from ironlaw.train.tracking import check_installed
+
+Result = TypeVar("Result")
+STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
+
+
+def first_does(function: Callable[[], Result]) -> Result:
+    """What rank 0 makes of it, on every rank. Its UserError ends all: rank 0 says it, the others leave quietly."""
+    told: list[Any] = [None, None]
+    error: UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            told = [function(), None]
+        except UserError as problem:
+            error, told = problem, [None, str(problem)]
+    dist.broadcast_object_list(told)
+    if error is not None:
+        raise error
+    if told[1] is not None:
+        raise SystemExit(2)
+    result: Result = told[0]
+    return result
+
+
+def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
+    """Where none is written: replicas, and as much sharding as the memory of a rank asks for."""
+    held = STATE_BYTES * config.model.parameters
+    here = memory_bytes / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return LayoutConfig(zero=0 if held < here / 2 else 3)
+
+
+def run_distributed(
+    config: RunConfig,
+    out: Path,
+    profile: Profile,
+    ranks: Ranks,
+    *,
+    resume: bool = False,
+    data_progress: Callable[[int, int], None] | None = None,
+    planned: Callable[[Ledger, Dataset], None] | None = None,
+    watch: Callable[[StepReport], None] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Train `config` into `out`, on every rank of the job. The callbacks are rank 0's; only its outcome is whole."""
+    if not ranks.first:
+        data_progress = planned = watch = say = None
+    say = say or (lambda message: None)
+    first_does(lambda: check_installed(config.tracking))
+    run: RunDirectory = first_does(lambda: find_run(out, config, resume))
+    with contextlib.ExitStack() as held:
+        return _train(config, run, profile, ranks, held, data_progress, planned, watch, say)
+
+
+def _train(
+    config: RunConfig, run: RunDirectory, profile: Profile, ranks: Ranks, held: contextlib.ExitStack,
+    data_progress: Callable[[int, int], None] | None, planned: Callable[[Ledger, Dataset], None] | None,
+    watch: Callable[[StepReport], None] | None, say: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """The run directory is rank 0's alone."""
+    there = first_does(run.path.is_dir)
+    first_does(lambda: _lock(run, held) if there else None)
+    plan = first_does(lambda: plan_run(config, profile))
+    # Rank 0 prepares; the others then find everything in the cache.
+    first_does(lambda: _prepared(config, data_progress, say))
+    dataset = prepare(config.data, config.model.vocab)
+    start = first_does(lambda: check_start(config, dataset, run, say))
+    if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
+        say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
+        return Outcome(Ledger.load(run.ledger_file), start.step, None)
+
+    def create() -> None:
+        create_run(run, config)
+        if not there:
+            _lock(run, held)
+        plan.save(run.plan_file)
+        if dataset.tokenizer_path is not None:
+            shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+        if planned is not None:
+            planned(plan, dataset)
+
+    first_does(create)
+    trainer = DistributedTrainer(config, run, plan, dataset, profile, ranks=ranks, start=start, watch=watch, say=say)
+    outcome = trainer.train()
+    if ranks.first:
+        outcome.ledger.save(run.ledger_file)
+    dist.barrier()
+    return outcome
+
+
+def _lock(run: RunDirectory, held: contextlib.ExitStack) -> None:
+    held.enter_context(locked(run.path))
+
+
+def _prepared(config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]) -> None:
+    prepare(config.data, config.model.vocab, progress, say)

@@ -1,0 +1,208 @@
+"""The training loop on many ranks: the same loop, with a layout's step, and files written by rank 0."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ironlaw.config import RunConfig
+from ironlaw.data.batch import Batch
+from ironlaw.data.loader import Loader
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger, Phase
+from ironlaw.machine import host
+from ironlaw.model.linear import use_onednn
+from ironlaw.model.transformer import Transformer
+from ironlaw.observe.clock import StepTimes
+from ironlaw.train import checkpoint
+from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.evaluation import in_other_units
+from ironlaw.train.journal import Journal
+from ironlaw.train.jsonl import read_lines
+from ironlaw.train.loop import Trainer
+from ironlaw.train.optimizer import set_learning_rate
+from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.step import DistributedStep
+from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.recovery import Recovery
+from ironlaw.train.schedule import learning_rate
+from ironlaw.train.state import RandomState
+from ironlaw.train.transfer import Transfer
+
+
+class Gatherer:
+    """What `Checkpointer` needs of the ranks, over a group of its own: it works beside the training step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class Silent:
+    """The journal of ranks that write nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: None
+
+
+class DistributedTrainer(Trainer):
+    """One rank of a run. Construct on every rank, then `train()` on every rank."""
+
+    ranks: Ranks
+
+    def __init__(self, *arguments: Any, ranks: Ranks, **named: Any) -> None:
+        self.ranks = ranks
+        self._stop_agreed = False
+        super().__init__(*arguments, **named)
+
+    def _setup(self, start: checkpoint.Checkpoint | None) -> None:
+        config, ranks = self.config, self.ranks
+        _check_supported(config, self.precision)
+        host.keep_freed_memory()
+        torch.set_num_threads(threads_per_rank(self.profile.threads))
+        self.device = ranks.device
+        self.loader = Loader(self.dataset, config.data, config.sequence)
+        self.batches = self.loader.training(config.train.global_batch, config.train.seed, ranks.index("dp"), ranks.dp)
+        self.to_device = Transfer(self.device, config.data.pin_memory)
+        torch.manual_seed(config.train.seed)
+        model = Transformer(config.model)
+        use_onednn(model, self.profile.fp32_products == "onednn")
+        mark_fused(model)
+        self.applied = layouts.apply(model, config, ranks)
+        self.model = self.applied.model
+        self.optimizer = layouts.build(self.applied, config.optimizer)
+        self.states = {"optimizer": self.optimizer, "random": RandomState()}
+        group = dist.new_group(backend="gloo")
+        self.store = ShardedFiles(group)
+        self.checkpointer = Checkpointer(
+            self.run.checkpoints, config.checkpoint, config.model, store=self.store, ranks=Gatherer(group),
+            say=self.say, before_write=lambda: self.journal.sync(),
+        )  # fmt: skip
+        if start is not None:
+            checkpoint.check_model(start, config.model)
+            for missing in self.store.read(start.path, self.model, self.states):
+                self.say(f"the checkpoint holds no {missing} state: it starts anew")
+            self.step, self.tokens = start.step, start.tokens
+            self.checkpointer.last = start
+            self.say(f"resumed from step {start.step}")
+        self.distributed = DistributedStep(self.applied, config, self._autocast)
+        self.compiled = False
+        self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
+        self._spike_known = False
+        self._digested: Any = None
+        if ranks.first:
+            self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
+        else:
+            self.journal = cast(Journal, Silent())
+        dist.barrier()  # the others read what rank 0's journal leaves of an earlier session
+        self.recovery.start_over(self.run.metrics())
+
+    def _enough_steps_left(self) -> bool:
+        return False  # the profiler's reader knows one process: nothing is recorded
+
+    def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
+        config, clock = self.config, self.clock
+        with clock.step() as times:
+            with clock.phase(Phase.DATA):
+                batch = next(batches)
+            loss = self.distributed.forward_backward(
+                batch.inputs, batch.targets, self.distributed.samples(self.step), clock=clock
+            )
+            with clock.phase(Phase.COMMUNICATION):
+                # One all-reduce: every rank knows the same loss and norm, and stops at the same step.
+                stop = self._interrupted is not None
+                self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop)
+            with clock.phase(Phase.OPTIMIZER):
+                set_learning_rate(self.optimizer, learning_rate(config, self.step))
+                self.optimizer.step()
+                self.optimizer.zero_grad(set_to_none=True)
+        if stop and self._interrupted is None:
+            self._interrupted = "SIGTERM"  # another rank was told to stop
+        self._stop_agreed = stop
+        self.step += 1
+        self.tokens += config.tokens_per_step
+        return times
+
+    def _stopping(self) -> bool:
+        return self._stop_agreed  # never on this rank's own account: the others would wait for it
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Replicas share the batches; sums of losses and numbers of tokens are added up over all ranks."""
+        began = time.perf_counter()
+        config, ranks, step = self.config, self.ranks, self.distributed
+        size = step.share if step.schedule is not None else step.micro_batch
+        wanted = config.evaluation.batches * config.train.global_batch
+        batches = list(self.loader.validation(size, -(-wanted // size)))
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with step.evaluating():
+            for first in range(0, len(batches), ranks.dp):
+                # Collectives need every rank: one without a batch of its own works on another's and does not count it.
+                mine = first + ranks.index("dp")
+                counts = mine < len(batches) and (step.schedule is None or len(batches[mine].inputs) == size)
+                if step.schedule is not None and len(batches[0].inputs) < size:
+                    break  # less text than one batch of the pipeline
+                batch = self.to_device(batches[mine] if counts else batches[0])
+                losses, tokens = step.evaluate(batch.inputs, batch.targets)
+                if counts:
+                    total += torch.tensor([losses, tokens], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        self.validation_loss = float(total[0] / total[1]) if float(total[1]) else float("nan")
+        seconds = time.perf_counter() - began
+        self.observed.wall_seconds["evaluation"] += seconds
+        found = {"validation_loss": self.validation_loss, "evaluation_seconds": seconds}
+        return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
+
+    def _step_metrics(self) -> dict[str, Any]:
+        return {}
+
+    def _restore(self, target: checkpoint.Checkpoint) -> None:
+        """All ranks have decided alike, from the same numbers; rank 0 drops the lines, then all read what is left."""
+        self.store.read(target.path, self.model, self.states)
+        self.step, self.tokens = target.step, target.tokens
+        self.checkpointer.last = target
+        self.journal.forget_after(self.step, self.observed)
+        dist.barrier()
+        self.recovery.start_over(self.run.metrics())
+        self._spike_known = False
+
+    def _finish(self) -> Ledger:
+        return super()._finish() if self.ranks.first else Ledger("run")
+
+    def _probe_sometimes(self) -> None:
+        if self.ranks.first:
+            super()._probe_sometimes()
+
+
+def _check_supported(config: RunConfig, precision: str) -> None:
+    """One process does these; several do not yet."""
+    train = config.train
+    unsupported = {
+        f'train.compile = "{train.compile}"': train.compile in ("on", "graphs"),
+        f'train.precision = "{precision}"': precision not in ("fp32", "bf16"),
+        f'recompute.mode = "{config.recompute.mode}"': config.recompute.mode != "none",
+        'train.loss = "chunked"': train.loss == "chunked",
+        "train.average_decay": train.average_decay is not None,
+        "train.noise_scale_every": train.noise_scale_every > 0,
+        f'train.offload = "{train.offload}"': train.offload != "none",
+        "attention within documents (data.mask_documents, data.packing)": config.data.masks_documents,
+    }
+    for setting, wanted in unsupported.items():
+        if wanted:
+            raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
+
+
+def threads_per_rank(threads: int) -> int:
+    """Ranks of one machine share its cores."""
+    return max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,138 @@
+"""`torchrun -m ironlaw train`: from the command line to a finished run, resumed on other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ironlaw
+from ironlaw.train.parallel import preflight
+
+SOURCE = Path(ironlaw.__file__).parents[1]
+
+
+def torchrun(ranks: int, *arguments: str | Path, restarts: int = 0) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, "--max-restarts", str(restarts), "-m", "ironlaw", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(SOURCE), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+
+
+def on_ranks(folder: Path, ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        torchrun(ranks, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=250,
+        check=False,
+    )  # fmt: skip
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+MODEL = {"dropout": 0.1, "layers": 2, "heads": 4}
+
+
+def test_two_ranks_train_like_one(
+    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
+) -> None:
+    config = tiny_file(MODEL, layout={}, train={"micro_batch": 2})
+    done = on_ranks(tmp_path, 2, "train", config, "--out", "two", "--set", "layout.tp=2", "--set", "layout.sp=true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ironlaw_process("train", config, "--out", tmp_path / "one").returncode == 0
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert two == pytest.approx(one, rel=1e-5)
+    assert len(one) == 12
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_another_layout_and_alone(
+    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
+) -> None:
+    config = tiny_file(MODEL, layout={}, train={"micro_batch": 1})
+    assert ironlaw_process("train", config, "--out", tmp_path / "one").returncode == 0
+    out = ("--out", "run", "--resume")
+    for steps, ranks, layout in ((4, 4, "layout.tp=2"), (8, 2, "layout.pp=2"), (10, 2, "layout.zero=3")):
+        done = on_ranks(
+            tmp_path, ranks, "train", config, *out, "--set", f"train.steps={steps}", "--set", layout,
+            "--set", "schedule.warmup_steps=100",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+    last = ironlaw_process("train", config, "--out", tmp_path / "run", "--resume", "--set", "schedule.warmup_steps=100")
+    assert last.returncode == 0, last.stderr
+    assert (
+        ironlaw_process("train", config, "--out", tmp_path / "plain", "--set", "schedule.warmup_steps=100").returncode
+        == 0
+    )
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
+    same = {
+        "torch": "2.13.0", "ironlaw": "0.1", "python": "3.11", "config": "abc", "devices": "cpu", "host": "node0",
+        "clock_seconds": 1000.0,
+    }  # fmt: skip
+    assert preflight.problem([same, same | {"clock_seconds": 1003.0}]) is None
+    other = same | {"host": "node1"}
+    for change, words in (
+        ({"torch": "2.11.0"}, "rank 1 on node1 has PyTorch 2.11.0, rank 0 has 2.13.0"),
+        ({"config": "abd"}, "rank 1 on node1 has another config than rank 0"),
+        ({"clock_seconds": 1090.0}, "rank 1 on node1 has a clock 90 s ahead of rank 0's on node0"),
+        ({"clock_seconds": 900.0}, "a clock 100 s behind"),
+    ):
+        found = preflight.problem([same, other | change])
+        assert found is not None and words in found and "\n" not in found
+
+
+@pytest.mark.long
+def test_killed_ranks_lose_nothing(
+    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
+) -> None:
+    """kill -9 of some rank at some moment, many times: torchrun starts the job again, and it ends like undisturbed."""
+    kills = int(os.environ.get("IRONLAW_TEST_KILLS", "30"))
+    config = tiny_file(
+        {"layers": 2, "heads": 4}, layout={}, train={"micro_batch": 2, "steps": 400}, checkpoint={"every": 5},
+        evaluation={"every": 0},
+    )  # fmt: skip
+    assert ironlaw_process("train", config, "--out", tmp_path / "one").returncode == 0
+    process = subprocess.Popen(
+        torchrun(4, "train", config, "--out", "run", "--resume", restarts=200), cwd=tmp_path, env=environment(),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    chance, killed, metrics = __import__("random").Random(0), 0, tmp_path / "run" / "metrics.jsonl"
+    seen = 0
+    try:
+        while process.poll() is None:
+            time.sleep(0.05)
+            lines = metrics.read_text(encoding="utf-8").count("\n") if metrics.is_file() else 0
+            if killed < kills and lines > seen and lines < 395:  # it trains again: kill one in the middle
+                time.sleep(chance.random() * 0.3)
+                ranks = _children(process.pid)
+                if len(ranks) == 4:
+                    os.kill(chance.choice(ranks), signal.SIGKILL)
+                    killed += 1
+                    seen = max(0, lines - 6)
+                    time.sleep(1.0)
+        assert process.returncode == 0
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    assert killed == kills, f"the run ended after {killed} kills"
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+def _children(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children() if "ironlaw" in " ".join(child.cmdline())]

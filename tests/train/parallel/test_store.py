@@ -1,0 +1,38 @@
+"""Checkpoints written under one layout and read under any other, without loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SIX: list[dict[str, Any]] = [
+    {"dp": 4},
+    {"tp": 2, "pp": 2},
+    {"zero": 3},
+    {"pp": 4},
+    {"tp": 2, "zero": 1, "sp": True},
+    {"cp": 2, "zero": 2},
+    {"dp": 4},
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_six_layouts_hand_a_checkpoint_on_without_loss(family: str, on_ranks: Callable[..., Any]) -> None:
+    case = {"task": "reshard", "family": family, "layouts": SIX, "train": {"micro_batch": 2}}
+    case["model"] = {"dropout": 0.1}
+    if family == "gpt":
+        case["train"] = {"micro_batch": 1}
+    (results,) = on_ranks(4, [case])
+    assert results[0]["difference"] == 0.0
+    losses = results[0]["losses"]
+    assert all(abs(loss - losses[0]) < 1e-5 * losses[0] for loss in losses), losses
+
+
+def test_a_checkpoint_goes_from_shards_to_stages(on_ranks: Callable[..., Any]) -> None:
+    case = {"task": "reshard", "layouts": [{"zero": 3}, {"pp": 2}], "train": {"micro_batch": 2}}
+    (results,) = on_ranks(2, [case])
+    assert results[0]["difference"] == 0.0
+    assert abs(results[0]["losses"][0] - results[0]["losses"][1]) < 1e-5 * results[0]["losses"][0]
