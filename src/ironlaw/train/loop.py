@@ -143,9 +143,11 @@ class Trainer:
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
         wanted = config.train.compile
-        self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
+        self.compiled = wanted in ("on", "graphs") or (wanted == "auto" and self.device.type == "cuda")
         if self.compiled:
-            self.compiled = compile_blocks(self.model, self._micro_batch_like(), self._autocast, self.say)
+            self.compiled = compile_blocks(
+                self.model, self._micro_batch_like(), self._autocast, self.say, graphs=wanted == "graphs"
+            )
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
         self._spike_known = False
         self._digested: Any = None
