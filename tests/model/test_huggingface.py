@@ -40,6 +40,43 @@ MISTRAL = {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
     "sliding_window": 4096,
 }  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02,
+}  # fmt: skip
+QWEN2_MOE = {
+    "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+    "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21, "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
+    "num_experts": 60, "norm_topk_prob": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "use_sliding_window": False, "rope_scaling": None,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+OLMOE = {
+    "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "clip_qkv": None,
+    "attention_bias": False, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.01,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek", "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000, "hidden_act": "silu", "tie_word_embeddings": False,
+    "attention_bias": False, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False,
+    "scoring_func": "softmax", "aux_loss_alpha": 0.001,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -50,15 +87,41 @@ MISTRAL = {
         (QWEN2, 494_032_768),
         (QWEN3, 8_190_735_360),
         (MISTRAL, 7_241_732_096),
+        (MIXTRAL, 46_702_792_704),
+        (QWEN2_MOE, 14_315_784_192),
+        (QWEN3_MOE, 30_532_122_624),
+        (OLMOE, 6_919_161_856),
+        (DEEPSEEK, 16_375_728_128),
     ],
-    ids=["gpt2", "llama3", "qwen2", "qwen3", "mistral"],
+    ids=[
+        "gpt2",
+        "llama3",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "olmoe",
+        "deepseek-moe",
+    ],
 )
 def test_published_parameter_counts(fields, parameters):
     assert from_fields(fields).parameters == parameters
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"), [(LLAMA, "llama3-8b"), (QWEN3, "qwen3-8b"), (MISTRAL, "mistral-7b"), (GPT2, "gpt2")]
+    ("fields", "name"),
+    [
+        (LLAMA, "llama3-8b"),
+        (QWEN3, "qwen3-8b"),
+        (MISTRAL, "mistral-7b"),
+        (GPT2, "gpt2"),
+        (MIXTRAL, "mixtral-8x7b"),
+        (QWEN3_MOE, "qwen3-30b-a3b"),
+        (OLMOE, "olmoe-1b-7b"),
+        (DEEPSEEK, "deepseek-moe-16b"),
+    ],
 )
 def test_the_catalogue_has_the_same_shapes(fields, name):
     ours, known = from_fields(fields).model_dump(), ModelConfig.named(name).model_dump()
@@ -87,7 +150,9 @@ def test_file_or_directory_names_the_model(tmp_path):
     ("change", "message"),
     [
         ({"model_type": "lama"}, "did you mean llama"),
-        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"num_local_experts": 8}, "'llama' with experts is not supported: those of deepseek, mixtral"),
+        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "gpt_oss"}, "attention sinks"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
         ({"hidden_act": "relu2"}, "'relu2' is not supported"),
         ({"attention_bias": True}, "both or neither"),
@@ -110,6 +175,16 @@ def test_a_missing_field_is_named():
 def test_windows_in_some_layers_only_are_refused():
     with pytest.raises(UserError, match="use_sliding_window"):
         from_fields(QWEN2 | {"use_sliding_window": True})
+
+
+def test_experts_in_some_layers_only():
+    sparse = from_fields(QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]})
+    assert sparse.moe is not None
+    assert [sparse.moe.in_layer(layer) for layer in range(5)] == [False, False, False, True, False]
+    with pytest.raises(UserError, match="mlp_only_layers"):
+        from_fields(QWEN3_MOE | {"mlp_only_layers": [3]})
+    with pytest.raises(UserError, match="clip_qkv"):
+        from_fields(OLMOE | {"clip_qkv": 8.0})
 
 
 def test_not_json_and_not_a_model(tmp_path):

@@ -26,6 +26,13 @@ PUBLISHED = {
     "llama3-405b": 405_853_388_800,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2-57b-a14b": 57_408_658_944,  # the report says 57.4 B
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-moe-16b": 16_375_728_128,
 }
 SMALL = {"layers": 3, "hidden": 24, "heads": 4, "vocab": 50, "context": 12}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -63,6 +70,18 @@ def test_catalogued_models_have_their_published_size(name: str) -> None:
     config = ModelConfig.named(name)
     assert config.parameters == model_entry(name)["parameters"]
     assert config.parameters == PUBLISHED.get(name, config.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22),
+     ("olmoe-1b-7b", 1.3), ("deepseek-moe-16b", 2.8), ("qwen2-57b-a14b", 14), ("llama3-8b", 8.03)],
+)  # fmt: skip
+def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
+    """As rounded by their authors, each in the source that the catalogue names."""
+    config = ModelConfig.named(name)
+    assert config.active_parameters == pytest.approx(billions * 1e9, rel=0.025)
+    assert config.active_parameters == model_entry(name).get("active_parameters", config.parameters)
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -24,16 +24,21 @@ LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 160, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
+MOE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 120, "shared_experts": 1, "shared_gate": True}
 FAMILIES = {"gpt": GPT, "llama": LLAMA, "qwen": LLAMA | {"qk_norm": True}}
+EXPERTS = {"dense first": LLAMA | {"moe": MOE | {"dense_layers": 1}}, "gelu": GPT | {"bias": False, "moe": MOE}}
 
 
-@pytest.fixture(params=[(f, p) for f in FAMILIES for p in ("fp32", "bf16")], ids=lambda param: "-".join(param))
+@pytest.fixture(
+    params=[*((f, p) for f in FAMILIES for p in ("fp32", "bf16")), ("dense first", "fp32"), ("gelu", "bf16")],
+    ids=lambda param: "-".join(param),
+)
 def ledgers(
     request: pytest.FixtureRequest, tiny_config: Config, user_cache: Path, machine_profile: Profile, tmp_path: Path
 ) -> tuple[Ledger, Ledger]:
     """Plan and run of one family in one precision."""
     family, precision = request.param
-    config = tiny_config(FAMILIES[family], train={"steps": 14, "profile_steps": 3, "precision": precision})
+    config = tiny_config((FAMILIES | EXPERTS)[family], train={"steps": 14, "profile_steps": 3, "precision": precision})
     plans: list[Ledger] = []
     outcome = run_training(config, tmp_path / "run", machine_profile, planned=lambda plan, data: plans.append(plan))
     return plans[0], outcome.ledger
@@ -62,7 +67,8 @@ def test_lines_stay_within_their_phases(ledgers: tuple[Ledger, Ledger]) -> None:
 
 def test_matrix_products_are_called_as_often_as_planned(ledgers: tuple[Ledger, Ledger]) -> None:
     plan, run = ledgers
-    for name in ("qkv", "attention_out", "ffn_up", "ffn_down", "head"):
+    planned = {line.operation for line in plan.select(kind=Kind.MATMUL)}
+    for name in {"qkv", "attention_out", "ffn_up", "ffn_down", "head", "router", "shared_ffn_up"} & planned:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             planned = next(plan.select(operation=name, phase=phase, kind=Kind.MATMUL)).count
             assert next(run.select(operation=name, phase=phase, kind=Kind.MATMUL)).count == planned, (name, phase)

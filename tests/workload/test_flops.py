@@ -28,6 +28,20 @@ LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 72, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
+MOE: dict[str, dict[str, Any]] = {
+    "mixtral": {"experts": 8, "experts_per_token": 2},
+    "mixtral with a capacity": {"experts": 6, "experts_per_token": 2, "capacity_factor": 1.3},
+    "deepseek": {
+        "experts": 8, "experts_per_token": 3, "expert_ffn": 16, "shared_experts": 2, "dense_layers": 1,
+        "score": "sigmoid", "routed_scale": 2.5, "balance": "bias",
+    },
+    "qwen2-moe": {
+        "experts": 6, "experts_per_token": 2, "expert_ffn": 20, "normalize": False, "shared_experts": 1,
+        "shared_ffn": 44, "shared_gate": True,
+    },
+    "wide experts": {"experts": 4, "experts_per_token": 3, "expert_ffn": 400},
+    "sparse at times": {"experts": 5, "experts_per_token": 1, "every": 2},
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "gpt untied": GPT | {"tied": False},
@@ -41,7 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "llama with biases": LLAMA | {"bias": True},
     "qwen": LLAMA | {"qk_norm": True, "head_size": 20},
     "windowed": LLAMA | {"sliding_window": 9},
-}
+    "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True, "moe": MOE["mixtral"]},
+    "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
+} | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
 
 
 def counted(config: ModelConfig, batch: int, sequence: int) -> tuple[int, int]:

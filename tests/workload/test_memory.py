@@ -15,12 +15,26 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.observe.profile import _allocations, silent_stderr
 from ironlaw.plan.memory import in_execution_order, walk
 from ironlaw.workload.operations import saved_bytes
-from ironlaw.workload.transformer import Precision, Shape, training_operations
+from ironlaw.workload.transformer import Precision, Shape, layer_groups, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
+}  # fmt: skip
+MOE: dict[str, dict[str, Any]] = {
+    "mixtral": {"experts": 8, "experts_per_token": 2},
+    "mixtral with a capacity": {"experts": 6, "experts_per_token": 2, "capacity_factor": 1.3},
+    "deepseek": {
+        "experts": 8, "experts_per_token": 3, "expert_ffn": 16, "shared_experts": 2, "dense_layers": 1,
+        "score": "sigmoid", "routed_scale": 2.5, "balance": "bias",
+    },
+    "qwen2-moe": {
+        "experts": 6, "experts_per_token": 2, "expert_ffn": 20, "normalize": False, "shared_experts": 1,
+        "shared_ffn": 44, "shared_gate": True,
+    },
+    "wide experts": {"experts": 4, "experts_per_token": 3, "expert_ffn": 400},
+    "sparse at times": {"experts": 5, "experts_per_token": 1, "every": 2},
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
@@ -35,7 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "llama all heads": LLAMA | {"kv_heads": 4},
     "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
     "windowed": LLAMA | {"sliding_window": 9},
-}
+    "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True},
+    "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
+} | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
 BATCH, SEQUENCE = 4, 48
 LOSS_SCALARS = 16  # bytes: the total weight that the loss keeps, and the loss itself
 
@@ -111,7 +127,7 @@ def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = F
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Precision, tolerance: float) -> None:
     config = ModelConfig(**CASES[name])
-    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE, precision)), config.layers)
+    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE, precision)), layer_groups(config))
     planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
     assert planned == pytest.approx(highest_moment(config, precision), rel=tolerance)
 
@@ -120,7 +136,7 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Preci
 def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name: str) -> None:
     config = ModelConfig(**CASES[name])
     held = 4 * config.parameters
-    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE)), config.layers, gradients_held=held)
+    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE)), layer_groups(config), gradients_held=held)
     assert peak.gradient_bytes == held
     planned = peak.saved_bytes + peak.temporary_bytes
     assert planned == pytest.approx(highest_moment(config, "fp32", gradients_held=True), rel=0.01)
@@ -130,7 +146,9 @@ def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name:
 @pytest.mark.parametrize("name", CASES)
 def test_everything_saved_is_freed_and_every_gradient_is_made(name: str, precision: Precision) -> None:
     config = ModelConfig(**CASES[name])
-    operations = list(in_execution_order(training_operations(Shape(config, BATCH, SEQUENCE, precision)), config.layers))
+    operations = list(
+        in_execution_order(training_operations(Shape(config, BATCH, SEQUENCE, precision)), layer_groups(config))
+    )
     assert sum(op.gradient_bytes for op in operations) == 4 * config.parameters
     saved = sum(op.saved_bytes for op in operations)
     freed = sum(op.frees_saved_bytes for op in operations)

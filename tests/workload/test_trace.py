@@ -15,7 +15,7 @@ from ironlaw.plan.memory import walk
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
 from ironlaw.workload.trace import Trace, trace
-from ironlaw.workload.transformer import Precision, Shape, training_operations
+from ironlaw.workload.transformer import Precision, Shape, layer_groups, training_operations
 
 GPT = {}
 LLAMA = {
@@ -30,6 +30,19 @@ FAMILIES = {
     "llama-tied": LLAMA | {"tied": True},
     "qwen3": LLAMA | {"qk_norm": True, "head_size": 32},
     "qwen2": LLAMA | {"qkv_bias": True},
+    "mixtral": LLAMA | {"moe": {"experts": 6, "experts_per_token": 2}},
+    "qwen2-moe": LLAMA
+    | {
+        "moe": {
+            "experts": 5,
+            "experts_per_token": 2,
+            "expert_ffn": 40,
+            "shared_experts": 1,
+            "shared_gate": True,
+            "dense_layers": 1,
+            "normalize": False,
+        }
+    },
     "gpt-dropout": {"dropout": 0.1},
     "gpt-dropout-qk-norm": {"dropout": 0.1, "qk_norm": True},
     "llama-dropout": LLAMA | {"dropout": 0.1},
@@ -62,7 +75,7 @@ def test_both_ways_agree(family: str, precision: Precision) -> None:
     assert sum(op.gradient_bytes for op in found.operations) == 4 * model.parameters
     assert found.trained_parameters == found.parameters == model.parameters
     assert found.trained_tensors == model.parameter_tensors
-    one, other = walk(found.operations, 1), walk(listed, model.layers)
+    one, other = walk(found.operations, 1), walk(listed, layer_groups(model))
     assert one.saved_bytes + one.temporary_bytes + one.gradient_bytes == pytest.approx(
         other.saved_bytes + other.temporary_bytes + other.gradient_bytes, rel=1e-3, abs=SCALARS
     )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ironlaw.model.linear import onednn_product, onednn_weight_gradient
+
 Ends = list[int] | Tensor
 """Where the rows of each expert end: on the host, or on the device for kernels that read it there."""
 
@@ -44,28 +46,35 @@ class GroupedProduct(torch.autograd.Function):
     """(R, in) rows sorted by expert, (E, out, in) weights -> (R, out)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Ends) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Ends, onednn: bool = False) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.ends = ends
+        ctx.ends, ctx.onednn = ends, onednn
         if isinstance(ends, Tensor):
             return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         out = rows.new_empty(rows.shape[0], weight.shape[1])
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            torch.mm(rows[start:end], weight[expert].t(), out=out[start:end])
+            if onednn and end > start:
+                out[start:end] = onednn_product(rows[start:end], weight[expert])
+            else:
+                torch.mm(rows[start:end], weight[expert].t(), out=out[start:end])
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weight = ctx.saved_tensors
         gradient, ends = gradients[0].contiguous(), ctx.ends
         if isinstance(ends, Tensor):
             of_rows = torch._grouped_mm(gradient, weight, offs=ends)
-            return of_rows, torch._grouped_mm(gradient.t(), rows, offs=ends), None
+            return of_rows, torch._grouped_mm(gradient.t(), rows, offs=ends), None, None
         of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            torch.mm(gradient[start:end], weight[expert], out=of_rows[start:end])
-            torch.mm(gradient[start:end].t(), rows[start:end], out=of_weight[expert])
-        return of_rows, of_weight, None
+            if ctx.onednn and end > start:
+                of_rows[start:end] = onednn_product(gradient[start:end], weight[expert].t())
+                of_weight[expert] = onednn_weight_gradient(gradient[start:end], rows[start:end])
+            else:
+                torch.mm(gradient[start:end], weight[expert], out=of_rows[start:end])
+                torch.mm(gradient[start:end].t(), rows[start:end], out=of_weight[expert])
+        return of_rows, of_weight, None, None
 
 
 class Dispatch(torch.autograd.Function):

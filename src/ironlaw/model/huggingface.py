@@ -1,8 +1,10 @@
-"""Hugging Face `config.json` files as ModelConfig: GPT-2, Llama, Qwen2, Qwen3 and Mistral. Needs no torch.
+"""Hugging Face `config.json` files as ModelConfig. Needs no torch.
+
+GPT-2, Llama, Qwen2, Qwen3 and Mistral; with experts Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek (the first).
 
     model = read_config(Path("checkpoint/config.json"))     # or the directory that holds it
 
-What the mapping cannot express exactly (another architecture, a mixture of experts, an exotic position encoding) is a
+What the mapping cannot express exactly (another architecture, latent attention, an exotic position encoding) is a
 UserError: a plan of the nearest thing would be a plan of something else.
 """
 
@@ -31,6 +33,10 @@ ACTIVATIONS = {
 """Names of activations in `config.json`, and ours: the first is exact, the next three use tanh."""
 
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys that mean a mixture of experts."""
+
+
 def is_config_file(path: Path) -> bool:
     """Whether this is a `*.json` file, or a directory that holds a `config.json`."""
     return (path.is_file() and path.suffix == ".json") or (path.is_dir() and (path / "config.json").is_file())
@@ -55,8 +61,11 @@ def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
     kind = fields["model_type"]
     if "text_config" in fields:
         raise UserError(f"{where}: '{kind}' has parts beside a decoder (text_config): only decoders are planned")
-    if any(fields.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise UserError(f"{where}: '{kind}' is a mixture of experts, which is not planned yet")
+    if kind in _REFUSED:
+        raise UserError(f"{where}: '{kind}' {_REFUSED[kind]}, which is not supported")
+    if kind not in _WITH_EXPERTS and any(fields.get(key) for key in EXPERT_COUNTS):
+        known = ", ".join(sorted(_WITH_EXPERTS))
+        raise UserError(f"{where}: '{kind}' with experts is not supported: those of {known} are")
     if kind not in _READERS:
         raise UserError(f"{where}: architecture '{kind}' is not supported: {did_you_mean(str(kind), _READERS)}")
     try:
@@ -175,7 +184,72 @@ def _rope(fields: Fields) -> tuple[dict[str, float] | None, float]:
     return scaling | {"original_context": float(table["original_max_position_embeddings"])}, theta
 
 
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    values = _llama_family(fields) | {"sliding_window": fields.get("sliding_window")}
+    return values | {"moe": _experts(fields, fields["num_local_experts"], None, normalize=True)}
+
+
+def _qwen_moe(fields: Fields) -> dict[str, Any]:
+    """Every `decoder_sparse_step`-th layer has experts, but for those named in `mlp_only_layers`."""
+    moe = _experts(fields, fields["num_experts"], fields["moe_intermediate_size"])
+    dense = sorted(fields.get("mlp_only_layers") or [])
+    if dense != list(range(len(dense))):
+        raise UserError(f"mlp_only_layers = {dense} is not supported: the first layers are")
+    moe |= {"dense_layers": len(dense), "every": fields.get("decoder_sparse_step", 1)}
+    return {"moe": moe}
+
+
+def _qwen2_moe(fields: Fields) -> dict[str, Any]:
+    values = _qwen2(fields) | _qwen_moe(fields)
+    shared = {"shared_experts": 1, "shared_ffn": fields["shared_expert_intermediate_size"], "shared_gate": True}
+    return values | {"moe": values["moe"] | shared}
+
+
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    return _qwen3(fields) | _qwen_moe(fields)
+
+
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    _refuse(fields, "clip_qkv", "attention_bias")
+    values = _llama_family(fields) | {"qk_norm": True, "qk_norm_whole": True}
+    return values | {"moe": _experts(fields, fields["num_experts"], None)}
+
+
+def _deepseek(fields: Fields) -> dict[str, Any]:
+    """DeepSeekMoE 16B; V2 and V3 attend differently."""
+    _refuse(fields, "attention_bias")
+    moe = _experts(fields, fields["n_routed_experts"], fields["moe_intermediate_size"])
+    if fields.get("scoring_func", "softmax") != "softmax" or fields.get("moe_layer_freq", 1) != 1:
+        raise UserError("scoring_func other than softmax, or moe_layer_freq other than 1, is not supported")
+    moe |= {
+        "shared_experts": fields.get("n_shared_experts") or 0,
+        "dense_layers": fields.get("first_k_dense_replace", 0),
+        "balance_loss": fields.get("aux_loss_alpha", 0.001),
+    }
+    return _llama_family(fields) | {"moe": moe}
+
+
+def _experts(fields: Fields, count: int, width: int | None, normalize: bool = False) -> dict[str, Any]:
+    """What all of them share. Where the key is missing, their own default: Mixtral normalises, the others do not."""
+    return {
+        "experts": count,
+        "experts_per_token": fields["num_experts_per_tok"],
+        "expert_ffn": width,
+        "normalize": bool(fields.get("norm_topk_prob", normalize)),
+        "balance_loss": fields.get("router_aux_loss_coef", 0.001),
+    }
+
+
+_WITH_EXPERTS = {
+    "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe, "olmoe": _olmoe, "deepseek": _deepseek,
+}  # fmt: skip
+_REFUSED = {
+    "deepseek_v2": "has latent attention (MLA)",
+    "deepseek_v3": "has latent attention (MLA)",
+    "kimi_k2": "has latent attention (MLA)",
+    "gpt_oss": "has attention sinks and windows in every second layer",
+}
 _READERS = cast(
     dict[str, Callable[[Fields], dict[str, Any]]],
-    {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3},
+    {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, **_WITH_EXPERTS},
 )

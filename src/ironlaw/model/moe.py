@@ -91,6 +91,8 @@ class Router(nn.Module):
 class ExpertLinear(nn.Module):
     """One matrix per expert, stacked: (E, out, in)."""
 
+    onednn = False  # as of `Linear`: whose kernel multiplies fp32 on a CPU
+
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
@@ -100,7 +102,7 @@ class ExpertLinear(nn.Module):
         weight = self.weight.to(rows.dtype)
         if rows.dim() == 3:
             return torch.bmm(rows, weight.transpose(1, 2))
-        product: Tensor = GroupedProduct.apply(rows, weight, ends)
+        product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
         return product
 
 
@@ -233,6 +235,14 @@ class Load:
     busiest_over_mean: float  # load of the fullest expert over the mean, mean over layers; 1 is even
     unused: float  # share of experts that no token chose
     dropped: float  # share of choices without a row; 0 when dropless
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names that a run's metrics have."""
+        return {
+            "expert_load_busiest_over_mean": self.busiest_over_mean,
+            "experts_unused": self.unused,
+            "expert_choices_dropped": self.dropped,
+        }
 
 
 @torch.no_grad()

@@ -42,7 +42,12 @@ _NO_WORK = frozenset({
     "resolve_neg", "result_type", "rms_norm", "select", "slice", "split", "split_with_sizes", "t", "to", "_to_copy",
     "transpose", "unflatten", "unsafe_split", "_unsafe_view", "unsqueeze", "view", "view_as", "zeros", "zeros_like",
 })  # fmt: skip
-_LINEARS = frozenset({"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head"})
+_LINEARS = frozenset({
+    "qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head", "expert_gate", "expert_up", "expert_down",
+    "shared_ffn_gate", "shared_ffn_up", "shared_ffn_down",
+})  # fmt: skip
+# Autograd functions of our own, which no module's scope tells apart.
+_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
     ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
@@ -54,6 +59,9 @@ _NODE_SCOPES = {
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
     "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
     "FeedForward": {None: "activation"},
+    "Router": {Kind.MATMUL: "router", None: "route"},
+    "Experts": {None: "activation"},
+    "MixtureOfExperts": {None: "route"},
     "Block": {None: "residual"},
     "Transformer": {Kind.EMBEDDING: "positions", Kind.LOSS: "loss", None: "loss"},
 }
@@ -118,13 +126,17 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
         leaf = parts[-1]
         if type(module).__name__ in _OWN_WORK:
             names[module] = type(module).__name__
+        elif type(module).__name__ == "ExpertLinear":
+            names[module] = f"expert_{leaf}"
         elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
             parent = parts[-2] if len(parts) > 1 else ""
             name = {"query_norm": "qk_norm", "key_norm": "qk_norm"}.get(leaf, leaf)
             if parent == "attention" and leaf == "out":
                 name = "attention_out"
-            elif parent == "ffn":
+            elif parent == "ffn" and leaf != "shared_gate":
                 name = f"ffn_{leaf}"
+            elif parent == "shared":
+                name = f"shared_ffn_{leaf}"
             names[module] = name
     return names
 
@@ -187,6 +199,9 @@ def _nest(spans: list[Span]) -> None:
             span.scope, span.again = "Block", True
         elif span.name.startswith(MODULE_SCOPE):
             span.scope = span.name.removeprefix(MODULE_SCOPE)
+        elif span.name in _FUNCTIONS:
+            span.scope = _FUNCTIONS[span.name]
+            forward_scope[span.sequence] = span.scope
         elif span.name.startswith(_BACKWARD_NODE):
             scope, node = forward_scope.get(span.sequence, ""), span.name.removeprefix(_BACKWARD_NODE)
             span.scope = _NODE_SCOPES.get((scope, node), scope)
@@ -232,6 +247,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
     if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
         return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    if span.scope in _FUNCTIONS.values():
+        return Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:
         return _own_work(span, kind, operation)
     if kind is Kind.ELEMENTWISE:
@@ -242,8 +259,14 @@ def _classify(span: Span) -> tuple[Kind, str]:
 def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
     """What a container computes outside its named children."""
     own = _OWN_WORK[span.scope]
-    if span.scope == "FeedForward" and operation.startswith("mul"):
+    if span.scope in ("FeedForward", "Experts") and operation.startswith("mul"):
         return kind, "gate_product"
+    if span.scope in ("Router", "MixtureOfExperts") and _gradients_meet(span, operation):
+        return kind, "ffn_norm"
+    if span.scope == "MixtureOfExperts" and _is_cast(span, operation):
+        return kind, "dispatch_cast"
+    if span.scope == "MixtureOfExperts" and operation.startswith(("sigmoid", "mul", "add", "sum")):
+        return kind, "shared_sum"
     if span.scope == "Block" and span.phase is Phase.BACKWARD and _is_cast(span, operation):
         return kind, "residual_cast"
     if span.scope == "Transformer":
@@ -256,19 +279,23 @@ def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
 def _elementwise(span: Span, operation: str) -> tuple[Kind, str]:
     """Work without a kind of its own, by the module it happens in."""
     scope = span.scope
-    # Where two gradients of one tensor meet, the engine adds them in the node that delivers the second.
-    gradients_meet = span.phase is Phase.BACKWARD and operation in ("add", "add_")
+    gradients_meet = _gradients_meet(span, operation)
     if scope in ("embedding", "positions"):
         return Kind.EMBEDDING, scope
     if scope in _LINEARS:
         if _is_cast(span, operation):
             return Kind.ELEMENTWISE, f"{scope}_cast"
-        return Kind.ELEMENTWISE, "ffn_norm" if gradients_meet and scope in ("ffn_gate", "ffn_up") else scope
+        return Kind.ELEMENTWISE, "ffn_norm" if gradients_meet and scope.endswith(("ffn_gate", "ffn_up")) else scope
     if scope in ("attention_norm", "ffn_norm") and gradients_meet:
         return Kind.ELEMENTWISE, "residual"
     if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm"):
         return Kind.NORM, scope
     return Kind.ELEMENTWISE, scope or "other"
+
+
+def _gradients_meet(span: Span, operation: str) -> bool:
+    """Where two gradients of one tensor meet, the engine adds them in the node that delivers the second."""
+    return span.phase is Phase.BACKWARD and operation in ("add", "add_")
 
 
 def _is_cast(span: Span, operation: str) -> bool:

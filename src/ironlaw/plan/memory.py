@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ironlaw.config import RunConfig
 from ironlaw.ledger import MemoryLine, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.moe import routing_buffer_bytes
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
 from ironlaw.workload.parameters import model_parameters
@@ -25,20 +26,32 @@ class Peak:
     gradient_bytes: int
 
 
-def in_execution_order(operations: Sequence[Operation], layers: int) -> Iterator[Operation]:
-    """Unfold the layers: each run of block operations of one phase is walked `layers` times."""
+BLOCKS = ("block", "moe_block")
+"""Groups of operations that are folded over layers."""
+
+
+def in_execution_order(operations: Sequence[Operation], layers: int | Sequence[str]) -> Iterator[Operation]:
+    """Unfold the layers: each run of block operations of one phase is walked layer by layer.
+
+    `layers`: how many, or of each layer the group of its operations, where there are several kinds of blocks.
+    """
+    kinds = ["block"] * layers if isinstance(layers, int) else list(layers)
     start = 0
     while start < len(operations):
-        first = operations[start]
-        end = start
-        while end < len(operations) and (operations[end].group, operations[end].phase) == (first.group, first.phase):
+        first, end = operations[start], start
+        blocks = first.group in BLOCKS
+        while end < len(operations) and operations[end].phase == first.phase and (
+            operations[end].group in BLOCKS if blocks else operations[end].group == first.group
+        ):  # fmt: skip
             end += 1
-        for _ in range(layers if first.group == "block" else 1):
+        if not blocks:
             yield from operations[start:end]
+        for kind in (kinds if first.phase is Phase.FORWARD else reversed(kinds)) if blocks else ():
+            yield from (op for op in operations[start:end] if op.group == kind)
         start = end
 
 
-def walk(operations: Sequence[Operation], layers: int, gradients_held: int = 0) -> Peak:
+def walk(operations: Sequence[Operation], layers: int | Sequence[str], gradients_held: int = 0) -> Peak:
     """The peak of one micro-batch of folded operations."""
     return highest(in_execution_order(operations, layers), gradients_held)
 
@@ -88,7 +101,7 @@ def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]
     peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, update, total_gradients))
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
     lines = [
-        MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model)),
+        MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model) + routing_buffer_bytes(shape)),
         MemoryLine("gradients", peak.gradient_bytes),
         MemoryLine("optimizer", state_bytes(parameters, config.optimizer), note=config.optimizer.name),
         MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),

@@ -71,7 +71,7 @@ class MeasuredMachine:
         profile, precision = self.profile, op.precision or precision
         precision = measured_precision(precision, profile)
         if op.matmul is not None:
-            seconds = profile.product(precision, op.kernel).at(*op.matmul)
+            seconds = profile.product(precision, op.kernel).at(*op.matmul) * op.batch
             bound = "compute"
         elif op.attention is not None:
             _, sequence, _, _, head_size = op.attention
@@ -79,8 +79,11 @@ class MeasuredMachine:
             pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size)
             seconds = pair * op.elements + profile.small_operation_seconds
             bound = "compute"
-        else:
+        elif op.kernel in profile.curves["fp32"] or op.kernel in profile.curves[precision]:
             seconds = profile.curve(op.kernel, precision).at(op.elements)
+            bound = "memory"
+        else:  # small kernels of a router, that nobody has measured: their bytes at the rate of a copy
+            seconds = op.bytes_moved / profile.copy_bytes_per_second + profile.small_operation_seconds
             bound = "memory"
         if seconds < 4 * profile.small_operation_seconds:
             bound = "overhead"

@@ -69,11 +69,11 @@ class ThisMachine:
         m, n, k = op.matmul
         fits = self.machine.profile.matmul[precision]
         convolution = op.kernel.startswith("convolution")
-        if convolution and min(n, k) < NARROW and _batch(op) > 1:
+        if convolution and min(n, k) < NARROW and op.batch > 1:
             return self._by_bytes(op, precision)
         known = "matmul_weight_gradient" if op.kernel == "convolution_weight_gradient" else "matmul"
         fit = fits[op.kernel if op.kernel in fits else known]
-        seconds = fit.at(m * _batch(op), n, k)
+        seconds = fit.at(m * op.batch, n, k)
         bound = AS_MATMUL if op.kernel not in fits else "compute"
         if seconds < 4 * self.machine.profile.small_operation_seconds:
             bound = "overhead"
@@ -103,9 +103,9 @@ class CataloguedAccelerator:
     def time(self, op: Operation) -> Timing:
         dtype = _dtype(op)
         seconds, bound = 0.0, "memory"
-        if op.matmul is not None and not (min(op.matmul[1:]) < NARROW and _batch(op) > 1):
+        if op.matmul is not None and not (min(op.matmul[1:]) < NARROW and op.batch > 1):
             m, n, k = op.matmul
-            product = matmul_seconds(m, n, k, _batch(op), dtype, hardware=self.hardware, sustained=True)
+            product = matmul_seconds(m, n, k, op.batch, dtype, hardware=self.hardware, sustained=True)
             seconds, bound = float(product) * self.engine.matmul_slowdown, "compute"
         elif op.attention is not None:
             seconds, bound = self._attention(op, dtype), "compute"
@@ -143,7 +143,3 @@ def _dtype(op: Operation) -> str:
     """Element type of a traced operation; fp64 is timed as fp32, which nobody has constants beyond."""
     dtype = str(getattr(op, "dtype", "fp32"))
     return "fp32" if dtype == "fp64" else dtype
-
-
-def _batch(op: Operation) -> int:
-    return int(getattr(op, "batch", 1))

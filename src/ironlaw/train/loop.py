@@ -54,7 +54,7 @@ from ironlaw.train.recovery import Recovery, SkippingBatches
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
-from ironlaw.train.state import RandomState, Stateful
+from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.step import Step
 from ironlaw.train.transfer import Transfer
 
@@ -126,8 +126,8 @@ class Trainer:
         self.loader = Loader(self.dataset, config.data, config.sequence)
         self.batches = self.loader.training(config.train.global_batch, config.train.seed)
         self.to_device = Transfer(self.device, config.data.pin_memory)
-        torch.manual_seed(config.train.seed)
-        self.one_step = Step(config, self.plan, self.profile, self.device)
+        seed_everything(config.train.seed)
+        self.one_step = Step(config, self.plan, self.profile, self.device, fresh=start is None)
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.average = self.one_step.average
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.

@@ -17,6 +17,7 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.model.linear import use_onednn
+from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.profile import operation_scope, phase_scope
@@ -27,16 +28,23 @@ from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.recompute import recompute_blocks, solved_policies
 from ironlaw.train.schedule import learning_rate
+from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import Stateful
 
 
 class Step:
     """`loss = step.forward_backward(batch, number)`, then `norm = step.update(number)`; steps are numbered from 0."""
 
-    def __init__(self, config: RunConfig, plan: Ledger, profile: Profile, device: torch.device) -> None:
+    def __init__(
+        self, config: RunConfig, plan: Ledger, profile: Profile, device: torch.device, *, fresh: bool = True
+    ) -> None:
+        """`fresh`: no checkpoint follows, so that `train.start_from` says where the weights come from."""
         self.config, self.device = config, device
         self.precision: str = plan.facts["precision"]
-        self.model = Transformer(config.model).to(device)
+        self.model = Transformer(config.model)
+        if fresh and config.train.start_from:
+            load_first_weights(config.train.start_from, self.model, config.model)
+        self.model.to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
         precision.prepare(self.model, self.model.blocks, device, self.precision)
         self.model.dropout_seed = config.train.seed
@@ -50,6 +58,7 @@ class Step:
         self.offload = ActivationOffload(device) if config.train.offloads_activations else None
         self.gradient_pointers: set[int] = set()  # of the last recorded step
         self._norm = 0.0
+        self._expert_load: Any = None
         self._small_square: float | None = None
 
     def states(self) -> dict[str, Stateful]:
@@ -102,6 +111,9 @@ class Step:
         self, micro: Batch[Tensor], batch: Batch[Tensor], counted: Tensor | None, samples: Tensor | None
     ) -> Tensor:
         """Shares add up to the mean over the whole batch, however unevenly its targets are spread."""
+        if counted is not None and self.config.model.moe:  # balance losses belong to a mean
+            loss = self.model(micro.inputs, micro.targets, samples, micro.documents)
+            return loss * (micro.targets != IGNORED).sum() / counted
         if counted is not None:
             loss = self.model(micro.inputs, micro.targets, samples, micro.documents, reduction="sum")
             return loss / counted
@@ -124,6 +136,8 @@ class Step:
         if done and self.average is not None:
             with operation_scope(recording, "average"):
                 self.average.update()
+        if self.config.model.moe:
+            self._expert_load = update_routing(self.model)
         self.optimizer.zero_grad(set_to_none=True)
         if done:  # a skipped step overflowed, which is no news of the gradient
             self._norm = float(norm)
@@ -154,4 +168,6 @@ class Step:
             result |= {"loss_scale": self.scale.scaler.get_scale(), "skipped_steps": self.scale.skipped_steps}
         if self.config.train.noise_scale_every and self.noise.sequences is not None:
             result["critical_batch"] = self.noise.sequences
+        if self._expert_load is not None:
+            result |= self._expert_load.metrics()
         return result

@@ -64,60 +64,70 @@ def chunked_head_backward(shape: Shape) -> list[Operation]:
 
 def block_backward(shape: Shape) -> list[Operation]:
     """Exactly `block` in reverse: what was saved there is freed here."""
-    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
-    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
-    ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
-    # The gradient of the residual stream stays alive beside the branch, so dy of the branch frees nothing; in
-    # reduced precision, and after dropout, the branch works on its own copy.
-    cast_dy = tokens * model.hidden * w if shape.casts or model.dropout else 0
-    operations = []
-    if shape.casts:
-        operations.append(cast_gradient(shape))
+    model, layers = shape.model, shape.model.layers
+    operations = [cast_gradient(shape)] if shape.casts else []
     operations += dropout(shape, Phase.BACKWARD)
-    operations += linear_backward(
-        shape, "ffn_down", "block", layers, model.ffn_size, model.hidden,
-        frees=ffn * w, bias=model.bias, consumes=cast_dy,
+    operations += feed_forward_backward(shape, model.ffn_size, "ffn", consumes=branch_gradient(shape))
+    first = "ffn_gate" if model.gated_ffn else "ffn_up"
+    operations += norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
+    return operations + attention_half_backward(shape)
+
+
+def branch_gradient(shape: Shape) -> int:
+    """Bytes of a branch's own copy of the gradient of the residual stream.
+
+    That gradient stays alive beside the branch, so dy of the branch frees nothing; in reduced precision, and after
+    dropout, the branch works on its own copy.
+    """
+    return shape.tokens * shape.model.hidden * shape.matmul_bytes if shape.casts or shape.model.dropout else 0
+
+
+def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) -> list[Operation]:
+    """`feed_forward` in reverse. `consumes`: bytes of the gradient of its output that die with their last use."""
+    model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
+    inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    operations = linear_backward(
+        shape, f"{name}_down", "block", layers, width, model.hidden,
+        frees=inner * w, bias=model.bias, consumes=consumes,
     )  # fmt: skip
     if model.gated_ffn:
         operations.append(
             elementwise(
-                shape, "gate_product", "multiply_backward", ffn, 6, backward=True,
-                temporary=2 * ffn * w, frees_saved=2 * ffn * w, frees_temporary=ffn * w,
+                shape, "gate_product", "multiply_backward", inner, 6, backward=True,
+                temporary=2 * inner * w, frees_saved=2 * inner * w, frees_temporary=inner * w,
             )
         )  # fmt: skip
         operations += linear_backward(
-            shape,
-            "ffn_up",
-            "block",
-            layers,
-            model.hidden,
-            model.ffn_size,
-            frees=normed if shape.casts else 0,
-            bias=model.bias,
-        )
+            shape, f"{name}_up", "block", layers, model.hidden, width,
+            frees=normed if shape.casts else 0, bias=model.bias,
+        )  # fmt: skip
     operations.append(
         elementwise(
-            shape, "activation", f"{model.activation}_backward", ffn, 3, backward=True,
-            temporary=ffn * w, frees_saved=ffn * w, frees_temporary=ffn * w,
+            shape, "activation", f"{model.activation}_backward", inner, 3, backward=True,
+            temporary=inner * w, frees_saved=inner * w, frees_temporary=inner * w,
         )
     )  # fmt: skip
-    first = "ffn_gate" if model.gated_ffn else "ffn_up"
-    operations += linear_backward(
-        shape, first, "block", layers, model.hidden, model.ffn_size, frees=normed, bias=model.bias
-    )
+    first = f"{name}_gate" if model.gated_ffn else f"{name}_up"
+    operations += linear_backward(shape, first, "block", layers, model.hidden, width, frees=normed, bias=model.bias)
     if model.gated_ffn:
         operations.append(
             elementwise(
-                shape, "ffn_norm", "add_in_place", tokens * model.hidden, 3, backward=True, frees_temporary=normed
+                shape, "ffn_norm", "add_in_place", shape.tokens * model.hidden, 3, backward=True, frees_temporary=normed
             )
         )
-    operations += norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
-    if shape.casts:
-        operations.append(cast_gradient(shape))
+    return operations
+
+
+def attention_half_backward(shape: Shape) -> list[Operation]:
+    """`attention_half` in reverse."""
+    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
+    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    normed = tokens * model.hidden * w
+    operations = [cast_gradient(shape)] if shape.casts else []
     operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
         shape, "attention_out", "block", layers, model.query_size, model.hidden,
-        frees=0, bias=model.bias, consumes=cast_dy,
+        frees=0, bias=model.bias, consumes=branch_gradient(shape),
     )  # fmt: skip
     operations.append(attention(shape, Phase.BACKWARD))
     # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
@@ -132,7 +142,7 @@ def block_backward(shape: Shape) -> list[Operation]:
                     frees_saved=qk_norm_saved_bytes(shape),
                 ),
                 kind=Kind.NORM,
-                gradient_bytes=2 * model.size_of_head * FP32,
+                gradient_bytes=sum(model.qk_norm_sizes) * FP32,
             )
         )  # fmt: skip
     operations.append(

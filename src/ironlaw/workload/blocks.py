@@ -132,6 +132,8 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
     heads = model.heads + model.key_value_heads
     elements = shape.tokens * heads * model.size_of_head
     norms = norm_saved_bytes(shape, shape.tokens * heads, model.size_of_head)
+    if model.qk_norm_whole:
+        norms = sum(norm_saved_bytes(shape, shape.tokens, size) for size in model.qk_norm_sizes)
     # The norm works in fp32: in reduced precision its input is a cast copy. Its output feeds the rotation, which
     # saves only the tables, or else attention, which saves it (composed, it saves a scaled copy instead).
     cast_input = elements * FP32 if shape.casts else 0

@@ -52,9 +52,20 @@ def embedding(shape: Shape) -> list[Operation]:
 
 
 def block(shape: Shape) -> list[Operation]:
+    """One block with a dense feed-forward network."""
+    model, layers = shape.model, shape.model.layers
+    operations = attention_half(shape)
+    operations += norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
+    operations += feed_forward(shape, model.ffn_size, "ffn")
+    operations += dropout(shape, Phase.FORWARD)
+    operations.append(residual(shape, layers))
+    return operations
+
+
+def attention_half(shape: Shape) -> list[Operation]:
+    """Norm, attention and its residual addition."""
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
-    ffn, normed = tokens * model.ffn_size, tokens * model.hidden * w
     operations = norm(shape, "attention_norm", "block", layers, reader="qkv")
     operations += linear(
         shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias
@@ -85,23 +96,24 @@ def block(shape: Shape) -> list[Operation]:
         operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
     operations += dropout(shape, Phase.FORWARD)
     operations.append(residual(shape, layers))
-    operations += norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
-    if model.gated_ffn:
-        operations += linear(
-            shape, "ffn_gate", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias
-        )
-    if not model.gated_ffn:
-        operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
-    operations.append(elementwise(shape, "activation", f"{model.activation}_forward", ffn, 2, saved=ffn * w))
+    return operations
+
+
+def feed_forward(shape: Shape, width: int, name: str) -> list[Operation]:
+    """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision."""
+    model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
+    inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    first = f"{name}_gate" if model.gated_ffn else f"{name}_up"
+    operations = linear(shape, first, "block", layers, model.hidden, width, keep=True, bias=model.bias)
+    operations.append(elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w))
     if model.gated_ffn:
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
-            operations.append(elementwise(shape, "ffn_up_cast", "cast", tokens * model.hidden, 3, saved=normed))
-        operations += linear(shape, "ffn_up", "block", layers, model.hidden, model.ffn_size, keep=True, bias=model.bias)
-        operations.append(elementwise(shape, "gate_product", "multiply", ffn, 3, saved=ffn * w))
-    operations += linear(shape, "ffn_down", "block", layers, model.ffn_size, model.hidden, keep=False, bias=model.bias)
-    operations += dropout(shape, Phase.FORWARD)
-    operations.append(residual(shape, layers))
-    return operations
+            operations.append(
+                elementwise(shape, f"{name}_up_cast", "cast", shape.tokens * model.hidden, 3, saved=normed)
+            )
+        operations += linear(shape, f"{name}_up", "block", layers, model.hidden, width, keep=True, bias=model.bias)
+        operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w))
+    return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=False, bias=model.bias)
 
 
 def head(shape: Shape) -> list[Operation]:

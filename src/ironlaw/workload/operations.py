@@ -23,10 +23,11 @@ class Operation:
     name: str
     kind: Kind
     phase: Phase
-    group: str  # "embedding", "block", "head" or "optimizer"
+    group: str  # "embedding", "block", "moe_block" (one with experts), "head" or "optimizer"
     kernel: str
     repeat: int = 1
     matmul: tuple[int, int, int] | None = None  # (m, n, k) of C[m, n] = A[m, k] B[k, n]
+    batch: int = 1  # products of that shape in the call: of a batch, groups of a convolution, experts
     attention: tuple[int, int, int, int, int] | None = None  # sequences, tokens, heads, kv_heads, head_size
     flops: int | None = None
     precision: str | None = None  # where it is not the step's

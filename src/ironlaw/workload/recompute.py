@@ -14,12 +14,15 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.units import parse_bytes
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.moe import GROUP as MOE_GROUP
+from ironlaw.workload.moe import layer_groups, moe_block, moe_block_backward
 from ironlaw.workload.operations import Operation
 
 Keepable = Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"]
@@ -149,6 +152,7 @@ def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
 def recomputed_operations(shape: Shape) -> list[Operation]:
     """What runs a second time in one micro-batch, layers of one policy folded into `repeat`."""
     result = []
+    _refuse_experts(shape)
     for policy, layers in Counter(shape.recompute).items():
         if policy is not None:
             result += [replace(op, repeat=layers) for op in again(shape, policy) if op.repeat]
@@ -157,6 +161,9 @@ def recomputed_operations(shape: Shape) -> list[Operation]:
 
 def unfolded(shape: Shape) -> Iterator[Operation]:
     """Every call of one micro-batch in the order of execution, layer by layer, each by its own policy."""
+    if shape.model.moe is not None:
+        yield from _unfolded_kinds(shape)
+        return
     chosen: Sequence[Policy] = shape.recompute or (None,) * shape.model.layers
     forward, backward = block(shape), block_backward(shape)
     second = {policy: again(shape, policy) for policy in set(chosen) if policy is not None}
@@ -177,3 +184,24 @@ def unfolded(shape: Shape) -> Iterator[Operation]:
         if policy is not None:
             yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape))
     yield from embedding_backward(shape)
+
+
+def _unfolded_kinds(shape: Shape) -> Iterator[Operation]:
+    """The same where some blocks have experts; nothing is recomputed."""
+    _refuse_experts(shape)
+    kinds = layer_groups(shape.model)
+    forward = {"block": block(shape), MOE_GROUP: moe_block(shape)}
+    backward = {"block": block_backward(shape), MOE_GROUP: moe_block_backward(shape)}
+    yield from embedding(shape)
+    for kind in kinds:
+        yield from forward[kind]
+    yield from head(shape)
+    yield from head_backward(shape)
+    for kind in reversed(kinds):
+        yield from backward[kind]
+    yield from embedding_backward(shape)
+
+
+def _refuse_experts(shape: Shape) -> None:
+    if shape.model.moe is not None and any(policy is not None for policy in shape.recompute):
+        raise UserError('recomputation is not planned for blocks with experts yet: use recompute.mode = "none"')

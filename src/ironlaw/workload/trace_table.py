@@ -15,10 +15,9 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 @dataclass(frozen=True)
 class TracedOperation(Operation):
-    """An operation that also knows its element type and how many products of its matrix shape it makes."""
+    """An operation that also knows its element type."""
 
     dtype: str = "fp32"  # of the result: fp32, bf16, fp16, fp64
-    batch: int = 1  # products of a batch, groups of a convolution
 
 
 def operations_of(recorder: Recorder) -> list[TracedOperation]:

@@ -10,11 +10,13 @@ V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
 
 from __future__ import annotations
 
-from ironlaw.errors import UserError
+from dataclasses import replace
+
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, INDEX, Precision, Shape, attention_score_pairs
 from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.moe import layer_groups, moe_block, moe_block_backward
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
 from ironlaw.workload.recompute import recomputed_operations
@@ -25,6 +27,7 @@ __all__ = [
     "Precision",
     "Shape",
     "attention_score_pairs",
+    "layer_groups",
     "optimizer_operations",
     "training_operations",
 ]
@@ -32,10 +35,16 @@ __all__ = [
 
 def training_operations(shape: Shape) -> list[Operation]:
     """Every call of one micro-batch, forward then backward, in the order of execution (layers folded)."""
+    dense, dense_backward = block(shape), block_backward(shape)
     if shape.model.moe is not None:
-        raise UserError("mixtures of experts are not planned yet")
-    forward = embedding(shape) + block(shape) + head(shape)
-    backward = head_backward(shape) + recomputed_operations(shape) + block_backward(shape) + embedding_backward(shape)
+        dense, dense_backward = (
+            [replace(op, repeat=shape.model.dense_layers) for op in half if shape.model.dense_layers]
+            for half in (dense, dense_backward)
+        )
+        dense += moe_block(shape)
+        dense_backward = moe_block_backward(shape) + dense_backward
+    forward = embedding(shape) + dense + head(shape)
+    backward = head_backward(shape) + recomputed_operations(shape) + dense_backward + embedding_backward(shape)
     return forward + backward
 
 
