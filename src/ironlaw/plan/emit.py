@@ -80,6 +80,8 @@ def _dimensions(model: ModelConfig) -> str:
 
 
 def _torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    if model.moe is not None:
+        return "torchtitan builds experts in a model's own code, not in its options"
     if layout.tp > 1 and not layout.sp:
         return "its tensor parallelism always shards the sequence too (sp=1)"
     if layout.zero == 1:
@@ -143,6 +145,8 @@ def _torchtitan(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
 
 
 def _deepspeed_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    if model.moe is not None:
+        return "DeepSpeed builds experts in the model's code (deepspeed.moe.layer.MoE), not in its JSON"
     if layout.pp > 1:
         return "pipeline stages are built in code there (PipelineModule), not in its JSON"
     if layout.cp > 1:
@@ -180,6 +184,8 @@ def _deepspeed(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
 
 
 def _accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    if model.moe is not None:
+        return "its options say nothing of experts"
     if layout.cp > 1:
         return "its context parallelism is not written by this planner"
     plain = layout.tp == layout.pp == 1
