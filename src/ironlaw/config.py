@@ -14,6 +14,7 @@ from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig, with_overrides
+from ironlaw.model.huggingface import is_config_file, read_config
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
@@ -36,6 +37,7 @@ class TrainConfig(_Section):
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
     threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
     seed: int = Field(0, ge=0)
+    start_from: str | None = None  # first weights: a Hugging Face directory or a run; [model] from = "DIR" sets it too
     profile_steps: int = Field(5, ge=0)  # steps recorded for the time by operation; 0 records none
 
 
@@ -196,6 +198,9 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
     if not isinstance(model, dict):
         raise UserError(f'{where}: model must be a table; for a catalogued model write [model] and name = "gpt2"')
     try:
+        if "from" in model:
+            document = _started_from(document, model, where)
+            model = document["model"]
         if "name" in model and (model["name"] in model_names() or "layers" not in model):
             overrides = {key: value for key, value in model.items() if key != "name"}
             _check_keys(overrides, ModelConfig, "model")
@@ -203,6 +208,25 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None
+
+
+def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -> dict[str, Any]:
+    """`[model] from = "DIR"`: the dimensions, the weights and the tokenizer of a Hugging Face directory or of a run."""
+    folder = Path(str(model["from"])).expanduser()
+    overrides = {key: value for key, value in model.items() if key != "from"}
+    _check_keys(overrides, ModelConfig, "model")
+    if (folder / "config.toml").is_file():
+        there = load_config(folder).model
+    elif is_config_file(folder):
+        there = read_config(folder)
+    else:
+        raise UserError(f"{where}: model.from = {model['from']!r} is neither a Hugging Face directory nor a run")
+    tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
+    tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file() and "tokenizer" not in document.get("data", {}):
+        tables["data"] = document.get("data", {}) | {"tokenizer": str(tokenizer.absolute())}
+    return document | tables
 
 
 def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.rules import RULES, Axis
-from ironlaw.ledger import Ledger
+from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.estimate import plan_run
 
 
@@ -24,6 +25,8 @@ def wall(**seconds: float) -> dict[str, Any]:
     return {"facts": {"wall_seconds": {"training": 60.0, "evaluation": 1.0, "checkpoint": 0.3} | seconds}}
 
 
+ODD = {"module": "head", "shape": [50257, 768], "aligned": [50304, 768], "seconds": 2e-3, "aligned_seconds": 1e-3}
+
 PLANTED: dict[str, dict[str, Any]] = {
     "input_bound": {"phases": {"data": 0.1}},
     "host_bound": {"phases": {"host": 0.1}},
@@ -35,6 +38,25 @@ PLANTED: dict[str, dict[str, Any]] = {
     "off_plan": {"kinds": {"matmul": 1.4}},
     "slower_throughout": {"kinds": dict.fromkeys(("matmul", "attention", "elementwise", "norm", "loss"), 1.6)},
     "precision": {"gains": {"precision": 0.4}},
+    "oversubscribed": {"gains": {"threads": 0.3}, "facts": {"threads": 4, "cores": 2}},
+    "attention_unfused": {"gains": {"attention": 0.3}},
+    "attention_unfused_trace": {"facts": {"unfused_attention": True}},
+    "batch_small": {"gains": {"batch": 0.6}},
+    "misaligned": {"gains": {"alignment": 0.2}, "facts": {"misaligned": [ODD]}},
+    "sync_points": {"facts": {"sync_points": [{"place": "a.py:3", "call": "item", "per_step": 9, "seconds": 1.0}]}},
+    "sync_in_accumulation": {"facts": {"gradient_syncs_per_step": 4.0}},
+    "communication_bound": {"phases": {"communication": 0.1}},
+    "bubble": {"facts": {"bubble_fraction": 0.3}},
+    "straggler": {"facts": {"rank_own_seconds": [0.05, 0.3]}},
+    "launch_bound": {
+        "facts": {"device": "cuda", "source": "trace", "precision": "bf16"},
+        "phases": {"host": 0.1, "idle": 0.02},
+    },
+    "no_matrix_units": {"facts": {"device": "cuda", "precision": "fp32"}},
+    "tile_quantisation": {"facts": {"product_shapes": [[130, 130, 64]], "compute_units": 132}},
+    "fragmentation": {"facts": {"reserved_bytes": 1e12}},
+    "throttled": {"facts": {"clock_hertz": 1.2e9, "clock_highest_hertz": 1.9e9}},
+    "updates_skipped": {"facts": {"skipped_updates": 60}},
 }
 
 
@@ -63,8 +85,30 @@ def test_a_fault_of_shape_is_found(rule: str) -> None:
     assert diagnosis.findings[0].rule == rule
 
 
+def test_recomputation_that_memory_does_not_need_is_found(plan: Ledger) -> None:
+    run = make_run(plan)
+    products = run.select(phase=Phase.FORWARD, kind=Kind.MATMUL)
+    again = [replace(x, operation=f"{x.operation}_recomputed", phase=Phase.BACKWARD) for x in products]
+    run.lines = [*run.lines, *again]
+    run.facts["memory_bytes"] = 64 * 2**30
+    found = diagnose(Evidence(plan, run, subtract_ledgers(plan, run)))
+    assert found.findings[0].rule == "recompute_needless"
+    run.facts["memory_bytes"] = run.totals["resident_bytes"].value  # now it is needed
+    assert "recompute_needless" not in {
+        f.rule for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings
+    }
+
+
+def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> None:
+    points = [{"place": "train.py:12", "call": "item", "per_step": 4, "seconds": 1e-9}]
+    found = verdict(plan, facts={"sync_points": points})
+    assert found.healthy and found.findings[0].rule == "sync_points_free" and "train.py:12" in found.evidence[0]
+    once = [points[0] | {"per_step": 1}]  # as every loop reads its loss
+    assert verdict(plan, facts={"sync_points": once}).findings[0].rule == "compute_bound"
+
+
 def test_every_rule_is_planted_or_a_ceiling() -> None:
-    assert {rule.name for rule in RULES if rule.fault} == set(PLANTED) | set(SHAPES)
+    assert {rule.name for rule in RULES if rule.fault} == set(PLANTED) | set(SHAPES) | {"recompute_needless"}
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.source and rule.advice and 0 < rule.threshold < 1 for rule in RULES)
 

@@ -11,7 +11,7 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.checked import DEFAULT_ON, RUNS
+from ironlaw.plan.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster import plan_cluster
 from ironlaw.plan.engine import engines
 from ironlaw.plan.layout import parse_layout
@@ -122,8 +122,8 @@ def test_an_engine_that_nobody_checked_there_is_said():
 
 
 def test_checked_engines_exist():
-    assert set(RUNS) <= set(engines())
-    assert all(generation in RUNS[name] for generation, name in DEFAULT_ON.items())
+    assert set(checked_runs()) <= set(engines())
+    assert all(generation in checked_runs()[name] for generation, name in DEFAULT_ON.items())
 
 
 def test_a_sliding_window_saves_attention():

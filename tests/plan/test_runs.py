@@ -10,6 +10,7 @@ from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
 from ironlaw.plan.jobs import jobs_of_columns
+from ironlaw.plan.row_accelerator import accelerator_of
 from ironlaw.plan.row_words import described_node
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.validate import validate
@@ -165,3 +166,22 @@ def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
     for cells in ({"layers": "1e9"}, {"pp": "1000000", "accelerators": "1000000"}, {"hidden": "1e12"}):
         run, said = read(tmp_path, **cells)
         assert run is None and "mistake" in said
+
+
+@pytest.mark.parametrize(
+    ("cell", "name"),
+    [
+        ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"), ("a100", "a100-sxm-80gb"), ("A100 40GB", "a100-sxm-40gb"),
+        ("h200-sxm-141gb", "h200"), ("GB200 NVL72", "gb200"), ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
+        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("h800", "h100-sxm-80gb"),
+    ],
+)  # fmt: skip
+def test_accelerators_as_people_write_them(cell, name):
+    found, note = accelerator_of(cell)
+    assert found.name == name and cell in note
+
+
+@pytest.mark.parametrize("cell", ["h1000", "rtx", "h100-sxm-94gb", "", "gpu"])
+def test_what_is_no_accelerator_is_refused(cell):
+    with pytest.raises(UserError, match="accelerator"):
+        accelerator_of(cell)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.plan.intervals import factors
+from ironlaw.plan.intervals import factors, interval_factors
 from ironlaw.plan.validate import _spearman, errors, validate
 
 COLUMNS = {
@@ -85,10 +85,23 @@ def test_a_missing_file_is_a_user_error(tmp_path):
         validate(tmp_path / "none.csv")
 
 
-def test_intervals_contain_the_plan():
-    for table in factors().values():
-        assert "any" in table
-        assert all(low < 0 < high for low, high in table.values())
+def test_intervals_contain_the_plan_and_widen_with_distance():
+    """The fewer comparable runs, the wider: another size, software, hardware, many more accelerators."""
+    sizes = {"known": 1.5e10, "larger": 1e13}
+
+    def width(quantity, engine="nemo", generation="hopper", accelerators=64, parameters=sizes["known"]):
+        low, high = interval_factors(quantity, engine, generation, accelerators, parameters)
+        assert low < 0 < high
+        return high - low
+
+    for quantity in factors():
+        assert width(quantity, "generic") > 1.3 * width(quantity)
+    known = width("time")
+    assert width("time", accelerators=2**24) > known
+    assert width("time", parameters=sizes["larger"]) > 1.3 * known
+    assert width("time", generation="ampere") > 1.3 * known
+    assert width("time", generation="cdna2") > width("time", generation="ampere")
+    assert width("time", "somebody's own profile") < width("time", generation="ampere")
 
 
 MEASURED = os.environ.get("IRONLAW_VALIDATION_CSV", "")

@@ -25,6 +25,8 @@ VERBS = {
     "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
     "train": "Train a config into a run directory, beside its plan.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
+    "export": "Write a run's model as Hugging Face safetensors.",
+    "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
     "generate": "Continue a prompt with a trained run.",
     "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
 }

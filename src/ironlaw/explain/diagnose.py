@@ -27,6 +27,7 @@ class Finding:
     advice: str
     source: str
     fault: bool
+    notice: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,10 +87,19 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
             sentence, figures = rule.says(evidence, value)
             findings.append(
                 Finding(
-                    rule.name, rule.axis, value, rule.threshold, sentence, figures, rule.advice, rule.source, rule.fault
+                    rule.name,
+                    rule.axis,
+                    value,
+                    rule.threshold,
+                    sentence,
+                    figures,
+                    rule.advice,
+                    rule.source,
+                    rule.fault,
+                    rule.notice,
                 )
             )
-    return sorted(findings, key=lambda f: (not f.fault, -f.share)), not_tested
+    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -f.share)), not_tested
 
 
 def _insufficient(evidence: Evidence) -> str | None:
@@ -98,7 +108,8 @@ def _insufficient(evidence: Evidence) -> str | None:
         return "the step was not timed"
     if all(row.measured is None for row in evidence.gap.phases):
         return "the phases of the step were not timed"
-    if evidence.steps is not None and evidence.steps < FEWEST_STEPS:
+    recorded = evidence.fact("source") == "trace"  # whoever traces has chosen the steps
+    if not recorded and evidence.steps is not None and evidence.steps < FEWEST_STEPS:
         return f"the run has {evidence.steps} steps, and fewer than {FEWEST_STEPS} are mostly warm-up"
     if evidence.unattributed is not None and abs(evidence.unattributed) > MOST_UNATTRIBUTED:
         return f"{units.percent(evidence.unattributed, 0)} of the step has no name"

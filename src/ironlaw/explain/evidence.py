@@ -41,6 +41,11 @@ class Evidence:
         """1.0: as fast as the plan expects this machine to be typically; 0.87: slower during the run."""
         return self.run.facts.get("machine_speed")
 
+    @property
+    def tolerance(self) -> float:
+        """Of a plan by tracing: it was not fitted to this module, so that more must be off before it tells."""
+        return 0.25 if self.run.facts.get("source") == "observe" else 0.0
+
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)
 
@@ -109,9 +114,14 @@ class Evidence:
         both = [
             (row.name, row.measured, row.planned / speed)
             for row in self.gap.kinds
-            if row.measured is not None and row.planned is not None
+            if row.measured is not None and row.planned is not None and row.name not in self._not_ours
         ]
         return max(both, key=lambda item: item[1] - item[2], default=None)
+
+    @property
+    def _not_ours(self) -> tuple[str, ...]:
+        """Kinds whose plan assumes something of the loop: that it clips, and updates with a fused AdamW."""
+        return (str(Kind.OPTIMIZER),) if self.run.facts.get("source") == "observe" else ()
 
     def slower_throughout(self) -> tuple[float, float] | None:
         """(measured, planned at the machine's speed) seconds of the step when every kind that matters is over plan.

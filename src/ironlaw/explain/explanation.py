@@ -82,6 +82,7 @@ class Explanation:
     def notes(self) -> list[str]:
         """What a reader must know to read the figures right."""
         notes = []
+        notes += self.run.facts.get("unknown", [])
         if self.run.facts.get("not_planned"):
             notes.append(f"There is no plan beside this run: {self.run.facts['not_planned']}.")
         if self.run.facts.get("interrupted") and self.config is not None:
@@ -98,7 +99,7 @@ class Explanation:
                 f"A profiler slows the steps it records{seen}: seconds by kind and operation are its shares, scaled so "
                 f"that each phase sums to what was measured without it: {shown}."
             )
-        if not self.run.lines:
+        if not self.run.lines and self.run.facts.get("source") != "trace":
             notes.append(
                 "No step was recorded in detail (profile_steps = 0, or too few steps), so kinds and operations are not "
                 "measured."

@@ -88,6 +88,8 @@ def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
     planned_phases, phases = _step_phases(plan), _step_phases(run)
     step = run.totals.get("step_seconds")
     unattributed = step.value - sum(phases.values()) if step is not None and phases else None
+    if unattributed is not None and step is not None and abs(unattributed) < 1e-9 * step.value:
+        unattributed = 0.0  # what rounding leaves of phases that close
     return Gap(
         totals=totals,
         phases=_rows((p for p in Phase if p in STEP_PHASES), planned_phases, phases),

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
-from ironlaw.explain.explanation import NOT_PLANNED, Explanation, load_ledger, read_metrics
-from ironlaw.explain.gap import subtract_ledgers
-from ironlaw.ledger import Estimate, Ledger, Origin
+from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
+from ironlaw.explain.gap import Gap, subtract_ledgers
+from ironlaw.explain.observed_remedies import Observed, find_observed_remedies
+from ironlaw.explain.remedies import Remedy
+from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
+from ironlaw.observe.measured import machine_speed
 
 OPERATIONS_FILE = "operations.json"
+BATCH_FACTOR = 8  # between the traced micro-batch and its variant
+GRADED = ("precision", "batch", "attention", "alignment", "threads")  # rules that rest on a remedy's gain
+ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
+NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
 
 
 def is_observed(run_dir: Path) -> bool:
@@ -26,10 +34,76 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     run = load_ledger(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
     _add_rates(plan, run)
+    _add_ranks(run_dir, run)
+    if not run.facts.get("machine_speed"):
+        run.facts["machine_speed"] = machine_speed(plan, run)
     gap = subtract_ledgers(plan, run)
-    diagnosis = diagnose(Evidence(plan, run, gap))
-    note = f"{NOT_PLANNED}: the loop is the user's own, so Ironlaw has no config to change."
-    return Explanation(run_dir, None, "", plan, run, gap, diagnosis, [], note, read_metrics(run_dir / "metrics.jsonl"))
+    remedies = _remedies(run_dir, plan, run, gap, profile)
+    gains = dict.fromkeys(GRADED, 0.0) | {r.name: r.gain for r in remedies}
+    diagnosis = diagnose(Evidence(plan, run, gap, gains))
+    note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    return Explanation(run_dir, None, "", plan, run, gap, diagnosis, remedies, note, metrics)
+
+
+def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:
+    profile = profile or _profile_of(run)
+    variants: dict[str, Ledger] = {}
+    operations = run_dir / OPERATIONS_FILE
+    if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
+        document = json.loads(operations.read_text(encoding="utf-8"))
+        _score_products(document, run)
+        variants = _variants(document, run, profile)
+    return find_observed_remedies(Observed(plan, run, gap, profile, variants))
+
+
+def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
+    """Plans of the module run otherwise, each scaled to the samples of one step of the run."""
+    from ironlaw.plan.traced import plan_trace
+    from ironlaw.workload.trace_store import trace_from_json
+
+    accumulation, made = int(run.facts.get("accumulation") or 1), {}
+    for name, variant in document.get("variants", {}).items():
+        plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation)
+        if name == "larger_batch":
+            plan = plan_trace(trace_from_json(variant), profile)
+            plan.totals["step_seconds"] = plan.totals["step_seconds"].scaled(accumulation / BATCH_FACTOR)
+        made[name] = plan
+    return made
+
+
+def _score_products(document: dict[str, Any], run: Ledger) -> None:
+    """(batch, tokens, head size) of every product that a softmax over a square of scores follows."""
+    columns = document["columns"]
+    rows = [dict(zip(columns, row, strict=True)) for row in document["operations"]]
+    run.facts["product_shapes"] = [row["matmul"] for row in rows if row["matmul"]]
+    found, product = [], None
+    for row in rows:
+        if row["matmul"]:
+            product = row
+        elif row["phase"] == "forward" and row["name"].endswith("softmax") and product is not None:
+            m, n, k = product["matmul"]
+            if m == n:
+                found.append([product["batch"], m, k])
+    run.facts["score_products"] = found
+
+
+def _add_ranks(run_dir: Path, run: Ledger) -> None:
+    """How long each rank worked in a step before it met the others: what the slowest takes more, all wait for."""
+    ranks = [run, *(load_ledger(path) for path in sorted(run_dir.glob("rank*/ledger.json")))]
+    if len(ranks) < 2:
+        return
+    own = [sum(r.phase_seconds.get(phase, 0.0) for phase in ALONE) for r in ranks]
+    run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
+
+
+def _profile_of(run: Ledger) -> Profile | None:
+    """This machine's profile, when the run was on it."""
+    try:
+        profile = load_profile()
+    except UserError:
+        return None
+    return profile if profile.name == run.facts["machine"] else None
 
 
 def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
@@ -49,18 +123,22 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
     return plan
 
 
-def _planned(operations: dict[str, object], run: Ledger, profile: Profile | None) -> Ledger:
+def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -> Ledger:
     from ironlaw.plan.traced import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     traced, facts = trace_from_json(operations), run.facts
     again = {"accumulation": facts.get("accumulation", 1), "name": facts["model"]["name"]}
     if facts["device"] != "cpu":
-        return plan_trace(traced, None, _catalogued(facts["machine"]), **again)
+        return plan_trace(traced, None, catalogued(facts["machine"]), **again)
     profile = profile or load_profile()
     if profile.name != facts["machine"]:
         raise UserError(f"the run was on {facts['machine']}, the profile here is of {profile.name}")
+    if facts.get("world_size", 1) > 1:
+        return plan_trace(traced, profile, **again)  # each rank as if the machine were its own: ranks share its cores
     if profile.threads != facts["threads"]:
+        if facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads:
+            return plan_trace(traced, profile, **again)  # planned as it should run: more threads than cores help nobody
         raise UserError(
             f"the run used {facts['threads']} threads, this machine was measured with {profile.threads}: "
             f"`ironlaw measure --threads {facts['threads']}` and explain again"
@@ -68,15 +146,16 @@ def _planned(operations: dict[str, object], run: Ledger, profile: Profile | None
     return plan_trace(traced, profile, **again)
 
 
-def _catalogued(name: str) -> str:
+def catalogued(name: str) -> str:
     """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
     from ironlaw.catalog import accelerator_names
 
-    words = name.lower().replace("-", " ").split()
-    known = [entry for entry in accelerator_names() if entry.lower().split("-")[0] in words]
+    words = set(name.lower().replace("-", " ").split())
+    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
+    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
     if not known:
         raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
-    return known[0]
+    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:

@@ -90,10 +90,13 @@ class Remedy:
     step_seconds_saved: float
     bytes_saved: float
     basis: str = "planned"
+    how: str = ""  # in words or code, where there is no config of ours to change
 
     @property
     def apply(self) -> str:
-        """The command-line arguments that apply it."""
+        """The command-line arguments that apply it, or the change of code."""
+        if self.how:
+            return self.how
         return " ".join(f"--set {key}={_toml(value)}" for key, value in self.settings.items())
 
     def to_json(self) -> dict[str, Any]:

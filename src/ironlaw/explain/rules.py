@@ -6,70 +6,58 @@ Adding a rule is adding an entry to `RULES`; docs/explain.md says how.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
-
 from ironlaw import units
 from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.rule import Axis, Rule, Statement
+from ironlaw.explain.rules_of_code import CODE_RULES
 from ironlaw.ledger import Kind, Phase
-
-
-class Axis(StrEnum):
-    """The taxonomy: what would have to change for the run to be faster."""
-
-    DATA = "data"  # how batches come
-    ALGORITHM = "algorithm"  # what is computed: model, batch, precision, schedule
-    MACHINE = "machine"  # what it is computed on, and what else runs there
-    UNKNOWN = "unknown"
-
-
-# The sentence, and the figures behind it.
-Statement = tuple[str, list[str]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`measure` is None when the run does not tell; the rule fires at `threshold` and above."""
-
-    name: str
-    axis: Axis
-    threshold: float
-    measure: Callable[[Evidence], float | None]
-    says: Callable[[Evidence, float], Statement]
-    advice: str
-    source: str  # why the threshold is where it is
-    fault: bool = True  # False: what a healthy run is bound by
 
 
 def _off_plan(evidence: Evidence) -> float | None:
     worst = evidence.most_off_plan()
     if worst is None or evidence.step is None:
         return None
-    return max(0.0, worst[1] - worst[2]) / evidence.step
+    return max(0.0, worst[1] - worst[2] - evidence.tolerance * worst[1]) / evidence.step
 
 
 def _throughout(evidence: Evidence) -> float | None:
     both = evidence.slower_throughout()
-    return None if both is None else max(0.0, both[0] - both[1]) / both[0]
+    return None if both is None else max(0.0, (both[0] - both[1]) / both[0] - evidence.tolerance)
 
 
 def _attention_excess(evidence: Evidence) -> float | None:
-    return evidence.excess_share(Kind.ATTENTION, evidence.rate(Kind.MATMUL))
+    return _beyond(evidence, evidence.excess_share(Kind.ATTENTION, evidence.rate(Kind.MATMUL)))
 
 
 def _narrow_excess(evidence: Evidence) -> float | None:
-    return evidence.excess_share(Kind.MATMUL, evidence.peak_rate())
+    return _beyond(evidence, evidence.excess_share(Kind.MATMUL, evidence.peak_rate()))
+
+
+def _beyond(evidence: Evidence, share: float | None) -> float | None:
+    """In a loop that is not ours the model is given: its shape is a fault only where it costs half of the step."""
+    return None if share is None else max(0.0, share - evidence.tolerance)
 
 
 def _slowdown(evidence: Evidence) -> float | None:
     return None if evidence.machine_speed is None else max(0.0, 1.0 - evidence.machine_speed)
 
 
+STAGES = {
+    "workers": ": the loader's workers do not keep up",
+    "tokenise": ": text is tokenised on one core while the step waits",
+    "read": ": it is read while the step waits",
+}
+
+
 def _input_says(evidence: Evidence, value: float) -> Statement:
+    stage = STAGES.get(str(evidence.fact("data_stage")), "")
+    figures = [f"data wait {_phase_seconds(evidence, Phase.DATA)} of a step of {units.seconds(evidence.step)}"]
+    if stage:
+        busy = evidence.fact("data_cpu_fraction")
+        figures.append(f"in {evidence.fact('data_place')}; the thread computed {units.percent(busy, 0)} of the wait")
     return (
-        f"The step waits for data: {units.percent(value)} of it passes before the next batch is there.",
-        [f"data wait {_phase_seconds(evidence, Phase.DATA)} of a step of {units.seconds(evidence.step)}"],
+        f"The step waits for data: {units.percent(value)} of it passes before the next batch is there{stage}.",
+        figures,
     )
 
 
@@ -204,7 +192,7 @@ def _wall(evidence: Evidence, name: str) -> str:
     return f"{name} {units.seconds(wall.get(name))}, training steps {units.seconds(wall.get('training'))}"
 
 
-RULES: tuple[Rule, ...] = (
+FIRST_RULES: tuple[Rule, ...] = (
     Rule(
         "input_bound", Axis.DATA, 0.10, lambda e: e.phase_share(Phase.DATA), _input_says,
         "put data.cache on faster storage; `--set data.mock=true` trains on random tokens and shows what data costs",
@@ -282,3 +270,6 @@ RULES: tuple[Rule, ...] = (
         "the largest of the ceilings when no fault is found", fault=False,
     ),
 )  # fmt: skip
+
+
+RULES = FIRST_RULES + CODE_RULES

@@ -18,6 +18,7 @@ class StepTimes:
 
     wall_seconds: float = 0.0
     phase_seconds: dict[Phase, float] = field(default_factory=dict)
+    data_cpu_seconds: float = 0.0  # of the wait for data, how long this thread computed instead
 
     @property
     def unattributed_seconds(self) -> float:

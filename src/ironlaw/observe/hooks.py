@@ -36,6 +36,7 @@ class Listener:
     backward_ended: Callable[[], None]
     stepped: Callable[[], None]  # the optimizer has updated
     skipped: Callable[[], None]  # loss scaling left an update out
+    loader: Callable[[int], None]  # a DataLoader with so many workers was asked for a batch
 
 
 @contextmanager
@@ -47,10 +48,7 @@ def listening(
         for optimizer in optimizers:
             _watch_optimizer(stack, optimizer, partition, listener)
         _wrap(stack, torch.autograd, "backward", _phased(partition, lambda: Phase.BACKWARD, listener.backward_ended))
-        _wrap(
-            stack, dataloader._BaseDataLoaderIter, "__next__",
-            _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION),
-        )  # fmt: skip
+        _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", _next_batch(model, partition, listener))
         _wrap(stack, torch, "save", _phased(partition, lambda: Phase.CHECKPOINT))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
         if torch.distributed.is_available():
@@ -110,6 +108,21 @@ def _phased(
                 partition.end()
                 if after is not None:
                     after()
+
+        return call
+
+    return around
+
+
+def _next_batch(model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
+    def around(original: Any) -> Any:
+        timed = _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION)(original)
+
+        @functools.wraps(original)
+        def call(self: Any) -> Any:
+            if model.training:
+                listener.loader(self._num_workers)
+            return timed(self)
 
         return call
 

@@ -99,20 +99,20 @@ def measured_ledger(
     if observed.profile is not None:
         ledger.lines = observed.profile.lines
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
-    ledger.facts["machine_speed"] = _machine_speed(planned, ledger)
+    ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
     if observed.joules is not None:
         totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, "RAPL counters of the whole package")
     return ledger
 
 
-def _machine_speed(planned: Ledger, run: Ledger) -> float | None:
+def machine_speed(planned: Ledger, run: Ledger) -> float | None:
     """Planned over found step time, were the machine's slowdown the only difference: below 1 the run had it worse.
 
     Each kind of kernel counts by its share of the planned step.
     """
     found = run.facts.get("machine_slowdown")
-    if not found:
+    if not found or "slowdown" not in planned.facts:
         return None
     slower = total = 0.0
     for kind, seconds in planned.seconds_by_kind().items():

@@ -16,7 +16,7 @@ from ironlaw.ledger import Kind, Line, Origin, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import Held, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
-from ironlaw.observe.spans import LEAF, MARK, MODULE_SCOPE, Span, kind_of, nest, operation_name
+from ironlaw.observe.spans import LEAF, MARK, MODULE_SCOPE, RECOMPUTED, Span, kind_of, nest, operation_name
 from ironlaw.observe.timeline import Segment, timeline
 
 WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
@@ -139,7 +139,7 @@ def span_key(span: Span, phase: Phase) -> Key:
     if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return phase, Kind.OPTIMIZER, "adamw" if span.outer.startswith("Optimizer.step") else "clip"
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
-        return phase, Kind.HOST, "dispatch"
+        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
     return phase, kind_of(span.kernel.name), operation_name(span)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ironlaw.observe.module_profile import ModuleProfile
 from ironlaw.workload.module_source import Input
 
 OPERATIONS_FILE = "operations.json"
+BATCH_FACTOR = 8  # of the micro-batch: what a larger one would be worth
 
 
 @dataclass
@@ -67,8 +68,34 @@ def _write_operations(path: Path, observed: Observed) -> str | None:
             traced = trace(observed.module, observed.signature, precision=precision or "as is")
     except UserError as error:
         return str(error)
-    path.write_text(json.dumps(trace_to_json(traced)), encoding="utf-8")
+    document = trace_to_json(traced)
+    document["variants"] = {name: trace_to_json(v) for name, v in _variants(observed, precision).items()}
+    path.write_text(json.dumps(document), encoding="utf-8")
     return None
+
+
+def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
+    """The same module as it could be run: what a remedy is worth is the difference of two plans."""
+    from ironlaw.workload.trace import trace
+
+    assert observed.module is not None and observed.signature is not None
+    wanted: dict[str, tuple[list[Input], str]] = {}
+    if observed.facts["precision"] == "fp32":
+        wanted["bf16"] = observed.signature, "bf16"
+    batch = observed.facts.get("batch")
+    if batch:
+        larger = [replace(i, shape=(BATCH_FACTOR * batch, *i.shape[1:])) if i.shape and i.shape[0] == batch else i
+                  for i in observed.signature]  # fmt: skip
+        wanted["larger_batch"] = larger, precision or "as is"
+    made = {}
+    for name, (inputs, cast) in wanted.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                made[name] = trace(observed.module, inputs, precision=cast)  # type: ignore[arg-type]
+        except UserError:
+            continue
+    return made
 
 
 def observed_ledger(observed: Observed) -> Ledger:

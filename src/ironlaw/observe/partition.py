@@ -97,6 +97,10 @@ class Partition:
         self.intervals = [Interval(last.begin, after=Phase.OPTIMIZER, phase=self._stack[-1] if self._stack else None)]
         return times
 
+    @property
+    def running(self) -> Phase | None:
+        return self._stack[-1] if self._stack else None
+
     def finish(self) -> None:
         """Wait for what the device still owes."""
         self._resolve(wait=True)
@@ -144,8 +148,11 @@ def _seconds(interval: Interval) -> float:
 def _times(intervals: list[Interval]) -> StepTimes:
     """Evaluation and checkpoints lie between steps: they are kept, and not part of the step's wall time."""
     phases: dict[Phase, float] = {}
+    data_cpu = 0.0
     for interval in intervals:
         seconds = _seconds(interval)
+        if interval.phase is Phase.DATA and interval.end is not None:
+            data_cpu += interval.end.cpu_seconds - interval.begin.cpu_seconds
         if interval.phase is not None:
             phases[interval.phase] = phases.get(interval.phase, 0.0) + seconds
             continue
@@ -157,4 +164,4 @@ def _times(intervals: list[Interval]) -> StepTimes:
     assert last is not None
     whole = float(first.event.elapsed_time(last.event)) / 1e3 if first.event else last.seconds - first.seconds
     between = sum(seconds for phase, seconds in phases.items() if phase not in STEP_PHASES)
-    return StepTimes(whole - between, phases)
+    return StepTimes(whole - between, phases, data_cpu)

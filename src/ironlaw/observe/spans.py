@@ -19,6 +19,7 @@ from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace_kernels import _KIND_OF as TRACED_KINDS
 
 MODULE_SCOPE, MARK = "ironlaw.module/", "ironlaw.mark"
+RECOMPUTED = "_recomputed"
 LEAF = "!"  # ends the scope of a module without children
 BACKWARD_NODE = "autograd::engine::evaluate_function: "
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "convolution", "convolution_backward", "addmv")
@@ -40,6 +41,7 @@ class Span:
     self_ns: int = 0
     scope: str = ""  # path of the module, ending in "!" when it has no children
     attention: bool = False  # inside scaled_dot_product_attention
+    again: bool = False  # a forward pass within the backward pass: recomputation
     backward: bool = False  # inside a node of the autograd engine
     outer: str = ""  # the optimizer, data loader or profiler step around it
     kernel: Event | None = None  # the operation that this is part of
@@ -61,7 +63,7 @@ def nest(events: Sequence[Event]) -> list[Span]:
         if parent is not None:
             parent.self_ns -= span.self_ns
             span.scope, span.attention, span.backward = parent.scope, parent.attention, parent.backward
-            span.outer, span.kernel = parent.outer, parent.kernel
+            span.outer, span.kernel, span.again = parent.outer, parent.kernel, parent.again
         _place(span, forward)
         stack.append(span)
         spans.append(span)
@@ -72,6 +74,7 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
     event, name = span.event, span.event.name
     if name.startswith(MODULE_SCOPE):
         span.scope, span.attention = name.removeprefix(MODULE_SCOPE), False
+        span.again = span.backward
     elif name.startswith(BACKWARD_NODE):
         span.backward = True
         span.scope, span.attention = forward.get(event.sequence, ("", False))
@@ -88,7 +91,7 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
             span.kernel = event
     elif span.kernel is None and name.startswith(("nccl:", "gloo:", "c10d::", "mpi:")):
         span.kernel = event
-    if not span.backward and event.sequence >= 0 and name.startswith("aten::"):
+    if (span.again or not span.backward) and event.sequence >= 0 and name.startswith("aten::"):
         forward[event.sequence] = (span.scope, span.attention)
 
 
@@ -129,6 +132,10 @@ def kind_of(operation: str) -> Kind:
 
 
 def operation_name(span: Span) -> str:
+    return _name(span) + (RECOMPUTED if span.again else "")
+
+
+def _name(span: Span) -> str:
     """As a plan by tracing names it: the module's path, then the function unless that is all the module does."""
     assert span.kernel is not None
     name = span.kernel.name.removeprefix("aten::")

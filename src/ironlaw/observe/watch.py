@@ -29,7 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 from ironlaw import __version__
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
-from ironlaw.machine import host
+from ironlaw.machine import host, interference
+from ironlaw.machine.measure import Probe
+from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
@@ -39,6 +41,8 @@ from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, modul
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
+from ironlaw.observe.sampler import Sampler
+from ironlaw.observe.trials import misaligned_weights, threads_too_many
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
@@ -99,15 +103,20 @@ class Watch:
         self._stack = ExitStack()
         self._sampled = 0.0
         self._profile: ModuleProfile | None = None
+        self.sampler: Sampler | None = None
+        self.probes: list[dict[str, float]] = []
         self._stop_at = 0
 
     # -- the loop's side -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        listener = Listener(self._forward_begins, self._backward_ended, self._stepped, self._skipped)
+        listener = Listener(
+            self._forward_begins, self._backward_ended, self._stepped, self._skipped, self._loader_asked
+        )
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
         self._listener = listener
         self._energy = EnergyMeter()
+        self._machine = _measured_machine() if self.device.type == "cpu" else None
         self.started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self.started = time.perf_counter()
         self.partition.start()
@@ -119,13 +128,15 @@ class Watch:
         if self._recorder is not None:
             self._stop_recording()
         seconds = time.perf_counter() - self.started
+        self._probe()
         self.partition.finish()
         self._stack.close()
         if not self.partition.done:
             if error is None:
                 raise UserError("no step was observed: call optimizer.step() of the observed optimizer inside `with`")
             return
-        write_observed(self.out, self._observed(seconds, kind))
+        rank = _rank()
+        write_observed(self.out / f"rank{rank}" if rank else self.out, self._observed(seconds, kind))
 
     def batches(self, iterable: Iterable[Item]) -> Iterator[Item]:
         """Time the wait for each item of something that is no DataLoader."""
@@ -183,7 +194,14 @@ class Watch:
                 self._held.gradients = {a: size for a, size in self._held.gradients.items() if a in now}
             self._held.batch_bytes = sum(t.untyped_storage().nbytes() for t in input_tensors(args, kwargs))
 
+    def _loader_asked(self, workers: int) -> None:
+        self.data_workers = workers
+
+    data_workers: int | None = None
+
     def _backward_ended(self) -> None:
+        if getattr(self.model, "require_backward_grad_sync", False):
+            self.gradient_syncs += 1
         if self._recorder is not None:
             self._held.gradient_addresses |= set(self._gradients())
 
@@ -219,6 +237,7 @@ class Watch:
     def _start_recording(self) -> None:
         began = time.perf_counter()
         self._stop_at, self._wanted, self._asked = self._wanted, 0, False
+        self._probe()
         self._recording = []
         self._held = Held(
             weights=_storages([*self.model.parameters(), *self.model.buffers()]),
@@ -232,6 +251,7 @@ class Watch:
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(modules_recorded(self.model))
         self.sync = self._recording_stack.enter_context(sync_points())
+        self.sampler = self._recording_stack.enter_context(Sampler(self.partition))
         with silent_stderr():
             self._recorder.start()
         self.partition.on_mark = mark
@@ -257,6 +277,13 @@ class Watch:
         self.profiling_seconds += time.perf_counter() - began
 
     sync_steps = 1
+    gradient_syncs = 0
+
+    def _probe(self) -> None:
+        """Is the machine as fast as when it was measured? A few kernels, some 30 ms, outside of any step."""
+        if self._machine is not None:
+            probe = Probe(self._machine.fp32_products)
+            self.probes += [probe.ratios(self._machine) for _ in range(3)]
 
     def _gradients(self) -> dict[int, int]:
         return _storages([p.grad for p in self.model.parameters() if p.grad is not None])
@@ -286,6 +313,22 @@ class Watch:
             "finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "interrupted": error.__name__ if error is not None else None,
             "skipped_updates": self.skipped,
+            "data_workers": self.data_workers,
+            "data_stage": self.sampler.stage() if self.sampler is not None else None,
+            "data_place": self.sampler.place() if self.sampler is not None else None,
+            "data_cpu_fraction": _fraction(
+                sum(t.data_cpu_seconds for t in done), sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
+            ),
+            **_device_facts(self.device),
+            "rank": _rank(),
+            "world_size": torch.distributed.get_world_size() if _distributed() else 1,
+            "gradient_syncs_per_step": self.gradient_syncs / len(done),
+            "machine_slowdown": interference.middle(self.probes) if self.probes else None,
+            "thread_gain": threads_too_many(
+                _inner(self.model), torch.get_num_threads(), host.usable_cores(),
+                self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),
+            )
+            if self.device.type == "cpu" else None,
             "sync_points": [
                 {"place": p.place, "call": p.call, "per_step": p.count / self.sync_steps,
                  "seconds": p.seconds / self.sync_steps}
@@ -294,6 +337,8 @@ class Watch:
             **{"autocast": None, "precision": None},
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
+            "misaligned": misaligned_weights(_inner(self.model), self.inputs.get("tokens_per_micro_batch"),
+                                             self.inputs.get("precision")),
         }  # fmt: skip
         return Observed(
             steps=done,
@@ -311,6 +356,37 @@ class Watch:
             module=_inner(self.model) if self.plan else None,
             signature=self.inputs.get("signature"),
         )  # fmt: skip
+
+
+def _fraction(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {}
+    return {
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "compute_units": torch.cuda.get_device_properties(device).multi_processor_count,
+        **_clock(device),
+    }
+
+
+def _clock(device: torch.device) -> dict[str, float]:
+    """Now and at most, hertz; nothing where the driver does not tell (it needs nvidia-ml-py)."""
+    try:
+        highest = float(torch.cuda.get_device_properties(device).clock_rate) * 1e3
+        return {"clock_hertz": torch.cuda.clock_rate(device) * 1e6, "clock_highest_hertz": highest}
+    except (AttributeError, RuntimeError, ModuleNotFoundError):
+        return {}
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _distributed() else 0
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -331,6 +407,16 @@ def _compiled(model: nn.Module) -> bool:
 def _state_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     states = (state for optimizer in optimizers for state in optimizer.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _measured_machine() -> Profile | None:
+    """This machine's profile, when it has been measured with as many threads as the loop uses."""
+    try:
+        profile = load_profile()
+    except UserError:
+        return None
+    same = profile.name == host.cpu_name() and profile.threads == torch.get_num_threads()
+    return profile if same else None
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -23,7 +23,7 @@ from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.ingredients import Parts, step_parts
-from ironlaw.plan.intervals import interval_factors, kind_of_layout
+from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
 from ironlaw.plan.setting import Setting, setting
@@ -153,19 +153,20 @@ def _totals(
 ) -> dict[str, Estimate]:
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(jobs.model_flops()[0]))
-    kind = kind_of_layout({"pp": float(layout.pp), "tp": float(layout.tp)}, cluster.nodes)
+    engine = where.engine.name
     basis = (
         "compute of the busiest stage x micro-batches + bubble + exposed communication + optimizer + host, "
-        f"engine {where.engine.name}; interval of runs left out of the fit, {kind.replace('_', ' ')}"
+        f"engine {engine}; interval of runs left out of the fit: "
+        f"{distance('time', engine, cluster.accelerator.generation, cluster.count, model.parameters)}"
     )
-    step = bounded(seconds, "time", layout, cluster.nodes, basis)
+    step = bounded(seconds, "time", engine, cluster, model, basis)
     assert step.low is not None and step.high is not None
     peak_flops = where.hardware.peak(where.precision) * cluster.count
     exact = Origin.CALCULATED
     return {
         "step_seconds": step,
         "peak_bytes": bounded(
-            peak_bytes, "memory", layout, cluster.nodes, f"stage {int(outcome.peak.stage[0])}, see memory lines"
+            peak_bytes, "memory", engine, cluster, model, f"stage {int(outcome.peak.stage[0])}, see memory lines"
         ),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
@@ -178,9 +179,9 @@ def _totals(
     }
 
 
-def bounded(value: float, quantity: str, layout: Layout, nodes: int, basis: str) -> Estimate:
-    """A planned "time" or "memory" with the interval of its kind of layout."""
-    low, high = interval_factors(quantity, {"pp": float(layout.pp), "tp": float(layout.tp)}, nodes)
+def bounded(value: float, quantity: str, engine: str, cluster: Cluster, model: ModelConfig, basis: str) -> Estimate:
+    """A planned "time" or "memory" with its interval."""
+    low, high = interval_factors(quantity, engine, cluster.accelerator.generation, cluster.count, model.parameters)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 

@@ -76,9 +76,9 @@ def chosen(ask: Ask, found: Found, limit_bytes: float) -> tuple[Candidate, str]:
     sure = found.safest
     if sure is None or sure.step_seconds > SURE_AT_MOST * fastest.step_seconds:
         return fastest, "fastest"
-    nodes = ask.cluster.nodes
     near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
-    safe = [c for c in near if (bounded(c.peak_bytes, "memory", c.layout, nodes, "").high or 0) <= limit_bytes]
+    upper = bounded(1.0, "memory", ask.engine, ask.cluster, ask.model, "").high or 1.0
+    safe = [c for c in near if c.peak_bytes * upper <= limit_bytes]
     best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
     if fastest.layout == best.layout:
         return fastest, "fastest"
@@ -153,9 +153,8 @@ def _work(ask: Ask) -> dict[str, Any]:
 
 
 def _candidate(ask: Ask, candidate: Candidate) -> dict[str, Any]:
-    nodes = ask.cluster.nodes
-    step = bounded(candidate.step_seconds, "time", candidate.layout, nodes, f"engine {ask.engine}")
-    peak = bounded(candidate.peak_bytes, "memory", candidate.layout, nodes, "highest stage")
+    step = bounded(candidate.step_seconds, "time", ask.engine, ask.cluster, ask.model, f"engine {ask.engine}")
+    peak = bounded(candidate.peak_bytes, "memory", ask.engine, ask.cluster, ask.model, "highest stage")
     tokens = Estimate(ask.work.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {
         "layout": _layout(candidate.layout, ask),

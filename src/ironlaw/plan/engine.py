@@ -30,7 +30,7 @@ class Engine:
     source: str = ""
     frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
     attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
-    by_generation: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # where a generation differs
+    by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
 
     # host: seconds of the launching processor
     host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it

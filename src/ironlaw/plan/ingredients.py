@@ -28,6 +28,10 @@ FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0
 """Time of FlashAttention-2 over that of a kernel written for the generation. Hopper: causal forward, head size 128,
 16k tokens, 335 against FlashAttention-3's 616 TFLOP/s (arXiv 2407.08608, figure 5). Blackwell: assumed."""
 
+NEWER_LIBRARY = {"volta": 0.75}
+"""Time of a matmul in a training library over that of the kernels measured alone, where those are much older: Volta's
+are of cuBLAS 9, in the year of the V100 (DeepBench, 2017). From four runs of 2020 on 1 to 8 V100s."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -102,10 +106,12 @@ def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
 
 def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting, precision: str) -> Array:
     hardware = setting.hardware
+    newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
     cast = precision not in ("bf16", "fp16", "fp32", "tf32")
 
     def seconds(m: Array, n: Array, k: Array, b: Array) -> Array:
-        return np.asarray(matmul_seconds(m, n, k, b, precision, hardware=hardware, include_cast=cast, sustained=True))
+        alone = matmul_seconds(m, n, k, b, precision, hardware=hardware, include_cast=cast, sustained=True)
+        return newer * np.asarray(alone)
 
     return _unique(seconds, m, n, k, np.broadcast_to(np.asarray(batch, dtype=float), m.shape))
 

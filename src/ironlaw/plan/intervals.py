@@ -1,63 +1,109 @@
-"""80% intervals, learned from how far plans were off on measured runs whose group was left out of the fit.
+"""80% intervals, learned from how far plans were off on measured runs that took no part in the fit.
 
-A comparable run is one of the same kind of layout. `interval_factors.toml` keeps, per kind, the 10th and 90th
-percentile of ln(measured / planned); `benchmarks/fit_engines.py --intervals` writes it.
+The error of a run, ln(measured / planned), has a part that it shares with the other runs of its group (the cluster, the
+version, the habits of who ran it) and one of its own. The shared part is the smaller the more comparable groups the
+constants were checked on (same engine, same accelerator generation, models within a factor `COMPARABLE` in size), and
+larger for software or hardware nobody checked:
+
+    spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + doubling^2 x doublings
+    interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
+
+`doublings`: of the number of accelerators beyond the largest that was checked. Skewed because runs are disturbed more
+often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_intervals.py` writes it.
 """
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ironlaw.plan.jobs import Array, Jobs
-from ironlaw.plan.runs import Run
+from ironlaw.plan.engine import engines
+from ironlaw.plan.jobs import Array, jobs_of_columns
+from ironlaw.plan.runs import GENERIC, Run
+from ironlaw.plan.setting import matmul_is_assumed
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
-UNKNOWN = (-0.2, 0.2)
+
+COMPARABLE = 8.0
+"""Small models wait for launches and large ones do not: a group says little of models ten times its size."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a plan is from the runs that its constants were checked on."""
+
+    groups: int  # comparable measured ones
+    unknown_engine: bool
+    assumed_hardware: bool  # nothing was measured on this generation, not even single matmuls
+    doublings: float
+
+    def __str__(self) -> str:
+        words = [f"{self.groups} groups of comparable runs" if self.groups else ""]
+        words += ["an engine that no runs are known of" if self.unknown_engine else ""]
+        words += ["no comparable runs of this engine" if not (self.groups or self.unknown_engine) else ""]
+        words += ["hardware that nothing was measured on" if self.assumed_hardware else ""]
+        words += [f"{2**self.doublings:.0f} times the accelerators of any checked run" if self.doublings >= 1 else ""]
+        return ", ".join(word for word in words if word)
 
 
 @lru_cache(maxsize=1)
-def factors() -> dict[str, dict[str, list[float]]]:
-    """Quantity ("time", "memory") to kind of layout to [p10, p90] of ln(measured / planned)."""
-    if not _FILE.is_file():
-        return {"time": {}, "memory": {}}
+def factors() -> dict[str, dict[str, Any]]:
+    """Quantity ("time", "memory") to the constants above, and `checked`: engine to generation to its groups.
+
+    A group is [fewest parameters, most parameters, most accelerators, runs].
+    """
     return tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
 
-def kind_of_layout(columns: dict[str, float], nodes: int) -> str:
-    """What sets the uncertainty of a step time: how many nodes, and what crosses the fabric."""
-    where = "one_node" if nodes <= 1 else "nodes"
-    if columns["pp"] > 1:
-        return f"{where}_pipeline"
-    if columns["tp"] > 1:
-        return f"{where}_tensor"
-    return f"{where}_data"
+@lru_cache(maxsize=4096)
+def distance(quantity: str, engine: str, generation: str, accelerators: int, parameters: float) -> Distance:
+    """An engine that is none of the shipped ones was calibrated by its user: one group, of unknown size."""
+    if engine not in engines():
+        return Distance(1, False, False, 0.0)
+    checked = factors()[quantity].get("checked", {}).get(engine, {})
+    here = checked.get(generation, [])
+    groups = sum(comparable(parameters, low, high) for low, high, _, _ in here)
+    most = max((group[2] for groups_ in checked.values() for group in groups_), default=accelerators)
+    doublings = max(0.0, math.log2(accelerators / most))
+    assumed = quantity == "time" and not here and matmul_is_assumed(generation)
+    return Distance(groups, engine == GENERIC, assumed, doublings)
 
 
-def interval_factors(quantity: str, columns: dict[str, float], nodes: int) -> tuple[float, float]:
-    """Logarithms of lower and upper bound over the planned value, for one layout."""
-    known = factors().get(quantity, {})
-    low, high = known.get(kind_of_layout(columns, nodes), known.get("any", UNKNOWN))
-    return float(low), float(high)
+def comparable(parameters: float, low: float, high: float) -> bool:
+    """Whether models of `low` to `high` parameters say something of one of this size."""
+    return low / COMPARABLE <= parameters <= high * COMPARABLE
 
 
-def _bounds(quantity: str, kinds: Sequence[str], planned: Array) -> tuple[Array, Array]:
-    known = factors().get(quantity, {})
-    pairs = np.array([known.get(kind, known.get("any", UNKNOWN)) for kind in kinds], dtype=float).reshape(-1, 2)
-    return planned * np.exp(pairs[:, 0]), planned * np.exp(pairs[:, 1])
+def spread_factors(known: dict[str, Any], where: Distance) -> tuple[float, float]:
+    """Logarithms of lower and upper bound over the planned value."""
+    squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
+    squared += known["unknown_engine"] ** 2 * where.unknown_engine
+    squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
+    squared += known["doubling"] ** 2 * where.doublings
+    spread = math.sqrt(squared)
+    return -spread / known["skew"], spread * known["skew"]
 
 
-def time_interval(runs: Sequence[Run], jobs: Jobs, planned: Array) -> tuple[Array, Array]:
-    """Lower and upper bound of the step time of each run, seconds."""
-    del jobs
-    return _bounds("time", [kind_of_layout(r.columns, r.cluster.nodes) for r in runs], planned)
+def interval_factors(
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float
+) -> tuple[float, float]:
+    """The same for a plan of one engine on so many accelerators of one generation."""
+    return spread_factors(factors()[quantity], distance(quantity, engine, generation, accelerators, parameters))
 
 
-def memory_interval(runs: Sequence[Run], jobs: Jobs, planned: Array) -> tuple[Array, Array]:
-    """Lower and upper bound of the reported peak of each run, bytes."""
-    del jobs
-    return _bounds("memory", [kind_of_layout(r.columns, r.cluster.nodes) for r in runs], planned)
+def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
+    """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
+    parameters = jobs_of_columns([run.columns for run in runs]).parameters
+    pairs = [
+        interval_factors(quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size))
+        for run, size in zip(runs, parameters, strict=True)
+    ]
+    bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
+    return planned * bounds[:, 0], planned * bounds[:, 1]

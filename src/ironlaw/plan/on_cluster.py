@@ -10,7 +10,7 @@ from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.answer import Answer, Options
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.checked import DEFAULT_ON, RUNS
+from ironlaw.plan.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster import DEFAULT_ENGINE
 from ironlaw.plan.cluster_answer import answer_on_cluster
 from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
@@ -106,7 +106,7 @@ def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed
     if trainer:
         name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
     elif known:
-        name, reason = known, f"checked on {RUNS[known][acc.generation]} runs on {acc.generation}"
+        name, reason = known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"
     else:
         name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
     assumed.append(Assumption("engine", name, reason, "--engine"))

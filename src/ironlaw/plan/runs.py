@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ironlaw.catalog.accelerators import Accelerator, accelerator
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan import row_words as words
 from ironlaw.plan.engine import Engine, engine_of_framework
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import RECOMPUTE, jobs_of_columns
+from ironlaw.plan.row_accelerator import accelerator_of
 from ironlaw.plan.row_words import Row
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
@@ -126,7 +127,8 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     attention = words.attention(row) or "flash"
     engine = engine or _engine(row, attention, cells)
     count = cells.needed("accelerators")
-    acc = accelerator(words.text(row, "accelerator"))
+    acc, note = accelerator_of(words.text(row, "accelerator"))
+    cells.assumed += [note] if note else []
     columns = _model(cells) | {"sequence": cells.needed("seq"), "flash": float(attention == "flash")}
     columns |= _layout(cells, engine, count)
     recompute = words.recompute(row)

@@ -12,6 +12,7 @@ best of the space by the model. Offloading is tried where nothing fits without: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -266,6 +267,12 @@ class _Hunt:
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
 
+    @property
+    def memory_upper(self) -> float:
+        """Upper end of the memory interval over the planned peak."""
+        size, generation = self.model.parameters, self.cluster.accelerator.generation
+        return math.exp(interval_factors("memory", self.where.engine.name, generation, self.cluster.count, size)[1])
+
     def plan(self, part: np.ndarray) -> np.ndarray:
         """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
 
@@ -283,7 +290,7 @@ class _Hunt:
             self.nearest = min(self.nearest or missed, missed, key=lambda pair: pair[0])
         self.best = sorted(self.best + _fastest(outcome, fits, part, self.keep), key=lambda entry: entry[:2])
         self.best = self.best[: self.keep]
-        sure = fits & (outcome.peak.total * _memory_upper(part, self.cluster.nodes) <= outcome.limit_bytes)
+        sure = fits & (outcome.peak.total * self.memory_upper <= outcome.limit_bytes)
         first = _fastest(outcome, sure, part, 1) + ([self.safest] if self.safest else [])
         self.safest = min(first, key=lambda entry: entry[:2], default=None)
         calm = outcome.step_seconds <= outcome.times.step_seconds
@@ -363,16 +370,6 @@ def _fastest(outcome: Outcome, among: np.ndarray, part: np.ndarray, keep: int) -
 
 def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
     return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
-
-
-def _memory_upper(part: np.ndarray, nodes: int) -> np.ndarray:
-    """Upper end of the memory interval over the planned peak, per row."""
-    pp, tp = part[:, _COLUMNS.index("pp")], part[:, _COLUMNS.index("tp")]
-
-    def upper(pp: float, tp: float) -> float:
-        return float(np.exp(interval_factors("memory", {"pp": pp, "tp": tp}, nodes)[1]))
-
-    return np.where(pp > 1, upper(2, 1), np.where(tp > 1, upper(1, 2), upper(1, 1)))
 
 
 def _permitted(

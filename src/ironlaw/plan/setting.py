@@ -118,6 +118,12 @@ def _efficiency(generation: str) -> Efficiency:
         return provisional_efficiency(generation)
 
 
+def matmul_is_assumed(generation: str) -> bool:
+    """Whether not even the matmuls of a generation were measured alone."""
+    evidence = [constants.evidence for constants in _efficiency(generation).matmul.values()]
+    return all(e is None or e.assumed for e in evidence)
+
+
 @lru_cache(maxsize=16)
 def _network(fabric: str, node: str) -> NetworkConstants:
     try:

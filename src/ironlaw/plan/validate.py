@@ -20,7 +20,7 @@ import numpy as np
 
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.evaluate import Prediction, evaluate, plannable, settled
-from ironlaw.plan.intervals import memory_interval, time_interval
+from ironlaw.plan.intervals import interval
 from ironlaw.plan.jobs import Array, Jobs, jobs_of_columns
 from ironlaw.plan.runs import Run, read_runs
 
@@ -90,8 +90,8 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
         prediction=prediction,
         baseline_seconds=baseline_seconds(jobs, prediction.peak_flops_per_second) if runs else np.zeros(0),
         baseline_bytes=baseline_bytes(jobs) if runs else np.zeros(0),
-        step_interval=time_interval(runs, jobs, prediction.step_seconds),
-        peak_interval=memory_interval(runs, jobs, prediction.reported_bytes),
+        step_interval=interval("time", runs, prediction.step_seconds),
+        peak_interval=interval("memory", runs, prediction.reported_bytes),
         rejected=rejected,
     )
     names = dict.fromkeys([run.group for run in runs] + [group for _, group, _ in rejected])
@@ -139,13 +139,13 @@ def _summary(record: Record, index: list[int], group: str | None) -> dict[str, A
     summary: dict[str, Any] = {"n": len(index) + sum(group in (None, g) for _, g, _ in record.rejected)}
     timed = [i for i in index if runs[i].ran and runs[i].step_seconds and "time" in runs[i].checks]
     weighed = [i for i in index if runs[i].ran and runs[i].peak_bytes and "memory" in runs[i].checks]
-    for key, of, planned, baseline, interval, name in (
+    for key, of, planned, baseline, bounds, name in (
         ("time", timed, p.step_seconds, record.baseline_seconds, record.step_interval, "step_seconds"),
         ("memory", weighed, p.reported_bytes, record.baseline_bytes, record.peak_interval, "peak_bytes"),
     ):
         measured = np.array([getattr(runs[i], name) for i in of], dtype=float)
         summary[key] = errors(planned[of], measured) | {
-            "coverage": _coverage(interval, of, measured),
+            "coverage": _coverage(bounds, of, measured),
             "baseline": errors(baseline[of], measured),
         }
     summary["regret"] = _ranking_of_groups(record) if group is None else ranking(record, timed)
@@ -167,11 +167,11 @@ def _ranking_of_groups(record: Record) -> dict[str, Any]:
     }
 
 
-def _coverage(interval: tuple[Array, Array], index: list[int], measured: Array) -> float | None:
+def _coverage(bounds: tuple[Array, Array], index: list[int], measured: Array) -> float | None:
     """Share of the measurements inside their intervals."""
     if not index:
         return None
-    low, high = interval
+    low, high = bounds
     return float(np.mean((low[index] <= measured) & (measured <= high[index])))
 
 

@@ -34,11 +34,13 @@ def show_explanation(console: Console, document: Document) -> None:
     _operations(console, time["operations"])
     show_waterfall(console, document)
     show_timeline(console, document)
-    heading(console, "Memory at the peak")
-    _rows(console, document["memory"]["components"], document["memory"]["peak"], units.bytes_)
+    if document["memory"]["components"]:
+        heading(console, "Memory at the peak")
+        _rows(console, document["memory"]["components"], document["memory"]["peak"], units.bytes_)
     _wall(console, time.get("wall"))
     show_energy(console, document)
-    _losses(console, document["losses"])
+    if any(value is not None for value in document["losses"].values()):
+        _losses(console, document["losses"])
     _remedies(console, document)
     _accuracy(console, document)
     console.print()

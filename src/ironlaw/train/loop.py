@@ -58,7 +58,8 @@ from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
-from ironlaw.train.state import RandomState, Stateful
+from ironlaw.train.start import load_first_weights
+from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.transfer import Transfer
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
@@ -128,8 +129,11 @@ class Trainer:
         self.loader = Loader(self.dataset, config.data, config.sequence)
         self.batches = self.loader.training(config.train.global_batch, config.train.seed)
         self.to_device = Transfer(self.device, config.data.pin_memory)
-        torch.manual_seed(config.train.seed)
-        self.model = Transformer(config.model).to(self.device)
+        seed_everything(config.train.seed)
+        self.model = Transformer(config.model)
+        if start is None and config.train.start_from:
+            load_first_weights(config.train.start_from, self.model, config.model)
+        self.model.to(self.device)
         use_onednn(self.model, self.profile.fp32_products == "onednn")
         self.model.dropout_seed = config.train.seed
         self.optimizer = build_optimizer(self.model, config.optimizer)

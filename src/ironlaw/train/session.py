@@ -24,6 +24,7 @@ from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
+from ironlaw.train.start import check_first_weights
 from ironlaw.train.tracking import check_installed
 
 DataProgress = Callable[[int, int], None]
@@ -113,6 +114,8 @@ def check_start(
     start = checkpoint.newest(
         run.checkpoints, warn=say, usable=lambda c: recovery.usable(c.step, int(c.index.get("turns", 0)))
     )
+    if start is None and config.train.start_from:
+        check_first_weights(config.train.start_from, config.model)
     if start is not None:
         checkpoint.check_model(start, config.model)
     checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), config.checkpoint.keep)

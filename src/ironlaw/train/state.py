@@ -21,6 +21,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+def seed_everything(seed: int) -> None:
+    """The generators that `RandomState` saves."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 class RandomState:
     """Every generator that a step may draw from: torch's on each device, numpy's and Python's."""
 

@@ -22,6 +22,7 @@ def trace_to_json(trace: Trace) -> dict[str, Any]:
 
 def trace_from_json(document: dict[str, Any]) -> Trace:
     values = dict(document)
+    values.pop("variants", None)
     columns = values.pop("columns")
     values["operations"] = [_operation(dict(zip(columns, row, strict=True))) for row in values["operations"]]
     values["output_shapes"] = tuple(tuple(shape) for shape in values["output_shapes"])

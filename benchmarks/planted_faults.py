@@ -1,0 +1,317 @@
+"""Fourteen defects planted one at a time in a working training script: is the cause named, and the gain foretold?
+
+    python benchmarks/planted_faults.py [--only NAME ...] [--healthy 10] [--out FILE]
+
+Each run is a process of its own: an ordinary PyTorch loop (a GPT of 4 x 256 on text, bf16, observed by
+`ironlaw.observe`), with one defect or none. Named right: the first cause of `ironlaw explain` is the planted one.
+Foretold: what its first remedy promises, against the step of the run without the defect. Run it on a machine that
+does nothing else, after `ironlaw measure`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+STEPS, BATCH, TOKENS, VOCAB = 36, 16, 64, 4096
+LONG = 2048  # tokens, where attention is what matters
+HERE = Path(__file__)
+# defect -> (rule that names it, stage of the input where the rule has stages)
+FAULTS: dict[str, tuple[str, str | None]] = {
+    "slow_storage": ("input_bound", "read"),
+    "single_thread_tokenizer": ("input_bound", "tokenise"),
+    "too_few_workers": ("input_bound", "workers"),
+    "item_every_micro_batch": ("sync_points", None),
+    "fp32": ("precision", None),
+    "unfused_attention": ("attention_unfused", None),
+    "unaligned_vocabulary": ("misaligned", None),
+    "tiny_batch": ("batch_small", None),
+    "checkpoint_every_step": ("checkpoint_frequent", None),
+    "evaluation_too_often": ("evaluation_frequent", None),
+    "twice_the_threads": ("oversubscribed", None),
+    "straggling_rank": ("straggler", None),
+    "needless_recomputation": ("recompute_needless", None),
+    "sync_inside_accumulation": ("sync_in_accumulation", None),
+}
+ALSO_RIGHT = {"item_every_micro_batch": "sync_points_free", "unaligned_vocabulary": "misaligned_free"}
+# What the script without the defect looks like, where it is not the plain one.
+BASE_OF = {
+    "unaligned_vocabulary": "large_vocabulary", "item_every_micro_batch": "accumulating",
+    "tiny_batch": "eightfold_batch",
+    "unfused_attention": "long_sequences",
+    "straggling_rank": "two_ranks", "sync_inside_accumulation": "two_ranks_accumulating",
+}  # fmt: skip
+
+
+# -- the training script -----------------------------------------------------------------------------------------
+
+
+def train(fault: str, out: Path) -> None:
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+    from torch.utils.data import DataLoader, Dataset
+
+    import ironlaw
+    from ironlaw.machine import host
+
+    cores = host.usable_cores()
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    torch.set_num_threads(2 * cores if fault == "twice_the_threads" else max(1, cores // ranks))
+    host.keep_freed_memory()
+    torch.manual_seed(0)
+    vocab = {"unaligned_vocabulary": 16_001, "large_vocabulary": 16_064}.get(fault, VOCAB)
+    accumulating = fault in ("item_every_micro_batch", "accumulating", "two_ranks_accumulating",
+                             "sync_inside_accumulation")  # fmt: skip
+    micro = BATCH // 4 if accumulating else 1 if fault == "tiny_batch" else BATCH
+    micro = {"eightfold_batch": 8, "unfused_attention": 1, "long_sequences": 1}.get(fault, micro)
+    long = fault in ("unfused_attention", "long_sequences")
+    tokens = 16 if fault in ("tiny_batch", "eightfold_batch") else LONG if long else TOKENS
+    accumulate = 4 if accumulating else 1
+
+    class Attention(nn.Module):
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__()
+            self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            b, s, w = x.shape
+            q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+            if fault == "unfused_attention":
+                scores = torch.matmul(q, k.transpose(-1, -2)) / (w // self.heads) ** 0.5
+                hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+                mixed = torch.matmul(torch.softmax(scores.masked_fill(hidden, float("-inf")).float(), -1).to(q), v)
+            else:
+                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(mixed.transpose(1, 2).reshape(b, s, w))
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm1, self.attention, self.norm2 = nn.LayerNorm(width), Attention(width, 4), nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.attention(self.norm1(x))
+            return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+    class GPT(nn.Module):
+        def __init__(self, width: int = 256) -> None:
+            super().__init__()
+            self.embedding, self.positions = nn.Embedding(vocab, width), nn.Embedding(LONG, width)
+            self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+
+        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if fault == "needless_recomputation" else block(x)
+            return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+    class Text(Dataset[torch.Tensor]):
+        """Token ids; or text that is read or tokenised when it is asked for."""
+
+        ids = torch.randint(0, VOCAB, (2048, LONG + 1), generator=torch.Generator().manual_seed(1))
+        words = tuple(f"word{n}" for n in range(VOCAB))
+
+        def __init__(self) -> None:
+            self.numbers = {word: n for n, word in enumerate(self.words)}
+
+        def __len__(self) -> int:
+            return len(self.ids)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if fault in ("slow_storage", "too_few_workers"):
+                self.read_slowly()
+            if fault == "single_thread_tokenizer":
+                return self.tokenize(index)
+            return self.ids[index, : tokens + 1]
+
+        def read_slowly(self) -> None:
+            time.sleep(0.015)  # what a busy network file system takes
+
+        def tokenize(self, index: int) -> torch.Tensor:
+            found = []
+            for _ in range(60):
+                found = [self.numbers[self.words[n]] for n in self.ids[index, : tokens + 1].tolist()]
+                found = [n for word in (self.words[n] for n in found) for n in (self.numbers[word[:4] + word[4:]],)]
+            return torch.tensor(found)[: tokens + 1]
+
+    model: Any = GPT()
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    workers = 1 if fault == "too_few_workers" else 0
+    loader = DataLoader(Text(), batch_size=micro, num_workers=workers)
+    cast: Any = contextlib.nullcontext() if fault == "fp32" else torch.autocast("cpu", dtype=torch.bfloat16)
+    steps = 3 * STEPS if fault == "tiny_batch" else STEPS
+    batches = iter(loader)
+    with ironlaw.observe(model, optimizer, out=out) as watch:
+        for step in range(steps):
+            for number in range(accumulate):
+                ids = next(batches)
+                if fault == "straggling_rank" and rank == 1:
+                    time.sleep(0.05)
+                hold = ranks > 1 and number < accumulate - 1 and fault != "sync_inside_accumulation"
+                with model.no_sync() if hold else contextlib.nullcontext():
+                    with cast:
+                        loss = model(ids[:, :-1], ids[:, 1:])
+                    loss.backward()
+                if fault == "item_every_micro_batch":
+                    norms = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
+                    assert norms
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % (2 if fault == "evaluation_too_often" else STEPS // 2) == 1:
+                model.eval()
+                with torch.no_grad(), cast:
+                    for _ in range(2):
+                        model(ids[:, :-1], ids[:, 1:])
+                model.train()
+            if fault == "checkpoint_every_step":
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, out.with_suffix(".pt"))
+            watch.log(loss=loss.detach())
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------
+
+
+def run(fault: str, folder: Path) -> Path:
+    out = folder / f"{fault}-{time.time_ns()}"
+    command = [sys.executable, str(HERE), "--train", fault, "--run", str(out)]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    if fault in ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks_accumulating"):
+        port = str(29500 + os.getpid() % 500)
+        shared = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        others = [subprocess.Popen(command, env=shared | {"RANK": str(r)}, stderr=subprocess.DEVNULL) for r in range(2)]
+        for process in others:
+            if process.wait() != 0:
+                raise SystemExit(f"{fault}: a rank failed")
+        return out
+    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
+    return out
+
+
+def whole_step(out: Path) -> float:
+    """Seconds per step with its share of evaluations and checkpoints: what the user waits for."""
+    ledger = json.loads((out / "ledger.json").read_text())
+    wall, steps = ledger["facts"]["wall_seconds"], ledger["facts"]["steps_done"]
+    return float(ledger["totals"]["step_seconds"]["value"] + (wall["evaluation"] + wall["checkpoint"]) / steps)
+
+
+def explain(out: Path) -> dict[str, Any]:
+    from ironlaw.explain.open import explain_path
+
+    return explain_path(out).to_json()
+
+
+def judge(fault: str, folder: Path, bases: dict[str, float]) -> dict[str, Any]:
+    base = BASE_OF.get(fault, "plain")
+    if base not in bases:
+        bases[base] = whole_step(run(base, folder))
+    out = run(fault, folder)
+    document = explain(out)
+    findings = document["diagnosis"]["findings"]
+    first = findings[0]["rule"] if findings else "none"
+    rule, stage = FAULTS[fault]
+    named = first in (rule, ALSO_RIGHT.get(fault)) and stage in (None, document["facts"]["run"].get("data_stage"))
+    remedies = document["remedies"]
+    promised = remedies[0]["step_seconds_saved"] if remedies else 0.0
+    step = whole_step(out)
+    scale = 8 if fault == "tiny_batch" else 1  # per sample
+    gained = step - bases[base] / scale
+    near = abs(promised - gained) <= 0.3 * abs(gained) if gained else promised == 0
+    return {
+        "fault": fault, "first": first, "stage": document["facts"]["run"].get("data_stage"), "named": named,
+        "remedy": remedies[0]["name"] if remedies else None, "step": step, "base": bases[base] / scale,
+        "promised": promised, "gained": gained, "near": near,
+        "others": [f["rule"] for f in findings[1:4]],
+    }  # fmt: skip
+
+
+def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
+    import platform
+
+    import torch
+
+    from ironlaw import __version__
+    from ironlaw.machine import host
+
+    today = datetime.date.today().isoformat()
+    lines = [
+        "# Planted faults", "",
+        f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
+        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/planted_faults.py`.", "",
+        f"Named right: {sum(r['named'] for r in rows)} of {len(rows)}. Gain foretold within 30%: "
+        f"{sum(r['near'] for r in rows)} of {len(rows)}. Without a fault called healthy: "
+        f"{healthy.count('healthy')} of {len(healthy)}.", "",
+        "| planted | named first | right | remedy | promised, ms per step | measured | within 30% |",
+        "|---|---|---|---|---:|---:|---|",
+    ]  # fmt: skip
+    for r in rows:
+        lines.append(
+            f"| {r['fault']} | {_cause(r)} | {'yes' if r['named'] else 'no'} | {r['remedy'] or 'none'} | "
+            f"{1e3 * r['promised']:.1f} | {1e3 * r['gained']:.1f} | {'yes' if r['near'] else 'no'} |"
+        )
+    wrong = [verdict for verdict in healthy if verdict != "healthy"]
+    return "\n".join([*lines, "", *(f"Not healthy: {verdict}" for verdict in wrong), ""])
+
+
+def _cause(row: dict[str, Any]) -> str:
+    return f"{row['first']} ({row['stage']})" if row["first"] == "input_bound" else str(row["first"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", help="of " + ", ".join(FAULTS))
+    parser.add_argument("--healthy", type=int, default=10)
+    parser.add_argument("--state", type=Path, help="rows so far, to run it in pieces")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train, options.run)
+        return
+    state: dict[str, Any] = {"rows": [], "healthy": []}
+    if options.state and options.state.is_file():
+        state = json.loads(options.state.read_text())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, bases = Path(temporary), {}
+        for fault in options.only if options.only is not None else FAULTS:
+            row = judge(fault, folder, bases)
+            state["rows"] = [r for r in state["rows"] if r["fault"] != fault] + [row]
+            print(json.dumps(row), flush=True)
+            if options.state:
+                options.state.write_text(json.dumps(state))
+        for _ in range(options.healthy):
+            diagnosis = explain(run("plain", folder))["diagnosis"]
+            verdict = "healthy" if diagnosis["healthy"] else f"{diagnosis['findings'][:1]} {diagnosis['sentence']}"
+            state["healthy"].append(verdict)
+            print(verdict, flush=True)
+            if options.state:
+                options.state.write_text(json.dumps(state))
+    order = list(FAULTS)
+    state["rows"].sort(key=lambda r: order.index(r["fault"]))
+    text = report(state["rows"], state["healthy"])
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

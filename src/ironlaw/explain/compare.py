@@ -1,0 +1,134 @@
+"""Why one run is faster or slower than another: by phase, by operation, by what was configured differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ironlaw import units
+from ironlaw.explain.explanation import Explanation
+from ironlaw.explain.gap import Gap, subtract_ledgers
+from ironlaw.explain.noise import sample, threshold
+from ironlaw.ledger import Ledger
+
+NAMED = 3  # causes in the sentence
+COMPARED_FACTS = (
+    "machine", "threads", "precision", "compile", "accumulation", "batch", "sequence", "data_workers", "versions",
+    "machine_speed", "source", "model", "autocast",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A is before, B after. All seconds per step; tokens per second where the steps differ in size."""
+
+    before: Explanation
+    after: Explanation
+    gap: Gap  # "planned" reads as A, "measured" as B
+    change: float | None  # relative change of the step time, of the time per token where both are known
+    per_token: bool
+    noise: float | None
+    settings: list[dict[str, Any]]
+
+    @property
+    def real(self) -> bool | None:
+        """Whether the difference is more than noise. None when the steps of a run are too few to tell."""
+        return None if self.change is None or self.noise is None else abs(self.change) > self.noise
+
+    @property
+    def sentence(self) -> str:
+        if self.change is None:
+            return "The step of one of the runs was not timed, so they cannot be compared."
+        unit = "token" if self.per_token else "step"
+        if self.real is False:
+            return (
+                f"No difference beyond noise: the time per {unit} differs by {units.signed_percent(self.change)}, and "
+                f"runs like these differ by {units.percent(self.noise)} by themselves."
+            )
+        slower = "slower" if self.change > 0 else "faster"
+        doubt = "" if self.real else " (too few steps to know the noise)"
+        causes = [f"{name} {_signed(seconds)}" for name, seconds in self.causes()[:NAMED]]
+        because = f": {', '.join(causes)} per step" if causes else ""
+        return f"B is {units.percent(abs(self.change))} {slower} per {unit}{doubt}{because}."
+
+    def causes(self) -> list[tuple[str, float]]:
+        """Phases by how much they changed, those first that changed in the direction of the step."""
+        direction = 1 if (self.gap.step.missing or 0.0) >= 0 else -1
+        changed = [(row.name, (row.measured or 0.0) - (row.planned or 0.0)) for row in self.gap.phases]
+        noise = (self.noise or 0.0) * (self.gap.step.planned or 0.0) / 4
+        return sorted((c for c in changed if c[1] * direction > noise), key=lambda c: -c[1] * direction)
+
+    def to_json(self) -> dict[str, Any]:
+        gap = self.gap
+        return {
+            "schema_version": 1,
+            "before": str(self.before.run_dir),
+            "after": str(self.after.run_dir),
+            "sentence": self.sentence,
+            "change": self.change,
+            "per": "token" if self.per_token else "step",
+            "noise": self.noise,
+            "is_difference": self.real,
+            "totals": {name: _pair(row) for name, row in gap.totals.items()},
+            "phases": [_pair(row) for row in gap.phases],
+            "kinds": [_pair(row) for row in gap.kinds],
+            "operations": [_pair(row) | {"phase": str(row.phase), "kind": str(row.kind)} for row in gap.operations],
+            "memory": [_pair(row) for row in gap.memory],
+            "settings": self.settings,
+            "bottlenecks": [self.before.diagnosis.sentence, self.after.diagnosis.sentence],
+        }
+
+
+def compare(before: Explanation, after: Explanation) -> Comparison:
+    gap = subtract_ledgers(before.run, after.run)
+    step, change, per_token = gap.step, None, False
+    if step.planned and step.measured:
+        change = step.measured / step.planned - 1
+    rate = gap.totals.get("tokens_per_second")
+    if rate is not None and rate.planned and rate.measured:
+        change, per_token = rate.planned / rate.measured - 1, True
+    noise = threshold(sample(before.metrics, step.planned), sample(after.metrics, step.measured))
+    return Comparison(before, after, gap, change, per_token, noise, _settings(before, after))
+
+
+def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:
+    """What was set, or was there, differently: keys of the configs, then facts of the runs."""
+    sides = [_flat(e.config.model_dump(mode="json")) if e.config is not None else {} for e in (before, after)]
+    facts = [_facts(e.run) for e in (before, after)]
+    keys = dict.fromkeys([*sides[0], *sides[1]])
+    changed = [
+        {"name": key, "before": sides[0].get(key), "after": sides[1].get(key), "of": "config"}
+        for key in keys
+        if sides[0].get(key) != sides[1].get(key)
+    ]
+    for key in dict.fromkeys([*facts[0], *facts[1]]):
+        a, b = facts[0].get(key), facts[1].get(key)
+        alike = isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_ALIKE
+        if a != b and not alike:
+            changed.append({"name": key, "before": a, "after": b, "of": "run"})
+    return changed
+
+
+FLOAT_ALIKE = 0.02
+
+
+def _facts(run: Ledger) -> dict[str, Any]:
+    return _flat({name: run.facts[name] for name in COMPARED_FACTS if run.facts.get(name) is not None})
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif not isinstance(value, list):
+            flat[prefix + key] = value
+    return flat
+
+
+def _pair(row: Any) -> dict[str, Any]:
+    return {"name": row.name, "before": row.planned, "after": row.measured, "difference": row.missing}
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '−'}{units.seconds(abs(seconds))}"

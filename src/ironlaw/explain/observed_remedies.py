@@ -1,0 +1,247 @@
+"""What to change in a loop that is the user's own: code, not config. Gains come from the plans of the module as it
+could be run, from what was measured, or from a small experiment at the end of the run; `basis` says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ironlaw.explain.gap import Gap, reconcile
+from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy
+from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.machine.profile import Profile
+
+RECOMPUTED = "_recomputed"
+FULL_MEMORY = 0.85
+LEAST_PLANNED = 0.10
+FEWER = 10  # times, evaluations and checkpoints
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a remedy may look at. `variants`: name -> plan of one micro-batch step run that way, on the same machine."""
+
+    plan: Ledger
+    run: Ledger
+    gap: Gap
+    profile: Profile | None
+    variants: Mapping[str, Ledger]
+
+    @property
+    def step(self) -> float:
+        return self.gap.step.measured or 0.0
+
+    @property
+    def steps(self) -> int:
+        return int(self.run.facts.get("steps_done") or 1)
+
+    def phase(self, phase: Phase) -> float:
+        return next((row.measured or 0.0 for row in self.gap.phases if row.name == str(phase)), 0.0)
+
+
+def _remedy(
+    now: Observed, name: str, title: str, effect: Effect, risk: str, when: str, how: str, saved: float, basis: str,
+    bytes_saved: float = 0.0,
+) -> Remedy | None:  # fmt: skip
+    """`saved`: seconds per step. What only a plan says must be more than the plan's own error."""
+    least = LEAST_PLANNED if basis.startswith("planned") else LEAST_GAIN
+    if not now.step or saved / now.step < least:
+        return None
+    return Remedy(
+        name, title, effect, risk, when, {}, saved / now.step, saved * now.steps, saved, bytes_saved, basis, how
+    )
+
+
+def _data(now: Observed) -> Remedy | None:
+    stage = now.run.facts.get("data_stage")
+    titles = {
+        "workers": ("Use more DataLoader workers", "DataLoader(..., num_workers=4, persistent_workers=True)"),
+        "tokenise": ("Tokenise once, before training", "write token ids to a file once, and memory-map it"),
+        "read": ("Read ahead, or from faster storage", "DataLoader(..., num_workers=2, prefetch_factor=4), or a copy "
+                 "of the data on a local disk or in memory"),
+    }  # fmt: skip
+    title, how = titles.get(str(stage), ("Prepare batches while the step runs", "DataLoader(..., num_workers=2)"))
+    return _remedy(
+        now, "data", title, Effect.NONE, "none for the model; workers take memory and cores", "the step waits for data",
+        how, now.phase(Phase.DATA), "measured wait for data",
+    )  # fmt: skip
+
+
+def _threads(now: Observed) -> Remedy | None:
+    gains = now.run.facts.get("thread_gain")
+    if gains is None:
+        return None
+    run, _ = reconcile(now.run)
+    saved = sum(
+        (x.seconds or 0.0) * gains["matmul" if x.kind in (Kind.MATMUL, Kind.ATTENTION) else "elementwise"]
+        for x in run.lines
+        if x.kind is not Kind.HOST
+    )
+    return _remedy(
+        now, "threads", "As many threads as cores", Effect.NONE, "none", "more threads than cores",
+        f"torch.set_num_threads({now.run.facts.get('cores')})", saved,
+        "kernels timed both ways at the end of the run",
+    )  # fmt: skip
+
+
+def _precision(now: Observed) -> Remedy | None:
+    other = now.variants.get("bf16")
+    if other is None or "step_seconds" not in now.plan.totals:
+        return None
+    ratio = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
+    busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+    return _remedy(
+        now, "precision", "Train in bf16", Effect.ROUNDING, "rounding differs: compare the loss of the first steps",
+        "the run is in fp32, and this machine multiplies bf16 faster",
+        f'with torch.autocast("{now.run.facts.get("device")}", dtype=torch.bfloat16): around the forward pass',
+        (1 - ratio) * busy, "planned: both precisions on this machine's curves",
+    )  # fmt: skip
+
+
+def _batch(now: Observed) -> Remedy | None:
+    """Merge the micro-batches of a step, or with one of them take larger steps: the gain is for the same samples."""
+    other = now.variants.get("larger_batch")
+    if other is None or "step_seconds" not in now.plan.totals:
+        return None
+    per_sample = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
+    accumulation = int(now.run.facts.get("accumulation") or 1)
+    busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+    merged = accumulation > 1
+    return _remedy(
+        now, "batch", "Larger micro-batches" if merged else "Larger batches, fewer steps",
+        Effect.NONE if merged else Effect.TRAINING,
+        "takes more memory" if merged else "fewer updates for the same samples: retune the learning rate",
+        "one forward pass is too little work for what calling it costs",
+        f"a micro-batch of {8 * int(now.run.facts.get('batch') or 1)}", (1 - per_sample) * busy,
+        "planned: eight times the micro-batch on this machine's curves, for the same samples",
+    )  # fmt: skip
+
+
+def _attention(now: Observed) -> Remedy | None:
+    """Scores that are written out: their products, softmax and masks against the fused kernel of the same shape."""
+    found = unfused_attention(now)
+    if found is None:
+        return None
+    spent, fused, pairs_bytes = found
+    return _remedy(
+        now, "attention", "Fuse attention", Effect.ROUNDING, "rounding differs in the last bits",
+        "attention writes its scores to memory", "torch.nn.functional.scaled_dot_product_attention(q, k, v, "
+        "is_causal=True)", spent - fused, "measured, against the fused kernel's curve on this machine", pairs_bytes,
+    )  # fmt: skip
+
+
+def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
+    """(seconds spent, seconds the fused kernel takes, bytes of scores) per step; None without a softmax of scores."""
+    run, _ = reconcile(now.run)
+    roots = {line.operation.rpartition(".")[0] for line in run.lines if line.operation.endswith(".softmax")}
+    roots = {root for root in roots if any(_under(line.operation, root, "bmm") for line in run.lines)}
+    if not roots or now.profile is None:
+        return None
+    own = ("bmm", "softmax", "masked_fill", "where", "div", "mul", "add", "dropout", "native_dropout", "copy", "clone")
+    spent = sum(
+        line.seconds or 0.0
+        for line in run.lines
+        if line.phase in (Phase.FORWARD, Phase.BACKWARD) and any(_under(line.operation, r, *own) for r in roots)
+    )
+    products = [op for op in now.run.facts.get("score_products", []) if op]
+    if not products:
+        return None
+    fused = scores = 0.0
+    for batch, tokens, size in products:
+        pairs = batch * tokens * tokens / 2
+        scores += 4 * batch * tokens * tokens
+        for direction in ("forward", "backward"):
+            precision = "bf16" if now.run.facts.get("precision") == "bf16" else "fp32"
+            fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
+    again = int(now.run.facts.get("accumulation") or 1)
+    return spent, fused * again, scores
+
+
+def _under(operation: str, root: str, *names: str) -> bool:
+    path, _, last = operation.rpartition(".")
+    return path == root and last in names
+
+
+def _alignment(now: Observed) -> Remedy | None:
+    saved, found = 0.0, now.run.facts.get("misaligned") or []
+    run, _ = reconcile(now.run)
+    for entry in found:
+        line = entry["module"]
+        spent = sum(x.seconds or 0.0 for x in run.lines if x.operation == line and x.kind is Kind.MATMUL)
+        saved += spent * (1 - entry["aligned_seconds"] / entry["seconds"])
+    shapes = ", ".join(f"{e['shape'][0]} to {e['aligned'][0]}" for e in found)
+    return _remedy(
+        now, "alignment", "Pad odd sizes to a multiple of 64", Effect.MODEL, "unused rows of the vocabulary, or a "
+        "slightly larger model", "a large matrix has a size that tiles do not divide", f"sizes: {shapes}", saved,
+        "both products timed at the end of the run",
+    )  # fmt: skip
+
+
+def recomputed_seconds(run: Ledger) -> float:
+    lines, _ = reconcile(run)
+    return sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RECOMPUTED))
+
+
+def _recompute(now: Observed) -> Remedy | None:
+    needed = now.run.totals.get("resident_bytes")
+    have, kept = now.run.facts.get("memory_bytes"), now.plan.memory_bytes().get("activations") or 0.0
+    if needed is None or not have or needed.value + kept > FULL_MEMORY * have:
+        return None
+    return _remedy(
+        now, "recompute", "Keep activations instead of recomputing them", Effect.NONE, "takes more memory",
+        "memory has room for the activations", "drop torch.utils.checkpoint, or gradient_checkpointing_disable()",
+        recomputed_seconds(now.run), "measured forward operations within the backward pass", -kept,
+    )  # fmt: skip
+
+
+def _between(name: str, title: str, risk: str, how: str) -> Callable[[Observed], Remedy | None]:
+    def propose(now: Observed) -> Remedy | None:
+        wall = (now.run.facts.get("wall_seconds") or {}).get(name) or 0.0
+        saved = wall * (1 - 1 / FEWER) / now.steps
+        if not now.step or wall / now.steps < 0.05 * now.step:
+            return None
+        return _remedy(
+            now, name, title, Effect.NONE, risk, f"it takes over 5% of the training time ({name})", how, saved,
+            "measured seconds of this run",
+        )  # fmt: skip
+
+    return propose
+
+
+def _syncs(now: Observed) -> Remedy | None:
+    extra = (now.run.facts.get("gradient_syncs_per_step") or 0.0) - 1
+    waiting = sum(x.seconds or 0.0 for x in now.run.lines if x.kind is Kind.COLLECTIVE)
+    if extra <= 0.5:
+        return None
+    return _remedy(
+        now, "no_sync", "Synchronise gradients once per step", Effect.NONE, "none", "gradients accumulate",
+        "with model.no_sync(): around all micro-batches but the last", waiting * extra / (extra + 1),
+        "measured collectives of the recorded steps",
+    )  # fmt: skip
+
+
+def _straggler(now: Observed) -> Remedy | None:
+    ranks = sorted(now.run.facts.get("rank_own_seconds") or [])
+    if len(ranks) < 2:
+        return None
+    return _remedy(
+        now, "straggler", "Find out what slows one rank", Effect.NONE, "none", "one rank works longer than the others",
+        f"look at rank {now.run.facts.get('slowest_rank')}: its machine, its storage, its share of the batch",
+        ranks[-1] - ranks[(len(ranks) - 1) // 2], "measured on every rank",
+    )  # fmt: skip
+
+
+REMEDIES: tuple[Callable[[Observed], Remedy | None], ...] = (
+    _data, _straggler, _threads, _precision, _batch, _attention, _alignment, _recompute, _syncs,
+    _between("evaluation", "Evaluate a tenth as often", "the curve has fewer points", "evaluate every N steps"),
+    _between("checkpoint", "Save a tenth as often", "an interruption loses more steps", "save every N steps"),
+)  # fmt: skip
+
+
+def find_observed_remedies(
+    now: Observed, kinds: Iterable[Callable[[Observed], Remedy | None]] = REMEDIES
+) -> list[Remedy]:
+    """What pays, ranked: what leaves the training as it is before what changes it, each by gain."""
+    found = [remedy for kind in kinds if (remedy := kind(now)) is not None]
+    return sorted(found, key=lambda r: (r.effect >= Effect.TRAINING, -r.gain))

@@ -1,0 +1,287 @@
+"""Rules about how a loop is written: threads, precision, attention, sizes, synchronisation, recomputation, ranks.
+
+Most need facts that `ironlaw.observe` collects, or a trace; a run without them lists these rules as not tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ironlaw import units
+from ironlaw.explain.evidence import Evidence
+from ironlaw.explain.gap import reconcile
+from ironlaw.explain.rule import Axis, Rule, Statement
+from ironlaw.ledger import Kind, Phase
+
+RECOMPUTED = "_recomputed"
+ROOM = 0.85  # of the memory
+
+
+def _gain(name: str) -> Callable[[Evidence], float | None]:
+    return lambda evidence: evidence.gains.get(name)
+
+
+def _per_step(fact: str) -> Callable[[Evidence], float | None]:
+    def measure(evidence: Evidence) -> float | None:
+        value = evidence.fact(fact)
+        return None if value is None or evidence.step is None else float(value) / evidence.step
+
+    return measure
+
+
+def _launch_gaps(evidence: Evidence) -> float | None:
+    """Of a step on a device: it idles while the host calls operations."""
+    if evidence.fact("device") != "cuda" or evidence.fact("source") != "trace":
+        return None
+    return (evidence.phase_share(Phase.HOST) or 0.0) + (evidence.phase_share(Phase.IDLE) or 0.0)
+
+
+def _communication(evidence: Evidence) -> float | None:
+    return evidence.phase_share(Phase.COMMUNICATION)
+
+
+def _bubble(evidence: Evidence) -> float | None:
+    bubble = evidence.plan.facts.get("bubble_fraction") or evidence.fact("bubble_fraction")
+    return None if bubble is None else float(bubble)
+
+
+def _straggler(evidence: Evidence) -> float | None:
+    """How much longer the slowest rank works before it meets the others, as a share of the step."""
+    ranks = evidence.fact("rank_own_seconds")
+    if not ranks or len(ranks) < 2 or not evidence.step:
+        return None
+    ordered = sorted(ranks)
+    return float(ordered[-1] - ordered[(len(ordered) - 1) // 2]) / evidence.step
+
+
+def _sync_calls(evidence: Evidence) -> list[dict[str, Any]] | None:
+    points = evidence.fact("sync_points")
+    return None if points is None else [p for p in points if p["per_step"] > MOST_SYNCS]
+
+
+MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
+
+
+def _syncs(evidence: Evidence) -> float | None:
+    """Its time, and never less than the threshold: what it costs shows on an accelerator only."""
+    calls = _sync_calls(evidence)
+    if calls is None or evidence.step is None:
+        return None
+    cost = sum(p["seconds"] for p in calls) / evidence.step
+    return max(cost, SYNC_THRESHOLD) if calls else 0.0
+
+
+SYNC_THRESHOLD = 0.001
+
+
+def _syncs_costly(evidence: Evidence) -> float | None:
+    calls = _sync_calls(evidence)
+    if calls is None or evidence.step is None:
+        return None
+    return float(sum(p["seconds"] for p in calls)) / evidence.step
+
+
+def _extra_syncs(evidence: Evidence) -> float | None:
+    """Share of the gradient exchanges that accumulation makes useless, weighted by what exchanging costs."""
+    per_step = evidence.fact("gradient_syncs_per_step")
+    if not per_step:
+        return None
+    return max(0.0, float(per_step) - 1) / float(per_step)
+
+
+def _recomputes(evidence: Evidence) -> float | None:
+    if not evidence.run.lines or not evidence.step:
+        return None
+    lines, _ = reconcile(evidence.run)
+    spent = sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RECOMPUTED))
+    resident, have = evidence.run.totals.get("resident_bytes"), evidence.fact("memory_bytes")
+    kept = evidence.plan.memory_bytes().get("activations") or 0.0
+    if resident is not None and have and resident.value + kept > ROOM * have:
+        return 0.0  # memory needs it
+    return spent / evidence.step
+
+
+def _skipped(evidence: Evidence) -> float | None:
+    skipped, steps = evidence.fact("skipped_updates"), evidence.steps
+    return None if skipped is None or not steps else float(skipped) / steps
+
+
+def _fragmentation(evidence: Evidence) -> float | None:
+    reserved, peak = evidence.fact("reserved_bytes"), evidence.run.totals.get("peak_bytes")
+    return None if not reserved or peak is None else max(0.0, 1 - peak.value / float(reserved))
+
+
+def _quantisation(evidence: Evidence) -> float | None:
+    """Time that products spend on parts of tiles and waves without work, by the catalogue's tile of 128."""
+    shapes, units_ = evidence.fact("product_shapes"), evidence.fact("compute_units")
+    if not shapes or not units_:
+        return None
+    useful = launched = 0.0
+    for m, n, k in shapes:
+        tiles = -(-m // 128) * -(-n // 128)
+        waves = -(-tiles // units_)
+        useful += m * n * k
+        launched += waves * units_ * 128 * 128 * k
+    return 1 - useful / launched
+
+
+def _throttled(evidence: Evidence) -> float | None:
+    clock, highest = evidence.fact("clock_hertz"), evidence.fact("clock_highest_hertz")
+    return None if not clock or not highest else max(0.0, 1 - float(clock) / float(highest))
+
+
+def _matrix_units(evidence: Evidence) -> float | None:
+    """fp32 products on a device that has matrix units for 16 bits."""
+    if evidence.fact("device") != "cuda" or evidence.fact("precision") is None:
+        return None
+    return (evidence.kind_share(Kind.MATMUL) or 0.0) if evidence.fact("precision") == "fp32" else 0.0
+
+
+def _unfused_trace(evidence: Evidence) -> float | None:
+    flag = evidence.fact("unfused_attention")
+    if flag is None:
+        return None
+    return (evidence.kind_share(Kind.ATTENTION) or 0.0) + 0.01 if flag else 0.0
+
+
+def _says(sentence: str, *facts: str) -> Callable[[Evidence, float], Statement]:
+    """`{share}` is the value; each fact that is known becomes a figure."""
+
+    def says(evidence: Evidence, value: float) -> Statement:
+        figures = [
+            f"{name.replace('_', ' ')}: {evidence.fact(name)}" for name in facts if evidence.fact(name) is not None
+        ]
+        figures.append(f"{units.percent(value)}, of a step of {units.seconds(evidence.step)}")
+        return sentence.format(share=units.percent(value)), figures
+
+    return says
+
+
+def _syncs_say(evidence: Evidence, value: float) -> Statement:
+    calls = _sync_calls(evidence) or []
+    places = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {units.seconds(p['seconds'])}" for p in calls]
+    total = sum(p["per_step"] for p in calls)
+    return f"The host waits for values of tensors {total:.0f} times per step, inside the loop.", places[:4]
+
+
+def _align_says(evidence: Evidence, value: float) -> Statement:
+    figures = [
+        f"{e['module']}: {e['shape'][0]} × {e['shape'][1]} takes {units.seconds(e['seconds'])}, "
+        f"{e['aligned'][0]} × {e['aligned'][1]} {units.seconds(e['aligned_seconds'])}"
+        for e in evidence.fact("misaligned") or []
+    ]
+    return (
+        "A large matrix has a size that no tile divides: its products are slower than those of the next multiple.",
+        figures,
+    )
+
+
+def _misaligned_here(evidence: Evidence) -> float | None:
+    found = evidence.fact("misaligned")
+    return None if found is None else (SYNC_THRESHOLD if found else 0.0)
+
+
+CODE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "oversubscribed", Axis.MACHINE, 0.05, _gain("threads"),
+        _says("There are more threads than cores: they take turns, which costs {share} of the step.",
+              "threads", "cores"),
+        "torch.set_num_threads(number of cores)",
+        "as many threads as cores is what compute-bound kernels want; 5% is above the noise of the experiment",
+    ),
+    Rule(
+        "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
+        _says("Attention is not fused: it writes its scores to memory, which costs {share} of the step."),
+        "torch.nn.functional.scaled_dot_product_attention", "measured, against the fused kernel's curve here",
+    ),
+    Rule(
+        "attention_unfused_trace", Axis.ALGORITHM, 0.005, _unfused_trace,
+        _says("Attention is not fused: products and a softmax where one kernel would do."),
+        "torch.nn.functional.scaled_dot_product_attention, without masks or dropout that no fused kernel takes",
+        "a softmax between two batched products: there is always a fused kernel for it",
+    ),
+    Rule(
+        "batch_small", Axis.ALGORITHM, 0.30, _gain("batch"),
+        _says("The micro-batch is too small: calling operations costs as much as what they compute.", "batch",
+              "accumulation"),
+        "a larger micro-batch", "eight times the micro-batch must save a third, else it is not the cause",
+    ),
+    Rule(
+        "misaligned", Axis.ALGORITHM, 0.03, _gain("alignment"), _align_says,
+        "pad to a multiple of 64", "both products timed at the end of the run; 3% is above their noise",
+    ),
+    Rule(
+        "recompute_needless", Axis.ALGORITHM, 0.05, _recomputes,
+        _says("Activations are recomputed although memory has room for them: {share} of the step."),
+        "turn recomputation off", "forward operations within the backward pass, when memory stays under 85%",
+    ),
+    Rule(
+        "sync_points", Axis.ALGORITHM, 0.02, _syncs_costly, _syncs_say,
+        "keep values on the device, and read them every so many steps", "a step loses its run-ahead at each of them",
+    ),
+    Rule(
+        "sync_in_accumulation", Axis.ALGORITHM, 0.25, _extra_syncs,
+        _says("Gradients are exchanged for every micro-batch: {share} of the exchanges are useless.",
+              "gradient_syncs_per_step", "accumulation"),
+        "with model.no_sync(): around all micro-batches but the last", "one exchange per step is enough",
+    ),
+    Rule(
+        "communication_bound", Axis.MACHINE, 0.10, _communication,
+        _says("Waiting for other devices binds: {share} of the step is communication that nothing hides."),
+        "larger buckets or micro-batches, less sharding, or a layout that `ironlaw plan` finds",
+        "10% is where layouts differ more than kernels do (PyTorch's own advisor warned from there)",
+    ),
+    Rule(
+        "bubble", Axis.ALGORITHM, 0.10, _bubble, _says("Pipeline stages wait: {share} of the step is bubble."),
+        "more micro-batches per step, or an interleaved schedule", "(p - 1) / m with m = 8 p is 12%",
+    ),
+    Rule(
+        "straggler", Axis.MACHINE, 0.10, _straggler,
+        _says("One rank is slower than the others, and all wait for it: {share} of the step.", "slowest_rank",
+              "rank_own_seconds"),
+        "look at that rank's machine: other programs, storage, heat; or at uneven batches",
+        "ranks of one job differ by a few percent; a tenth is a cause",
+    ),
+    Rule(
+        "launch_bound", Axis.MACHINE, 0.20, _launch_gaps,
+        _says("Launching binds: the device idles {share} of the step while the host calls operations.",
+              "launches_per_step"),
+        "torch.compile, CUDA graphs, a fused optimizer, larger micro-batches", "a device that is fed idles under 10%",
+    ),
+    Rule(
+        "no_matrix_units", Axis.ALGORITHM, 0.10, _matrix_units,
+        _says("Matrix products run in fp32 and leave the matrix units for 16 bits unused: {share} of the step."),
+        "autocast to bf16, or torch.set_float32_matmul_precision('high')", "16 bits run 8 to 16 times faster there",
+    ),
+    Rule(
+        "tile_quantisation", Axis.ALGORITHM, 0.25, _quantisation,
+        _says("Products leave {share} of their tiles and waves without work."),
+        "sizes that are multiples of the tile, and batches that fill whole waves", "tiles of 128 x 128, one per unit",
+    ),
+    Rule(
+        "fragmentation", Axis.MACHINE, 0.15, _fragmentation,
+        _says("The allocator holds memory that nothing uses: {share} of what it reserves."),
+        "PYTORCH_ALLOC_CONF=expandable_segments:True", "caches of a steady loop stay under 10%",
+    ),
+    Rule(
+        "throttled", Axis.MACHINE, 0.10, _throttled,
+        _says("The device runs below its clock: {share} slower.", "clock_hertz", "clock_highest_hertz"),
+        "look at its power limit and cooling", "boards vary by a few percent",
+    ),
+    Rule(
+        "updates_skipped", Axis.ALGORITHM, 0.05, _skipped,
+        _says("Loss scaling skips updates: {share} of the steps did nothing.", "skipped_updates"),
+        "bf16, which needs no scaling, or a lower initial scale", "a scale that has settled skips one in 2,000",
+    ),
+    Rule(
+        "sync_points_free", Axis.ALGORITHM, SYNC_THRESHOLD, _syncs, _syncs_say,
+        "nothing on this machine; on an accelerator each ends the time in which the host runs ahead",
+        "named because it is the first thing that costs on an accelerator", fault=False, notice=True,
+    ),
+    Rule(
+        "misaligned_free", Axis.ALGORITHM, SYNC_THRESHOLD, _misaligned_here, _align_says,
+        "little on this machine; matrix units of accelerators want multiples of 64",
+        "named because it costs on an accelerator", fault=False, notice=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""The runs in a folder with the figures one compares them by, without explaining each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+
+SORTS = ("date", "step_seconds", "tokens_per_second", "mfu", "validation_loss", "peak_bytes")
+
+
+def list_runs(folder: Path, sort: str = "date") -> list[dict[str, Any]]:
+    """One entry per run directory below `folder`; a run without a ledger is listed as not finished."""
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}: runs are kept in `runs` unless --out says otherwise")
+    if sort not in SORTS:
+        raise UserError(f"--sort {sort}: choose one of {', '.join(SORTS)}")
+    entries = [_entry(path) for path in sorted(_run_folders(folder))]
+    down = sort in ("tokens_per_second", "mfu", "date")
+    known = [e for e in entries if e.get(sort) is not None]
+    return sorted(known, key=lambda e: e[sort], reverse=down) + [e for e in entries if e.get(sort) is None]
+
+
+def _run_folders(folder: Path) -> set[Path]:
+    found = {p.parent for name in ("ledger.json", "config.toml") for p in folder.glob(f"*/{name}")}
+    found |= {p.parent for name in ("ledger.json", "config.toml") for p in folder.glob(f"*/*/{name}")}
+    if (folder / "ledger.json").is_file():
+        found.add(folder)
+    return found
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    entry: dict[str, Any] = {"run": str(path), "state": "not finished"}
+    try:
+        ledger = Ledger.load(path / "ledger.json")
+    except OSError:
+        return entry
+    except (UserError, ValueError) as error:
+        return entry | {"state": f"unreadable: {error}"}
+    facts, totals = ledger.facts, ledger.totals
+    model = facts.get("model") or {}
+    entry |= {
+        "state": f"interrupted ({facts['interrupted']})" if facts.get("interrupted") else "done",
+        "model": model.get("name"), "date": facts.get("finished"), "steps": facts.get("steps_done"),
+        "precision": facts.get("precision"), "machine": facts.get("machine"),
+        "source": facts.get("source", "train"),
+    }  # fmt: skip
+    for name in ("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "validation_loss", "train_loss"):
+        entry[name] = totals[name].value if name in totals else None
+    return entry
+
+
+def losses(path: Path) -> tuple[list[int], list[float]]:
+    """Step and training loss of a run, for a plot."""
+    steps, values = [], []
+    file = path / "metrics.jsonl"
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry.get("loss"), float):
+            steps.append(int(entry["step"]))
+            values.append(entry["loss"])
+    return steps, values

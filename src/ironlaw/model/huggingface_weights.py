@@ -1,0 +1,212 @@
+"""Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+
+Two differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
+stores its matrices input first. Rotary positions turn the first half of a head against the second on both sides, so
+nothing is permuted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface_fields import family, to_fields
+
+SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+# What older files hold beside the weights: attention masks and rotary tables, which are calculated.
+_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor here, and the ones it consists of there, stacked by rows. `sizes` are their rows."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    transposed: bool = False
+
+
+def entries(config: ModelConfig) -> Iterator[Entry]:
+    """Every tensor of the model, with its names on both sides. UserError for a model that has none there."""
+    gpt2 = family(config) == "gpt2"
+    yield Entry("embedding.weight", ("transformer.wte.weight" if gpt2 else "model.embed_tokens.weight",))
+    if gpt2:
+        yield Entry("positions.weight", ("transformer.wpe.weight",))
+    for layer in range(config.layers):
+        yield from _gpt2_block(layer) if gpt2 else _llama_block(config, layer)
+    final = "transformer.ln_f" if gpt2 else "model.norm"
+    yield from (Entry(f"final_norm.{kind}", (f"{final}.{kind}",)) for kind in _norm(config))
+    if not config.tied:
+        yield Entry("head.weight", ("lm_head.weight",))
+
+
+def _gpt2_block(layer: int) -> Iterator[Entry]:
+    ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+    for kind in ("weight", "bias"):
+        yield Entry(f"{ours}.attention_norm.{kind}", (f"{theirs}.ln_1.{kind}",))
+        yield Entry(f"{ours}.ffn_norm.{kind}", (f"{theirs}.ln_2.{kind}",))
+        for mine, other in (
+            ("attention.qkv", "attn.c_attn"), ("attention.out", "attn.c_proj"),
+            ("ffn.up", "mlp.c_fc"), ("ffn.down", "mlp.c_proj"),
+        ):  # fmt: skip
+            yield Entry(f"{ours}.{mine}.{kind}", (f"{theirs}.{other}.{kind}",), transposed=kind == "weight")
+
+
+def _llama_block(config: ModelConfig, layer: int) -> Iterator[Entry]:
+    ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+    yield Entry(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+    yield Entry(f"{ours}.ffn_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+    sizes = (config.query_size, config.key_value_size, config.key_value_size)
+    for kind in ("weight", "bias") if config.has_qkv_bias else ("weight",):
+        names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
+        yield Entry(f"{ours}.attention.qkv.{kind}", names, sizes)
+    if config.qk_norm:
+        yield Entry(f"{ours}.attention.query_norm.weight", (f"{theirs}.self_attn.q_norm.weight",))
+        yield Entry(f"{ours}.attention.key_norm.weight", (f"{theirs}.self_attn.k_norm.weight",))
+    for kind in ("weight", "bias") if config.bias else ("weight",):
+        yield Entry(f"{ours}.attention.out.{kind}", (f"{theirs}.self_attn.o_proj.{kind}",))
+        for part in ("gate", "up", "down"):
+            yield Entry(f"{ours}.ffn.{part}.{kind}", (f"{theirs}.mlp.{part}_proj.{kind}",))
+
+
+def _norm(config: ModelConfig) -> tuple[str, ...]:
+    return ("weight", "bias") if config.norm == "layernorm" else ("weight",)
+
+
+# -- import ------------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """The tensors of a directory by name, whichever files hold them. Only what is asked for is read."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        try:
+            if (folder / SHARDED).is_file():
+                index = json.loads((folder / SHARDED).read_text(encoding="utf-8"))
+                paths = sorted({folder / name for name in index["weight_map"].values()})
+            else:
+                paths = [folder / SINGLE]
+            for path in paths:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                self._files |= dict.fromkeys(file.keys(), file)
+        except FileNotFoundError as error:
+            missing = error.filename or folder / SINGLE
+            raise UserError(f"no weights at {missing}: give a directory with {SINGLE} or {SHARDED}") from None
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
+        # Files of the bare GPT-2, without its output layer, leave out the first part of the names.
+        self._prefix = (
+            "" if any(name.startswith(("transformer.", "model.")) for name in self._files) else "transformer."
+        )
+        self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self._files}
+
+    def _stored(self, name: str) -> str:
+        stored = name if name == "lm_head.weight" else name.removeprefix(self._prefix)
+        if stored not in self._files:
+            raise UserError(f"the weights in {self.folder} lack {name}: is its config.json that of another model?")
+        return stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = self._stored(name)
+        return tuple(self._files[stored].get_slice(stored).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._stored(name)
+        tensor: Tensor = self._files[stored].get_tensor(stored)
+        return tensor
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """UserError when the files in `folder` are not weights of `config`; reads their headers only."""
+    from ironlaw.model.transformer import Transformer
+
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    with ExitStack() as stack:
+        files = _Files(folder, stack)
+        known: set[str] = set()
+        for entry in entries(config):
+            known |= set(entry.theirs)
+            shapes = [files.shape(name) for name in entry.theirs]
+            found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            found = found[::-1] if entry.transposed else found
+            if entry.ours == "positions.weight" and found[0] > config.context:
+                found = (config.context, *found[1:])  # a shorter context uses the first positions
+            if found != wanted[entry.ours]:
+                raise UserError(
+                    f"{entry.theirs[0]} in {folder} has shape {list(shapes[0])}, the model needs "
+                    f"{list(wanted[entry.ours])} in all: change no dimension of [model] beside from"
+                )
+        left = sorted(n for n in files.names - known if not _BUFFERS.search(n) and n != "lm_head.weight")
+        if left:
+            raise UserError(f"{folder} holds tensors that this model has no place for: {', '.join(left[:3])}")
+
+
+def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Name here and tensor in the stored precision, one at a time. Call `check_weights` first."""
+    with ExitStack() as stack:
+        files = _Files(folder, stack)
+        if config.tied and "lm_head.weight" in files.names:
+            first = next(iter(entries(config))).theirs[0]
+            if not torch.equal(files.tensor("lm_head.weight"), files.tensor(first)):
+                raise UserError(f"{folder} has an output layer of its own: set model.tied = false")
+        for entry in entries(config):
+            tensors = [files.tensor(name) for name in entry.theirs]
+            tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+            tensor = tensor.t() if entry.transposed else tensor
+            yield entry.ours, tensor[: config.context] if entry.ours == "positions.weight" else tensor
+
+
+@torch.no_grad()
+def load_weights(folder: Path, model: torch.nn.Module, config: ModelConfig) -> None:
+    """Copy the weights in `folder` into `model`, in the model's own precision."""
+    state = model.state_dict()
+    for name, tensor in read_weights(folder, config):
+        state[name].copy_(tensor)
+
+
+# -- export ------------------------------------------------------------------------------------------------------
+
+
+def write_model(
+    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32,
+    end_of_text: int | None = None,
+) -> None:  # fmt: skip
+    """`config.json` and `model.safetensors` as `transformers` reads them; `weights` by their names here."""
+    fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    # Without these the family's own special tokens would be taken for ours.
+    fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
+    tensors: dict[str, Tensor] = {}
+    for entry in entries(config):
+        tensor = weights[entry.ours].detach().to(dtype)
+        tensor = tensor.t() if entry.transposed else tensor
+        parts = tensor.split(entry.sizes) if entry.sizes else (tensor,)
+        # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
+        tensors |= {name: part.clone(memory_format=torch.contiguous_format)
+                    for name, part in zip(entry.theirs, parts, strict=True)}  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int) -> None:
+    """Copy a `tokenizer.json` and say to `transformers` how to load it."""
+    (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
+    fields |= {"eos_token": end_of_text, "bos_token": end_of_text, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,375 @@
+"""Anybody's trace as a ledger: steps and phases inferred, every instant of a step in one phase.
+
+On a device the instant belongs to the first of: a kernel that computes, a collective, a copy from the host; and when
+the device does nothing, to what the host does: wait for data, launch, or nothing that the trace shows. Without a device
+it belongs to what the main thread runs. A trace does not say what Python did between two calls: that is `host`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
+from ironlaw.observe.partition import BRIDGES
+from ironlaw.observe.spans import Span, kind_of, nest, operation_name
+from ironlaw.observe.timeline import Segment, timeline
+from ironlaw.observe.trace_file import TraceFile
+
+_COLLECTIVE = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
+_SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
+_USER_LINE = re.compile(r"^(?!.*(?:site-packages|torch/|dist-packages|<)).*\.py\(\d+\)")
+_DEVICE_KINDS = (
+    (Kind.COLLECTIVE, _COLLECTIVE),
+    (Kind.ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
+    (Kind.MATMUL, re.compile(r"gemm|cutlass|xmma|wgmma|matmul|conv|nvjet", re.IGNORECASE)),
+    (Kind.NORM, re.compile(r"norm", re.IGNORECASE)),
+    (Kind.LOSS, re.compile(r"softmax|nll|cross_entropy", re.IGNORECASE)),
+    (Kind.OPTIMIZER, re.compile(r"adam|multi_tensor|sgd", re.IGNORECASE)),
+    (Kind.EMBEDDING, re.compile(r"embedding|index_select", re.IGNORECASE)),
+)
+
+
+CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the trace ended
+
+
+@dataclass
+class Piece:
+    """A stretch of a step and whose it is."""
+
+    start: int
+    end: int
+    phase: Phase
+
+
+@dataclass
+class Step:
+    begin: int
+    end: int
+    pieces: list[Piece] = field(default_factory=list)
+
+    def seconds(self) -> dict[Phase, float]:
+        sums: dict[Phase, float] = defaultdict(float)
+        for piece in self.pieces:
+            sums[piece.phase] += (piece.end - piece.start) / 1e9
+        return dict(sums)
+
+
+def trace_ledger(trace: TraceFile) -> Ledger:
+    """The run's side of the table, from the whole steps of the trace."""
+    events = trace.events
+    spans = nest(events)
+    main = _main_thread(spans)
+    on_device = any(event.where == DEVICE for event in events)
+    steps, how = _steps(events, spans, main)
+    phases = {id(span): span_phase(span) for span in spans}
+    for step in steps:
+        if on_device:
+            _device_pieces(step, events, spans, phases, main)
+        else:
+            _thread_pieces(step, spans, phases, main)
+    ledger = Ledger("run", lines=_lines(steps, events, spans, phases, on_device))
+    seconds = sorted(steps, key=lambda s: s.end - s.begin)
+    middle = seconds[len(seconds) // 2]
+    step_seconds = sum(s.end - s.begin for s in steps) / len(steps) / 1e9
+    low, high = (seconds[i].end - seconds[i].begin for i in (0, -1))
+    ledger.totals["step_seconds"] = Estimate(
+        step_seconds, Origin.MEASURED, f"mean of {len(steps)} steps under the profiler ({how})", low / 1e9, high / 1e9
+    )
+    for phase in Phase:
+        mean = sum(step.seconds().get(phase, 0.0) for step in steps) / len(steps)
+        if mean:
+            ledger.phase_seconds[phase] = mean
+    ledger.facts = {
+        "source": "trace", "steps_done": len(steps), "steps_inferred": how, "device": "cuda" if on_device else "cpu",
+        "machine": _device_name(trace), "timeline": _timeline(middle, events, spans, phases, main),
+        "launches_per_step": _launches(steps, events, spans, on_device),
+        "sync_points": _sync_points(steps, spans, events), "model": {"name": "a traced training step"},
+        "shapes_recorded": any("Input Dims" in event.details for event in events),
+        "stacks_recorded": any(_USER_LINE.match(event.name) for event in events),
+        "precision": _precision(events), "world_size": _world_size(trace, events),
+        "unfused_attention": _unfused(spans),
+    }  # fmt: skip
+    return ledger
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+def _main_thread(spans: Sequence[Span]) -> int | str:
+    """The thread whose outermost spans cover the most; the autograd engine has its own on a device."""
+    busy: dict[int | str, int] = defaultdict(int)
+    for span in spans:
+        if span.parent is None:
+            busy[span.event.lane] += (span.event.end - span.event.start) * (1 if not span.backward else 0)
+    return max(busy, key=lambda lane: busy[lane]) if busy else 0
+
+
+def _steps(events: Sequence[Event], spans: Sequence[Span], main: int | str) -> tuple[list[Step], str]:
+    marked = [e for e in events if e.name.startswith("ProfilerStep#") and e.where == CPU]
+    if marked:
+        usual = sorted(e.end - e.start for e in marked)[len(marked) // 2]
+        whole = [e for e in marked if e.end - e.start > CUT_OFF * usual]
+        return [Step(e.start, e.end) for e in whole], "marked by profiler.step()"
+    ends = [s.event.end for s in spans if s.event.name.startswith("Optimizer.step#")]
+    if len(ends) >= 2:
+        return [Step(a, b) for a, b in itertools.pairwise(ends)], "from one optimizer step to the next"
+    return [Step(min(e.start for e in events), max(e.end for e in events))], "the whole trace, as it marks no steps"
+
+
+def span_phase(span: Span) -> Phase | None:
+    """None: it says nothing of a phase (a step's own mark, a Python function)."""
+    name = span.event.name
+    if span.outer.startswith("Optimizer."):
+        return Phase.OPTIMIZER
+    if span.outer.startswith("enumerate(DataLoader)"):
+        return Phase.DATA
+    if span.kernel is not None and kind_of(span.kernel.name) is Kind.COLLECTIVE:
+        return Phase.COMMUNICATION
+    if span.backward:
+        return Phase.BACKWARD
+    if "clip_grad" in name:
+        return Phase.OPTIMIZER
+    return Phase.FORWARD if name.startswith("aten::") else None
+
+
+# -- whose instant it is -----------------------------------------------------------------------------------------
+
+
+def _thread_pieces(step: Step, spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str) -> None:
+    """The main thread's outermost spans that tell a phase, and what lies between them."""
+    now, last = step.begin, None
+    for span in spans:
+        phase = phases[id(span)]
+        event = span.event
+        outside = phase is None or event.lane != main or event.end <= now or event.start >= step.end
+        if outside or (span.parent is not None and phases[id(span.parent)] is phase):
+            continue
+        assert phase is not None
+        if event.start > now:
+            between = BRIDGES.get((last, phase)) if last is not None else None
+            between = between or (phase if last is phase else Phase.HOST)
+            step.pieces.append(Piece(now, event.start, between))
+        start, now = max(event.start, now), min(event.end, step.end)
+        step.pieces.append(Piece(start, now, phase))
+        last = phase
+    if now < step.end:
+        step.pieces.append(Piece(now, step.end, Phase.HOST))
+
+
+def _device_pieces(
+    step: Step, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str
+) -> None:
+    """By priority: compute, communication, copies from the host, then what the host does while the device idles."""
+    launchers = {span.event.link: span for span in spans if span.event.link}
+    layers: list[list[Piece]] = [[], [], [], [], []]
+    for event in events:
+        if event.end <= step.begin or event.start >= step.end:
+            continue
+        if event.where == DEVICE:
+            if _COLLECTIVE.search(event.name):
+                layers[1].append(Piece(event.start, event.end, Phase.COMMUNICATION))
+            elif "HtoD" in event.name:
+                layers[2].append(Piece(event.start, event.end, Phase.TRANSFER))
+            else:
+                layers[0].append(Piece(event.start, event.end, _kernel_phase(event, launchers, phases)))
+        elif event.where == RUNTIME:
+            layers[4].append(Piece(event.start, event.end, Phase.HOST))
+    for span in spans:
+        if span.event.lane == main and span.event.end > step.begin and span.event.start < step.end:
+            if phases[id(span)] is Phase.DATA:
+                layers[3].append(Piece(span.event.start, span.event.end, Phase.DATA))
+            elif span.event.name.startswith("aten::"):
+                layers[4].append(Piece(span.event.start, span.event.end, Phase.HOST))
+    step.pieces = _by_priority(layers, step.begin, step.end, Phase.IDLE)
+
+
+def _kernel_phase(event: Event, launchers: dict[int, Span], phases: dict[int, Phase | None]) -> Phase:
+    span = launchers.get(event.link)
+    return (phases[id(span)] if span is not None else None) or Phase.FORWARD
+
+
+def _by_priority(layers: Sequence[list[Piece]], begin: int, end: int, rest: Phase) -> list[Piece]:
+    """Cut [begin, end] so that each instant has the phase of the first layer that covers it."""
+    free, taken = [(begin, end)], []
+    for layer in layers:
+        remaining: list[tuple[int, int]] = []
+        ordered = sorted(layer, key=lambda piece: piece.start)
+        index = 0
+        for low, high in free:
+            now = low
+            while index > 0 and ordered[index - 1].end > low:
+                index -= 1
+            while index < len(ordered) and ordered[index].start < high:
+                piece = ordered[index]
+                index += 1
+                start, stop = max(piece.start, now), min(piece.end, high)
+                if stop <= start:
+                    continue
+                if start > now:
+                    remaining.append((now, start))
+                taken.append(Piece(start, stop, piece.phase))
+                now = stop
+            if now < high:
+                remaining.append((now, high))
+        free = remaining
+    taken += [Piece(low, high, rest) for low, high in free]
+    return sorted(taken, key=lambda piece: piece.start)
+
+
+# -- lines and facts ---------------------------------------------------------------------------------------------
+
+
+def _lines(
+    steps: Sequence[Step], events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None],
+    on_device: bool,
+) -> list[Line]:  # fmt: skip
+    seconds: dict[tuple[Phase, Kind, str], float] = defaultdict(float)
+    counts: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    flops: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    launchers = {span.event.link: span for span in spans if span.event.link}
+    for span in spans:
+        phase = phases[id(span)]
+        if phase in (None, Phase.DATA) or not _inside(span.event.start, steps):
+            continue
+        assert phase is not None
+        kernel = span.kernel
+        key: tuple[Phase, Kind, str]
+        if phase is Phase.OPTIMIZER:
+            key = phase, Kind.OPTIMIZER, span.outer.partition("#")[2].partition(".")[0].lower() or "clip"
+        elif kernel is None:
+            key = phase, Kind.HOST, "dispatch"
+        else:
+            key = phase, kind_of(kernel.name), operation_name(span)
+        if kernel is span.event:
+            flops[key] += _flops(span.event)
+            counts[key] += 1
+        if not on_device:
+            seconds[key] += span.self_ns / 1e9
+    for event in events if on_device else ():
+        if event.where == DEVICE and _inside(event.start, steps):
+            launcher = launchers.get(event.link)
+            phase = _kernel_phase(event, launchers, phases)
+            kind = next((k for k, pattern in _DEVICE_KINDS if pattern.search(event.name)), Kind.ELEMENTWISE)
+            name = event.name.partition("(")[0][:60]
+            if launcher is not None and launcher.kernel is not None:
+                kind, name = kind_of(launcher.kernel.name), operation_name(launcher)
+            if _COLLECTIVE.search(event.name):
+                kind, phase = Kind.COLLECTIVE, Phase.COMMUNICATION
+            if "HtoD" in event.name:
+                kind, phase, name = Kind.ELEMENTWISE, Phase.TRANSFER, "copy to the device"
+            if phase is Phase.OPTIMIZER:
+                kind = Kind.OPTIMIZER
+            seconds[phase, kind, name] += (event.end - event.start) / 1e9
+    n = len(steps)
+    return [
+        Line(*key, count=round(counts[key] / n) or None, flops=round(flops[key] / n) or None, seconds=s / n,
+             origin=Origin.MEASURED)
+        for key, s in sorted(seconds.items())
+    ]  # fmt: skip
+
+
+def _inside(moment: int, steps: Sequence[Step]) -> bool:
+    return steps[0].begin <= moment < steps[-1].end
+
+
+def _flops(event: Event) -> int:
+    """Of a matrix product whose shapes the trace has."""
+    dims = [d for d in event.details.get("Input Dims", []) if isinstance(d, list)]
+    name = event.name.removeprefix("aten::")
+    try:
+        if name in ("mm", "bmm"):
+            (left, right) = dims[:2]
+        elif name in ("addmm", "baddbmm"):
+            (left, right) = dims[1:3]
+        else:
+            return 0
+        batch = left[0] if len(left) == 3 else 1
+        return int(2 * batch * left[-2] * left[-1] * right[-1])
+    except (ValueError, IndexError, TypeError):
+        return 0
+
+
+def _launches(steps: Sequence[Step], events: Sequence[Event], spans: Sequence[Span], on_device: bool) -> int:
+    if on_device:
+        return sum(1 for e in events if e.where == DEVICE and _inside(e.start, steps)) // len(steps)
+    return sum(1 for s in spans if s.kernel is s.event and _inside(s.event.start, steps)) // len(steps)
+
+
+def _sync_points(steps: Sequence[Step], spans: Sequence[Span], events: Sequence[Event]) -> list[dict[str, Any]]:
+    """Where the host waited for a value: with the line of the user's code when stacks were recorded."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.event.name in ("aten::item", "aten::is_nonzero") and _inside(span.event.start, steps):
+            found[_line_of(span)].append((span.event.end - span.event.start) / 1e9)
+    if not found:
+        for event in events:
+            if event.where == RUNTIME and _SYNC.search(event.name) and _inside(event.start, steps):
+                found[event.name].append((event.end - event.start) / 1e9)
+    n = len(steps)
+    points: list[dict[str, Any]] = [
+        {"place": place, "call": "item", "per_step": len(times) / n, "seconds": sum(times) / n}
+        for place, times in found.items()
+    ]
+    return sorted(points, key=lambda p: -float(p["seconds"]))[:20]
+
+
+def _line_of(span: Span) -> str:
+    above: Span | None = span
+    while above is not None:
+        if _USER_LINE.match(above.event.name):
+            return re.sub(r"\((\d+)\).*", r":\1", above.event.name)
+        above = above.parent
+    return "a line that the trace does not name (record with with_stack=True)"
+
+
+def _precision(events: Iterable[Event]) -> str | None:
+    """What most matrix products take in, where shapes were recorded."""
+    names = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+    seen: dict[str, int] = defaultdict(int)
+    for event in events:
+        if event.name in ("aten::mm", "aten::addmm", "aten::bmm"):
+            types = [t for t in event.details.get("Input type", []) if t in names]
+            if types:
+                seen[names[types[-1]]] += 1
+    return max(seen, key=lambda name: seen[name]) if seen else None
+
+
+def _unfused(spans: Sequence[Span]) -> bool:
+    """Products and a softmax inside `scaled_dot_product_attention`, or between two batched products of a module."""
+    inside = any(s.attention and s.event.name in ("aten::_softmax", "aten::_safe_softmax") for s in spans)
+    batched = sum(s.event.name == "aten::bmm" for s in spans)
+    softmax = sum(s.event.name == "aten::_softmax" for s in spans)
+    return inside or (softmax > 0 and batched >= 2 * softmax)
+
+
+def _device_name(trace: TraceFile) -> str | None:
+    devices = trace.header.get("deviceProperties") or []
+    return str(devices[0].get("name")) if devices and isinstance(devices[0], dict) else None
+
+
+def _world_size(trace: TraceFile, events: Iterable[Event]) -> int:
+    info = trace.header.get("distributedInfo") or {}
+    sizes = [int(e.details["Group size"]) for e in events if str(e.details.get("Group size", "")).isdigit()]
+    return int(info.get("world_size") or max(sizes, default=1))
+
+
+def _timeline(
+    step: Step, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str
+) -> dict[str, Any]:
+    segments = [Segment("phases", str(p.phase), str(p.phase), p.start, p.end) for p in step.pieces]
+    for span in spans:
+        if span.kernel is span.event and step.begin <= span.event.start < step.end:
+            lane = "operations" if span.event.lane == main else f"thread {span.event.lane}"
+            kind = kind_of(span.event.name)
+            segments.append(Segment(lane, str(kind), str(kind), span.event.start, span.event.end))
+    for event in events:
+        if event.where == DEVICE and step.begin <= event.start < step.end:
+            kind = next((k for k, pattern in _DEVICE_KINDS if pattern.search(event.name)), Kind.ELEMENTWISE)
+            segments.append(Segment(f"stream {event.lane}", str(kind), str(kind), event.start, event.end))
+    return timeline(segments, step.begin, step.end)

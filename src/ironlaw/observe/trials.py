@@ -1,0 +1,99 @@
+"""Small experiments after the loop has ended, where no curve tells what a change would be worth: some 0.2 s in all."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
+LEAST_ROWS, REPEATS = 256, 5
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def threads_too_many(
+    module: nn.Module, threads: int, cores: int, rows: int | None, precision: str | None
+) -> dict[str, float] | None:
+    """Kind of work -> share of its time that as many threads as cores save; None where there are not more.
+
+    Tried on the module's most frequent linear layer, and on a tensor of its output's size.
+    """
+    if threads <= cores:
+        return None
+    shapes = Counter(tuple(c.weight.shape) for c in module.modules() if isinstance(c, nn.Linear))
+    outputs, inputs = shapes.most_common(1)[0][0] if shapes else (512, 512)
+    dtype, rows = _DTYPES.get(precision or "", torch.float32), min(max(rows or 0, LEAST_ROWS), 4096)
+    x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+    large = torch.randn(rows, outputs)
+    kinds: dict[str, Callable[[], Any]] = {
+        "matmul": lambda: torch.mm(x, weight.t()), "elementwise": lambda: torch.nn.functional.gelu(large),
+    }  # fmt: skip
+    saved = {}
+    try:
+        for kind, work in kinds.items():
+            torch.set_num_threads(threads)
+            now = _typical(work)
+            torch.set_num_threads(cores)
+            saved[kind] = max(0.0, 1 - _typical(work) / now)
+    finally:
+        torch.set_num_threads(threads)
+    return saved
+
+
+def misaligned_weights(module: nn.Module, rows: int | None, precision: str | None) -> list[dict[str, Any]]:
+    """Linear layers with an odd size: what their product takes, and what the next aligned size takes."""
+    found, seen = [], set()
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Linear) or child.weight.device.type != "cpu":
+            continue
+        outputs, inputs = child.weight.shape
+        if (outputs % 8 == 0 and inputs % 8 == 0) or outputs * inputs < 1 << 16 or (outputs, inputs) in seen:
+            continue
+        seen.add((outputs, inputs))
+        dtype = _DTYPES.get(precision or "", torch.float32)
+        rows_used = min(max(rows or 0, LEAST_ROWS), 4096)
+        now, then = (_product(rows_used, n, k, dtype) for n, k in ((outputs, inputs), (_up(outputs), _up(inputs))))
+        found.append({
+            "module": name, "shape": [outputs, inputs], "aligned": [_up(outputs), _up(inputs)],
+            "seconds": now, "aligned_seconds": then,
+        })  # fmt: skip
+    return found[:4]
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
+    x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
+    gradient = torch.randn(rows, outputs, dtype=dtype)
+
+    def both_ways() -> None:
+        torch.mm(x, weight.t())
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), x)
+
+    return _best(both_ways)
+
+
+def _typical(work: Callable[[], Any]) -> float:
+    """Of threads that take turns the best case is rare: the mean of many calls."""
+    work()
+    began = time.perf_counter()
+    for _ in range(40):
+        work()
+    return (time.perf_counter() - began) / 40
+
+
+def _best(work: Callable[[], None]) -> float:
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

@@ -1,0 +1,86 @@
+"""The accelerator of a row of measured runs, as people write it.
+
+    found, assumed = accelerator_of("NVIDIA H100-SXM5-80GB")     # h100-sxm-80gb
+    found, assumed = accelerator_of("A100")                      # a100-sxm-80gb, and a note that this is assumed
+
+The catalogue's own names come first. Otherwise the chip decides, then what is said of its form and memory must agree.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
+from ironlaw.errors import UserError
+
+USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
+"""Of a chip sold in several forms, the one that most published runs used; the first that agrees with what is said."""
+
+SAME_CHIP = {
+    "h800": ("h100", "with half of its NVLink"),
+    "a800": ("a100", "with two thirds of its NVLink"),
+    "gh200": ("h100", "beside an Arm processor"),
+    "mi250": ("mi250x", "with 208 of its 220 compute units"),
+}
+"""Chips without figures of their own that differ from a catalogued one in the way named."""
+
+_MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
+_BRANDS = {"rtx", "tpu", "apple", "jetson"}  # a brand alone names no chip
+_FORM = re.compile(r"(sxm|pcie|nvl|oam)\d*")
+_MEMORY = re.compile(r"(\d+)(gb|gib|g)")
+
+
+def accelerator_of(cell: str) -> tuple[Accelerator, str]:
+    """The accelerator, and what was assumed to find it; the catalogue's UserError where nothing comes near."""
+    try:
+        return accelerator(cell), ""
+    except UserError as error:
+        name, note = _nearest(cell)
+        if name is None:
+            raise error
+        return accelerator(name), note
+
+
+def _nearest(cell: str) -> tuple[str | None, str]:
+    words = [word for word in re.split(r"[^a-z0-9]+", cell.lower()) if word and word not in _MAKERS]
+    words = _joined(words)
+    chip = next((word for word in words if word in SAME_CHIP or _names_of(word)), None)
+    if chip is None:
+        return None, ""
+    same, difference = SAME_CHIP.get(chip, (chip, ""))
+    form = next((match[1] for word in words if (match := _FORM.fullmatch(word))), "")
+    memory = next((match[1] for word in words if (match := _MEMORY.fullmatch(word))), "")
+    good = [name for name in _names_of(same) if _agrees(name, form, "" if difference else memory)]
+    good = [name for name in good if not re.search(r"-\d+w$", name)] or good  # a special power limit is never implied
+    best = next((name for name in USUAL if name in good), good[0] if good else None)
+    if best is None:
+        return None, ""
+    note = f"accelerator = {best} (for '{cell.strip()}'{': ' + difference if difference else ''})"
+    return best, note
+
+
+def _joined(words: list[str]) -> list[str]:
+    """`80 gb` as `80gb`, `tpu v5p` as `tpu-v5p`, `rtx 4090` as `rtx-4090`."""
+    result: list[str] = []
+    for word in words:
+        if result and word in ("gb", "gib") and result[-1].isdigit():
+            result[-1] += "gb"
+        elif result and result[-1] in _BRANDS:
+            result[-1] += "-" + word
+        else:
+            result.append(word)
+    return result
+
+
+def _names_of(chip: str) -> list[str]:
+    """Catalogue names of one chip: its name alone, or followed by form and memory."""
+    if chip in _BRANDS:
+        return []
+    return [name for name in accelerator_names() if name == chip or name.startswith(chip + "-")]
+
+
+def _agrees(name: str, form: str, memory: str) -> bool:
+    said = name.split("-")[1:]
+    forms = [match[1] for word in said if (match := _FORM.fullmatch(word))]
+    memories = [match[1] for word in said if (match := _MEMORY.fullmatch(word))]
+    return (not form or not forms or form in forms) and (not memory or not memories or memory in memories)

@@ -1,0 +1,44 @@
+"""The first weights of a run that does not start from random ones: a Hugging Face directory's, or another run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface_weights import check_weights, load_weights
+from ironlaw.train import checkpoint
+from ironlaw.train.run_directory import RunDirectory
+
+
+def check_first_weights(source: str, config: ModelConfig) -> None:
+    """UserError, before anything is written, when `source` does not hold the weights of this model."""
+    folder = Path(source)
+    if _is_run(folder):
+        checkpoint.check_model(_newest(folder), config)
+    elif folder.is_dir():
+        check_weights(folder, config)
+    else:
+        raise UserError(f"train.start_from = {source!r} is no directory: give a Hugging Face model's or a run's")
+
+
+def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
+    """Weights only: the optimizer, the schedule and the step count start anew."""
+    folder = Path(source)
+    if _is_run(folder):
+        checkpoint.load(_newest(folder), model, config)
+    else:
+        load_weights(folder, model, config)
+
+
+def _is_run(folder: Path) -> bool:
+    return RunDirectory(folder).config_file.is_file()
+
+
+def _newest(folder: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.newest(RunDirectory(folder).checkpoints)
+    if found is None:
+        raise UserError(f"no intact checkpoint in {folder}: train the run first")
+    return found

@@ -1,0 +1,242 @@
+"""Round trips of weights, proven by logits against `transformers` on small random models of each family."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ironlaw.config import RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface import read_config
+from ironlaw.model.huggingface_fields import family, to_fields
+from ironlaw.model.huggingface_weights import check_weights, load_weights, write_model
+from ironlaw.model.transformer import Transformer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: nothing here needs the network
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+ROTARY: dict[str, Any] = {
+    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "gated_ffn": True, "activation": "silu",
+    "norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "bias": False, "vocab": 70, "context": 64,
+    "tied": False,
+}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 16.0}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 70, "context": 64},
+    "gpt2 with exact gelu and its own output layer": {
+        "layers": 1, "hidden": 32, "heads": 2, "ffn": 40, "vocab": 70, "context": 64, "activation": "gelu",
+        "tied": False,
+    },
+    "llama": ROTARY,
+    "llama tied with all heads": ROTARY | {"kv_heads": None, "tied": True, "rope_theta": 5e5},
+    "llama 3.1 with scaled positions": ROTARY | {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+    "llama with biases": ROTARY | {"bias": True},
+    "mistral": ROTARY | {"sliding_window": 8},
+    "qwen2": ROTARY | {"qkv_bias": True, "tied": True, "rope_theta": 1e6},
+    "qwen3": ROTARY | {"qk_norm": True, "head_size": 12, "norm_eps": 1e-6},
+}  # fmt: skip
+
+
+def random_model(config: ModelConfig) -> Transformer:
+    """No weight is at its initial value: a norm or a bias in the wrong place must show."""
+    torch.manual_seed(0)
+    model = Transformer(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() < 2 else 0.1))
+            assert parameter.abs().sum() > 0, name
+    return model.eval()
+
+
+def logits_there(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens).logits
+    return logits
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", MODELS)
+def test_what_we_export_computes_the_same_there(name: str, tmp_path: Path) -> None:
+    config = ModelConfig(**MODELS[name])
+    assert family(config) == name.split()[0]
+    model = random_model(config)
+    write_model(tmp_path, config, model.state_dict())
+    tokens = torch.randint(0, config.vocab, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = model(tokens)
+    torch.testing.assert_close(ours, logits_there(tmp_path, tokens), rtol=1e-4, atol=1e-4)
+    # And back: the same tensors to the bit, of the same model.
+    again = read_config(tmp_path)
+    written_out = {"name", "dropout", "qkv_bias", "head_size", "kv_heads", "ffn"}  # there, even where it is the default
+    assert again.model_dump(exclude=written_out) == config.model_dump(exclude=written_out)
+    check_weights(tmp_path, config)
+    other = Transformer(again)
+    load_weights(tmp_path, other, again)
+    for (key, mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), key
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Path) -> None:
+    """From their own random initialisation, written by their own code."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = to_fields(ModelConfig(**MODELS[name]))
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    torch.manual_seed(2)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size="20KB" if name == "qwen2" else "1GB")
+    assert (tmp_path / "saved" / "model.safetensors.index.json").is_file() == (name == "qwen2")
+    config = read_config(tmp_path / "saved")
+    check_weights(tmp_path / "saved", config)
+    ours = Transformer(config).eval()
+    load_weights(tmp_path / "saved", ours, config)
+    tokens = torch.randint(0, config.vocab, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": "rmsnorm"}, "learned positions go with"),
+        ({"bias": False}, "learned positions go with"),
+        ({"positions": "rope"}, "rotary positions go with"),
+        (ROTARY | {"qk_norm": True, "sliding_window": 8}, "qk_norm is Qwen3's"),
+        (ROTARY | {"qkv_bias": True, "sliding_window": 8}, "Qwen2's"),
+        (ROTARY | {"bias": True, "sliding_window": 8}, "Mistral's"),
+    ],
+)
+def test_what_no_architecture_computes_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        family(ModelConfig(**(MODELS["gpt2"] | change)))
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_the_bare_gpt2_with_its_masks_and_a_shorter_context(tmp_path: Path) -> None:
+    """As the first published files are: no `transformer.` before the names, and the causal masks among them."""
+    config = ModelConfig(**MODELS["gpt2"])
+    model = random_model(config)
+    write_model(tmp_path, config, model.state_dict())
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shorter = config.model_copy(update={"context": 16})
+    check_weights(tmp_path, shorter)
+    other = Transformer(shorter).eval()
+    load_weights(tmp_path, other, shorter)
+    tokens = torch.randint(0, 70, (1, 16))
+    with torch.no_grad():
+        assert torch.equal(other(tokens), model(tokens))
+
+
+def test_wrong_weights_are_one_line(tmp_path: Path) -> None:
+    config = ModelConfig(**MODELS["llama"])
+    with pytest.raises(UserError, match="no weights at"):
+        check_weights(tmp_path, config)
+    write_model(tmp_path, config, random_model(config).state_dict())
+    with pytest.raises(UserError, match=r"embed_tokens.weight in .* has shape \[70, 32\], the model needs \[80, 32\]"):
+        check_weights(tmp_path, config.model_copy(update={"vocab": 80}))
+    with pytest.raises(UserError, match=r"lack model.layers.2.input_layernorm.weight"):
+        check_weights(tmp_path, config.model_copy(update={"layers": 3}))
+    with pytest.raises(UserError, match=r"no place for: model.layers.1"):
+        check_weights(tmp_path, config.model_copy(update={"layers": 1}))
+    tied = config.model_copy(update={"tied": True})
+    with pytest.raises(UserError, match=r"set model.tied = false"):
+        load_weights(tmp_path, Transformer(tied), tied)
+    (tmp_path / "model.safetensors").write_bytes(b"\1" * 100)
+    with pytest.raises(UserError, match="cannot be read"):
+        check_weights(tmp_path, config)
+
+
+# -- in a run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_exported_and_fine_tuned_from(
+    tiny_document: Callable[..., dict[str, Any]], ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """train, export, `[model] from`, train on: the first loss is that of the exported weights."""
+    from ironlaw.config import load_config
+    from ironlaw.train.checkpoint import load_for_inference
+
+    first = tmp_path / "first.toml"
+    first.write_text(build_config(tiny_document(ROTARY | {"vocab": 300})).to_toml(), encoding="utf-8")
+    assert ironlaw_here("train", first, "--out", "first")[0] == 0
+    code, out, messages = ironlaw_here("export", "first", "there", "--to", "hf", "--json")
+    assert code == 0, messages
+    assert json.loads(out)["architecture"] == "llama"
+    document = tiny_document() | {"model": {"from": str(tmp_path / "there"), "dropout": 0.0}}
+    config: RunConfig = build_config(document)
+    assert config.train.start_from == str(tmp_path / "there")
+    assert config.data.tokenizer == str(tmp_path / "there" / "tokenizer.json")
+    second = tmp_path / "second.toml"
+    second.write_text(config.to_toml(), encoding="utf-8")
+    slow = ["--set", "optimizer.lr=1e-12", "--set", "train.steps=2"]
+    code, _, messages = ironlaw_here("train", second, "--out", "second", *slow)
+    assert code == 0, messages
+    models = [
+        load_for_inference(tmp_path / name / "checkpoints", load_config(tmp_path / name).model).state_dict()
+        for name in ("first", "second")
+    ]
+    for name, tensor in models[0].items():
+        torch.testing.assert_close(models[1][name], tensor, rtol=0, atol=1e-6)
+    # A run is a source too, and what does not fit is said before anything is written.
+    from_run = tiny_document() | {"model": {"from": str(tmp_path / "first")}}
+    third = tmp_path / "third.toml"
+    third.write_text(build_config(from_run).to_toml(), encoding="utf-8")
+    assert ironlaw_here("train", third, "--out", "third", *slow)[0] == 0
+    code, _, messages = ironlaw_here("train", third, "--out", "fourth", "--set", "model.ffn=64")
+    assert code == 2 and "is of another model" in messages.splitlines()[-1]
+    code, _, messages = ironlaw_here("train", second, "--out", "fourth", "--set", "model.ffn=64")
+    assert code == 2 and "change no dimension" in messages.splitlines()[-1]
+    assert not (tmp_path / "fourth").exists()
+
+
+@needs_transformers
+def test_the_exported_tokenizer_is_the_runs(
+    tiny_document: Callable[..., dict[str, Any]], ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    from ironlaw.data.tokenizer import load
+
+    config = tmp_path / "config.toml"
+    config.write_text(build_config(tiny_document(train={"steps": 2})).to_toml(), encoding="utf-8")
+    assert ironlaw_here("train", config, "--out", "run")[0] == 0
+    assert ironlaw_here("export", "run", "there", "--dtype", "bf16")[0] == 0
+    ours, theirs = load(tmp_path / "run" / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path / "there")
+    text = "def value(self): return total"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    assert theirs.eos_token_id == ours.end_of_text
+    assert load_file(tmp_path / "there" / "model.safetensors")["transformer.wte.weight"].dtype == torch.bfloat16
+    assert ironlaw_here("export", "run", "there")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"from": "/nowhere"}, "is neither a Hugging Face directory nor a run"),
+        ({"from": "/nowhere", "layrs": 3}, "unknown key model.layrs"),
+    ],
+)
+def test_from_nowhere_is_one_line(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_config({"model": table})
