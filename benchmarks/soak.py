@@ -79,9 +79,15 @@ def soak(
     for number in range(runs):
         chance = random.Random(f"{seed} {number}")
         run = folder / f"run-{number:03d}"
-        kills = [_draw(chance, seconds) for _ in range(chance.randint(1, 4))]
-        for kill in kills:
+        planned, kills, reached = chance.randint(1, 4), [], 0
+        # A session may end before its kill; a run that none has reached is finished, removed and begun again.
+        while len(kills) < planned or not reached:
+            if len(kills) >= planned and not reached:
+                shutil.rmtree(run, ignore_errors=True)
+            kill = _draw(chance, seconds)
+            kills.append(kill)
             code = _session(config, run, profile, kill)
+            reached += code == -signal.SIGKILL
             counts["sessions"] += 1
             if code == -signal.SIGKILL:
                 counts[f"killed by {kill['kind']}"] += 1

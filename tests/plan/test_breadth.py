@@ -92,6 +92,20 @@ def test_a_budget_is_met_with_the_least_time():
         ledger("dp=8 zero=3 micro_batch=4 recompute=budget:5GiB")
 
 
+@pytest.mark.parametrize(("count", "dp", "published"), [(16384, 128, 400e12), (8192, 64, 430e12)])
+def test_llama3_405b_as_it_was_trained(count, dp, published):
+    """arXiv 2407.21783, table 4 and section 3.3.2: ZeRO 2 in an interleaved pipeline, lighter ends."""
+    model = ModelConfig.named("llama3-405b")
+    layout = parse_layout(f"dp={dp} tp=8 sp=1 pp=16 zero=2 virtual_stages=8")
+    cluster = parse_cluster(f"{count}xh100-sxm-80gb")
+    plan = plan_cluster(model, cluster, layout, sequence=8192, global_batch=2048, engine="torchtitan-2025")
+    work = (6 * model.parameters + 12 * model.layers * model.query_size * 8192) * 8192 * 2048
+    assert work / plan.totals["step_seconds"].value / count == pytest.approx(published, rel=0.1)
+    assert plan.facts["fits"] == (dp == 128)  # on 8,192 the interleaved order holds 18 micro-batches
+    plain = replace(layout, virtual_stages=1)
+    assert plan_cluster(model, cluster, plain, sequence=8192, global_batch=2048, engine="torchtitan-2025").facts["fits"]
+
+
 def test_hybrid_sharding_divides_by_the_group_and_gathers_inside_it():
     found = outcome("dp=64 zero=3", "dp=64 zero=3 shard=8", cluster="64xh100-sxm-80gb")
     state = found.peak.master + found.peak.moments

@@ -1,8 +1,11 @@
 """Layouts as other trainers' options: what is written says the layout, what cannot be said is refused."""
 
 import json
+import re
 import tomllib
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -19,11 +22,14 @@ LLAMA = ModelConfig.named("llama3-8b")
 GPT2 = ModelConfig.named("gpt2")
 
 
-def written(trainer, layout, model=LLAMA, precision="bf16", global_batch=128):
+NAMES = tomllib.loads((Path(__file__).parent / "option_names.toml").read_text())
+
+
+def written(trainer, layout, model=LLAMA, precision="bf16", global_batch=128, optimizer="adamw"):
     chosen = parse_layout(layout)
     cluster = parse_cluster(f"{chosen.accelerators}xh100-sxm-80gb")
     sequence = min(8192, model.context)
-    ask = Ask(model, cluster, Work(sequence, global_batch, 1000), precision, "generic")
+    ask = Ask(model, cluster, Work(sequence, global_batch, 1000), precision, "generic", optimizer=optimizer)
     return emit(trainer, ask, chosen)["text"]
 
 
@@ -96,7 +102,16 @@ def test_ironlaws_own_config_is_valid():
         ("accelerate", "dp=4 tp=2 zero=3", "plan of its own"),
         ("accelerate", "dp=8 cp=2", "context parallelism"),
         ("accelerate", "dp=8 recompute=full", "recomputes selectively"),
-        ("ironlaw", "dp=8", "one device"),
+        ("torchtitan", "dp=2 pp=4 zero=2 schedule=zb", "use virtual_stages=2"),
+        ("torchtitan", "dp=8 zero=3 offload=optimizer", "moves the weights too"),
+        ("megatron", "dp=2 pp=4 schedule=zbv", "no schedule=zbv"),
+        ("megatron", "dp=2 pp=4 zero=3", "use zero=0 or 1"),
+        ("megatron", "dp=8 zero=3 offload=optimizer", "use zero=1"),
+        ("deepspeed", "dp=8 zero=3 shard=4", "MiCS was removed"),
+        ("deepspeed", "dp=8 zero=2 offload=activations", "use recompute=full"),
+        ("accelerate", "dp=8 zero=3 recompute=every:2", "all of them or none"),
+        ("ironlaw", "dp=8 recompute=full", "one device only"),
+        ("ironlaw", "dp=8 zero=1 offload=optimizer", "does not offload"),
     ],
 )
 def test_what_cannot_be_said_is_refused(trainer, layout, reason):
@@ -107,9 +122,88 @@ def test_what_cannot_be_said_is_refused(trainer, layout, reason):
 def test_precisions_without_an_option_are_refused():
     with pytest.raises(UserError, match="--precision bf16"):
         written("torchtitan", "dp=8", precision="fp8")
+    with pytest.raises(UserError, match="--optimizer adamw or sgd or momentum or muon"):
+        written("megatron", "dp=8", optimizer="galore")
 
 
 def test_every_trainer_can_write_one_device():
     for name in TRAINERS:
         assert trainer_named(name).cannot(replace(parse_layout("dp=1"), micro_batch=1), LLAMA) is None
         assert written(name, "dp=1")
+
+
+def keys(document, prefix=""):
+    for key, value in document.items():
+        yield prefix + key
+        if isinstance(value, dict):
+            yield from keys(value, f"{prefix}{key}.")
+
+
+def option_names(trainer, text):
+    """Section of option_names.toml -> option names in the text."""
+    if trainer == "megatron":
+        return {"megatron": re.findall(r"^(--[\w-]+)", text, re.M)}
+    if trainer == "deepspeed":
+        return {"deepspeed": list(keys(json.loads(text)))}
+    if trainer == "accelerate":
+        return {"accelerate": re.findall(r"^\s*(\w+):", text, re.M)}
+    options = re.findall(r"^#   (\S+)", text, re.M)
+    return {"torchtitan": list(keys(tomllib.loads(text))), "torchtitan_options": options}
+
+
+@pytest.mark.parametrize("trainer", ["torchtitan", "megatron", "deepspeed", "accelerate"])
+def test_every_option_exists_in_the_release_it_was_looked_up_in(trainer):
+    kinds = ("dp=8", "dp=4 tp=2 sp=1", "dp=2 pp=4 virtual_stages=2", "dp=2 pp=4 schedule=zbv", "dp=4 cp=2", "dp=4 pp=2")
+    more = ("zero=0", "zero=1", "zero=2 recompute=full", "zero=3 shard=2", "zero=1 offload=optimizer",
+            "zero=3 recompute=every:2", "zero=1 shard=2", "recompute=selective")  # fmt: skip
+    models = (LLAMA, GPT2, ModelConfig.named("mistral-7b"), LLAMA.model_copy(update={"layers": 30}))
+    seen, written_layouts = set(), 0
+    for kind, extra, model in product(kinds, more, models):
+        layout = parse_layout(f"{kind} {extra}")
+        if trainer_named(trainer).cannot(layout, model):
+            continue
+        written_layouts += 1
+        for section, names in option_names(trainer, written(trainer, f"{kind} {extra}", model)).items():
+            assert set(names) <= set(NAMES[section]["names"]), (section, set(names) - set(NAMES[section]["names"]))
+            seen |= set(names)
+    assert written_layouts > 10 and len(seen) > 12
+
+
+def test_torchtitan_says_hybrid_sharding_schedules_and_lighter_ends():
+    parallelism = tomllib.loads(written("torchtitan", "dp=8 zero=3 shard=2"))["parallelism"]
+    assert parallelism["data_parallel_replicate_degree"] == 4 and parallelism["data_parallel_shard_degree"] == 2
+    zbv = tomllib.loads(written("torchtitan", "dp=2 pp=4 zero=2 schedule=zbv"))["parallelism"]
+    assert zbv["pipeline_parallel_schedule"] == "ZBVZeroBubble" and zbv["pipeline_parallel_layers_per_stage"] == 4
+    model = LLAMA.model_copy(update={"layers": 30})
+    uneven = tomllib.loads(written("torchtitan", "dp=2 pp=4 zero=2", model))["parallelism"]
+    assert uneven["pipeline_parallel_layers_per_stage"] == 8
+    ends = [uneven[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last")]
+    assert ends == [1, 1]
+    every = tomllib.loads(written("torchtitan", "dp=8 zero=3 recompute=every:2"))["activation_checkpoint"]
+    assert every == {"mode": "selective", "selective_ac_option": "2"}
+
+
+def test_megatron_says_optimizers_offloading_windows_and_lighter_ends():
+    text = written("megatron", "dp=8 zero=1 shard=2 offload=optimizer recompute=every:4")
+    for flag in ("--optimizer-cpu-offload", "--num-distributed-optimizer-instances 4", "--recompute-num-layers 8"):
+        assert flag in text, flag
+    assert "--window-size 4095,0" in written("megatron", "dp=8", ModelConfig.named("mistral-7b"))
+    assert "--optimizer muon" in written("megatron", "dp=8", optimizer="muon")
+    model = LLAMA.model_copy(update={"layers": 30})
+    uneven = written("megatron", "dp=2 pp=4 virtual_stages=2", model)
+    assert "--account-for-embedding-in-pipeline-split" in uneven and "pipeline-stage 4" in uneven
+
+
+def test_deepspeed_offloads_the_optimizer():
+    document = json.loads(written("deepspeed", "dp=8 zero=2 offload=optimizer"))
+    assert document["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert "bf16" not in json.loads(written("deepspeed", "dp=8", precision="fp32"))
+
+
+def test_ironlaws_own_config_has_the_layout_in_its_words():
+    text = written("ironlaw", "dp=4 zero=3 shard=2 tp=2 sp=1", optimizer="momentum")
+    config = build_config(tomllib.loads(text))
+    assert config.layout.dp == 4 and config.layout.shard == 2 and config.layout.sp and config.layout.tp == 2
+    assert config.optimizer.name == "momentum"
+    alone = build_config(tomllib.loads(written("ironlaw", "dp=1 recompute=every:2")))
+    assert alone.recompute.mode == "every" and alone.recompute.every == 2

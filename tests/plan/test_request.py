@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ironlaw.catalog import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
@@ -91,6 +92,31 @@ def test_when_nothing_fits_the_proposed_hardware_does():
     assert not answer.fits and answer.more["would_fit"]
     for words in answer.more["would_fit"]:
         assert plan("llama3-70b", words.removeprefix("--on "), work=Wishes("1B", 8192, 64)).fits, words
+
+
+@pytest.mark.parametrize("name", accelerator_names())
+def test_every_catalogued_accelerator_is_planned_or_refused_in_one_line(name):
+    for count in (1, 8):
+        try:
+            answer = plan("gpt2", f"{count}x{name}", layout=f"dp={count}", work=Wishes(None, 1024, 64, 10))
+        except UserError as error:
+            assert "is known" in str(error) and "\n" not in str(error)
+        else:
+            assert answer.ledger.totals["step_seconds"].value > 0
+
+
+def test_a_budget_of_recomputation_is_settled_in_the_answer():
+    answer = plan(layout="dp=8 zero=3 micro_batch=4 recompute=budget:60GiB", work=BIG_BATCH)
+    assert "budget" not in answer.more["layout"]["text"]
+    assert answer.more["layout"]["recompute"] in answer.ledger.facts["layout"]
+    assert answer.ledger.totals["peak_bytes"].value <= 60 * 2**30
+
+
+def test_offloading_is_announced_where_nothing_fits_without():
+    answer = plan("llama3-70b", work=Wishes("1B", 4096, 64))
+    assert answer.fits and answer.more["layout"]["offload"] != "none"
+    assert "no measured run backs" in answer.more["margin"]["choice"]
+    assert answer.ledger.facts["host_bytes"] <= answer.ledger.facts["host_limit_bytes"]
 
 
 def test_layout_and_cluster_fill_in_each_other():
@@ -186,7 +212,7 @@ def test_what_cannot_be_resolved(what, message):
         ({"optimizer": "adamw8"}, "unknown optimizer 'adamw8'"),
         ({"engine": "megatorn"}, "unknown engine"),
         ({"emit": "torchtitan", "layout": "dp=8 zero=1"}, "cannot be written for torchtitan"),
-        ({"emit": "ironlaw"}, "one device"),
+        ({"emit": "ironlaw", "precision": "fp8"}, "cannot be written as options of ironlaw"),
         ({"emit": "torchtitn"}, "did you mean torchtitan"),
     ],
 )

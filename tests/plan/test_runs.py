@@ -185,3 +185,15 @@ def test_accelerators_as_people_write_them(cell, name):
 def test_what_is_no_accelerator_is_refused(cell):
     with pytest.raises(UserError, match="accelerator"):
         accelerator_of(cell)
+
+
+def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
+    """8B parameters at 16 bytes fit on 8 devices of 80 GB with the optimizer sharded; 70B need sharded weights too."""
+    plain = {"framework": "somebody's own", "zero": "", "recompute": "full", "accelerator": "h100-sxm-80gb"}
+    small, large = (
+        validate(write(tmp_path / "runs.csv", [ROW | plain | shape])).runs[0]
+        for shape in ({"accelerators": "64"}, {"layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672",
+                                               "accelerators": "64"})
+    )  # fmt: skip
+    assert small.engine.name == "generic" and small.columns["zero"] == 1
+    assert large.columns["zero"] == 3 and any("zero = 3" in note for note in large.assumed)

@@ -12,7 +12,7 @@ from ironlaw.plan.ingredients import step_parts
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.setting import setting
-from ironlaw.plan.timeline import assemble
+from ironlaw.plan.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
 
 GPT = ModelConfig.named("gpt2-xl")
 ENGINE = Engine("plain", host_layer_seconds=1e-9, host_microbatch_seconds=0.0, host_step_seconds=0.0, pp_hidden=1.0)
@@ -91,3 +91,34 @@ def test_framework_names_find_their_engine():
     assert engine_of_framework("Megatron-LM").name == "megatron-core"
     assert engine_of_framework("torchtitan 2024-04").name == "torchtitan-2024"
     assert engine_of_framework("NeMo 24.07 Large Language Models").name == "nemo"
+
+
+def test_unfused_softmax_launches_more_where_rows_do_not_divide_by_four():
+    """GPT-2 XL has 25 heads: 25 rows of scores at micro-batch 1, 100 at 4; flash attention never falls back."""
+    slow = replace(ENGINE, host_layer_seconds=0.5)
+    odd, whole = planned("dp=8 micro_batch=1", "dp=8 micro_batch=4", engine=slow, flash=False).step_seconds
+    assert odd / whole == pytest.approx(4 * (1 + UNFUSED_SOFTMAX_LAUNCHES), rel=0.01)
+    odd, whole = planned("dp=8 micro_batch=1", "dp=8 micro_batch=4", engine=slow).step_seconds
+    assert odd / whole == pytest.approx(4, rel=0.01)
+
+
+def test_the_loss_waits_for_the_device_also_where_blocks_wait_for_launches():
+    slow = replace(ENGINE, host_layer_seconds=0.5)
+    wordy = GPT.model_copy(update={"vocab": 2_000_000})
+    with_head, without = (
+        planned("dp=8 micro_batch=1", engine=replace(slow, loss_traffic=traffic), model=wordy) for traffic in (4, 1)
+    )
+    assert with_head.step_seconds > without.step_seconds + 2 * without.head / 8
+    assert with_head.head > 1.5 * without.head
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("Megatron-Core 0.14", "megatron-core"), ("GPT-NeoX", "megatron-deepspeed"), ("MaxText", "paxml"),
+        ("LLM Foundry 0.22", "composer-fsdp"), ("torchtitan 0.3", "torchtitan"), ("torchtitan 0.0.2/torch 2.7",
+        "torchtitan-2025"), ("NeMo 26.04", "nemo"), ("Megatron-Bridge", "nemo"),
+    ],
+)  # fmt: skip
+def test_software_of_a_family_is_planned_by_its_engine(said, name):
+    assert engine_of_framework(said).name == name

@@ -24,6 +24,7 @@ VERBS = {
     "calibrate": "Fit the planner's constants to a handful of your own runs.",
     "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
     "train": "Train a config into a run directory, beside its plan.",
+    "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "export": "Write a run's model as Hugging Face safetensors.",
     "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ironlaw.ledger import Estimate, Ledger
@@ -15,7 +15,7 @@ from ironlaw.plan.cluster import bounded
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.jobs import jobs_of
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.search import Candidate, Found
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.utilisation import other_conventions
@@ -39,8 +39,13 @@ def answer_on_cluster(ask: Ask) -> Answer:
     if found is not None:
         candidate, choice = chosen(ask, found, where.memory_bytes - UNUSABLE_BYTES)
         layout = candidate.layout
+        if layout.offload != "none" and found.best:
+            choice = "nothing fits without offloading to the host, whose time no measured run backs"
     assert layout is not None
     ledger = plan_layout(ask, layout)
+    if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
+        layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
+        choice = f"{layout.recompute} is what {ask.layout.recompute if ask.layout else ''} comes to"
     fits = bool(ledger.facts["fits"])
     more: dict[str, Any] = {
         "layout": _layout(layout, ask),
@@ -123,7 +128,9 @@ def _when_it_fits(ask: Ask, layout: Layout, ledger: Ledger, found: Found | None,
 def _when_it_does_not(ask: Ask, ledger: Ledger, limit: float) -> dict[str, Any]:
     """How much is missing, and what would make it fit."""
     missing = ledger.totals["peak_bytes"].value - limit
-    more: dict[str, Any] = {"budget": {}, "margin": {"limit_bytes": limit, "missing_bytes": missing}}
+    host = (ledger.facts["host_bytes"] or 0.0) - (ledger.facts["host_limit_bytes"] or 0.0)
+    margin = {"limit_bytes": limit, "missing_bytes": missing, "missing_host_bytes": max(host, 0.0)}
+    more: dict[str, Any] = {"budget": {}, "margin": margin}
     if ask.layout is not None:
         found = search_layouts(ask, keep=1)
         if found.best:

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import Layout, ends_lighter
+
+MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 
 PRECISION_FLAGS = {
+    "fp32": [],
     "bf16": ["--bf16"],
     "fp16": ["--fp16"],
     "fp8": ["--bf16", "--fp8-format hybrid"],
     "fp8_block": ["--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"],
     "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
+    "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
+
+OPTIMIZER_FLAGS = {
+    "adamw": [],
+    "sgd": ["--optimizer sgd", "--sgd-momentum 0"],
+    "momentum": ["--optimizer sgd", "--sgd-momentum 0.9"],
+    "muon": ["--optimizer muon"],
 }
 
 
@@ -21,11 +32,25 @@ def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return f"its flags have no gated {model.activation} feed-forward network"
     if not model.gated_ffn and model.activation == "silu":
         return "its flags have silu in a gated feed-forward network only"
-    if model.layers % layout.pp:
-        return f"{model.layers} layers are not divisible by pp = {layout.pp}"
-    if layout.zero >= 2 and layout.cp > 1:
-        return "its FSDP with context parallelism is not written by this planner: use zero=0 or 1"
+    if ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
+        return f"{model.layers} layers are not divisible by pp = {layout.pp}, nor with one less at the ends"
+    if layout.schedule != "1f1b":
+        return f"its flags have no schedule={layout.schedule}: use 1f1b, interleaved by virtual_stages"
+    if layout.zero >= 2 and layout.cp * layout.pp > 1:
+        return "its FSDP with context or pipeline parallelism is not written by this planner: use zero=0 or 1"
+    if layout.offload in ("activations", "both"):
+        return "it offloads chosen modules' activations only: use offload=none or optimizer"
+    if layout.offload == "optimizer" and layout.zero != 1:
+        return "it offloads its distributed optimizer: use zero=1"
+    if layout.every > 1 and _chunk(model, layout) // layout.every == 0:
+        return f"chunks of {_chunk(model, layout)} layers have no {layout.every}th block to recompute"
     return None
+
+
+def _chunk(model: ModelConfig, layout: Layout) -> int:
+    """Layers of a virtual stage that is not lighter than the others."""
+    chunks = layout.pp * layout.virtual_stages
+    return (model.layers + sum(ends_lighter(model.layers, chunks) or (0, 0))) // chunks
 
 
 def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
@@ -36,6 +61,7 @@ def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
         f"--global-batch-size {ask.work.global_batch}",
         f"--train-iters {ask.work.steps}",
         *PRECISION_FLAGS[ask.precision],
+        *OPTIMIZER_FLAGS[ask.optimizer],
         *_layout_flags(ask.model, layout),
         *_expert_flags(ask.model, layout),
     ]
@@ -55,6 +81,8 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
         "--hidden-dropout 0",
         f"--norm-epsilon {model.norm_eps:g}",
     ]
+    if model.sliding_window and model.sliding_window < sequence:
+        flags.append(f"--window-size {model.sliding_window - 1},0")  # tokens to the left beside the query's own
     if model.key_value_heads != model.heads:
         flags += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
     if model.gated_ffn:
@@ -125,14 +153,28 @@ def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
     if layout.sp:
         flags.append("--sequence-parallel")
     if layout.virtual_stages > 1:
-        per_stage = model.layers // (layout.pp * layout.virtual_stages)
-        flags.append(f"--num-layers-per-virtual-pipeline-stage {per_stage}")
-    if layout.recompute == "full":
+        flags.append(f"--num-layers-per-virtual-pipeline-stage {_chunk(model, layout)}")
+    first_less, last_less = ends_lighter(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
+    flags += ["--account-for-embedding-in-pipeline-split"] * first_less
+    flags += ["--account-for-loss-in-pipeline-split"] * last_less
+    if layout.every > 1:  # as many blocks, the first ones of every chunk
+        blocks = _chunk(model, layout) // layout.every
+        flags += ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
+    elif layout.recompute == "full":
         flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     elif layout.recompute == "selective":
         flags.append("--recompute-granularity selective")
     if layout.zero:
         flags.append("--use-distributed-optimizer")
+    if layout.shard is not None:
+        flags.append(f"--num-distributed-optimizer-instances {layout.dp // layout.shard}")
+    if layout.offload == "optimizer":
+        flags += [
+            "--use-precision-aware-optimizer",
+            "--optimizer-cpu-offload",
+            "--optimizer-offload-fraction 1.0",
+            "--overlap-cpu-optimizer-d2h-h2d",
+        ]
     if layout.zero >= 2:  # Megatron FSDP
         strategy = "optim_grads_params" if layout.zero == 3 else "optim_grads"
         flags += [

@@ -13,7 +13,7 @@ from ironlaw.plan.ask import Ask
 from ironlaw.plan.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster import DEFAULT_ENGINE
 from ironlaw.plan.cluster_answer import answer_on_cluster
-from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, emit, trainer_named
+from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.experts import IMBALANCE
 from ironlaw.plan.layout import Layout, parse_layout
@@ -44,6 +44,7 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     optimizer = _optimizer(subject, options, assumed)
     ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout, optimizer)
     if trainer:
+        check_words(trainer, precision, optimizer)
         ask = replace(ask, excluded=lambda candidate: trainer.cannot(candidate, subject.model))
         if layout is not None and (reason := trainer.cannot(layout, subject.model)):
             raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")

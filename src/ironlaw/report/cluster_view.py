@@ -86,23 +86,29 @@ def _title(console: Console, ledger: Ledger, more: More) -> None:
         f"{units.tokens(work['tokens'])} tokens in {work['steps']:,} steps of {work['global_batch']:,} × "
         f"{work['sequence']:,} tokens"
     )
-    paragraph(console, f"{nodes}; {work_words}; {more['precision']}, engine {more['engine']['name']}", style="dim")
+    arithmetic = f"{more['precision']}, {ledger.facts['optimizer']}, engine {more['engine']['name']}"
+    paragraph(console, f"{nodes}; {work_words}; {arithmetic}", style="dim")
     console.print()
 
 
 def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
     margin, peak = more["margin"], ledger.totals["peak_bytes"]
     needed = f"{units.bytes_(peak.value)} needed of {units.bytes_(margin['limit_bytes'])} usable per accelerator"
+    if ledger.facts.get("host_bytes"):
+        needed += (
+            f", and {units.bytes_(ledger.facts['host_bytes'])} of {units.bytes_(ledger.facts['host_limit_bytes'])} "
+            "of its share of the host's memory"
+        )
+    if not fits and margin["missing_bytes"] <= 0:
+        missing = units.bytes_(margin["missing_host_bytes"])
+        words = f"{needed}, {missing} too much on the host."
+        paragraph(console, Text("Does not fit: ", style="bold red").append(words, "not bold default"))
+        return _would_fit(console, more)
     if not fits:
         missing = units.bytes_(margin["missing_bytes"])
         verdict = Text("Does not fit: ", style="bold red").append(f"{needed}, {missing} too much.", "not bold default")
         paragraph(console, verdict)
-        options = more.get("would_fit") or []
-        nothing = "Nothing tried would fit: fewer tokens per sequence or a smaller model."
-        paragraph(console, f"Would fit: {' or '.join(options)}." if options else nothing)
-        label = "Layout that misses by least  " if more["searched"] else "Layout  "
-        paragraph(console, Text(label, style="dim").append(more["layout"]["text"], style="bold"))
-        return
+        return _would_fit(console, more)
     paragraph(console, Text("Layout  ", style="dim").append(more["layout"]["text"], style="bold"))
     tail = f"; with the upper end of its interval it would need {units.bytes_(peak.high)}" if margin["tight"] else ""
     label, style = ("Fits, narrowly: ", "bold yellow") if margin["tight"] else ("Fits: ", "bold green")
@@ -118,6 +124,16 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
         paragraph(
             console, f"Chosen over the fastest, {units.percent(slower)} quicker: {margin['choice']}.", style="dim"
         )
+    elif " " in margin["choice"]:
+        paragraph(console, f"{margin['choice'][0].upper()}{margin['choice'][1:]}.", style="dim")
+
+
+def _would_fit(console: Console, more: More) -> None:
+    options = more.get("would_fit") or []
+    nothing = "Nothing tried would fit: fewer tokens per sequence or a smaller model."
+    paragraph(console, f"Would fit: {' or '.join(options)}." if options else nothing)
+    label = "Layout that misses by least  " if more["searched"] else "Layout  "
+    paragraph(console, Text(label, style="dim").append(more["layout"]["text"], style="bold"))
 
 
 def _caution(console: Console, engine: More) -> None:

@@ -118,7 +118,9 @@ def check_start(
         check_first_weights(config.train.start_from, config.model)
     if start is not None:
         checkpoint.check_model(start, config.model)
-    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), config.checkpoint.keep)
+    policy = config.checkpoint
+    kept = policy.keep + policy.keep_best + (config.train.steps // policy.keep_every if policy.keep_every else 0)
+    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), kept)
     return start
 
 

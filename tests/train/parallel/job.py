@@ -23,11 +23,13 @@ from torch import Tensor
 from ironlaw.config import RunConfig, build_config
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.model.transformer import Transformer
+from ironlaw.plan.traffic import merged, traffic
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
+from ironlaw.train.parallel.traffic import counted
 from ironlaw.train.schedule import learning_rate
 
 STEPS = 20
@@ -172,6 +174,22 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 different = float((tensor - whole[0][name]).abs().max())
                 differences[name] = max(differences.get(name, 0.0), different)
     return {"difference": max(differences.values(), default=0.0), "losses": losses}
+
+
+def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Collectives of the third step, and the planned ones of this rank's stages."""
+    run = Run(config_of(case))
+    run.train(0, 2)  # DDP settles its buckets, a pipeline its shapes
+    batch = run.batches.batch(2).map(torch.from_numpy)
+    with counted(run.ranks) as found:
+        run.step.forward_backward(batch.inputs, batch.targets, run.step.samples(2))
+    layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
+    planned = traffic(run.config.model, layout, sequence=run.config.sequence, global_batch=8)[run.ranks.index("pp")]
+
+    def plain(table: Any) -> dict[str, list[int]]:
+        return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
+
+    return {"found": plain(found.sent), "planned": plain(merged(planned, found.aliases))}
 
 
 def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:

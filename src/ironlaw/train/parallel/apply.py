@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.transformer import Transformer
+from ironlaw.plan.traffic import stages_of
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import pipeline, tensor
 from ironlaw.train.parallel.place import SharedPlace
@@ -69,7 +70,7 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     plain = {0: model}
     if layout.pp > 1:
         stages = layout.pp * layout.virtual_stages
-        numbers = pipeline.stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
+        numbers = stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
         plain = {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
 
     # Tensor parallel on whole weights: FSDP afterwards shards each rank's part, and gathers only that.

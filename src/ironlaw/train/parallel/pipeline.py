@@ -19,7 +19,8 @@ from torch.distributed.pipelining.schedules import (
 
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.layout import V_SHAPED, ends_lighter
+from ironlaw.plan.layout import V_SHAPED
+from ironlaw.plan.traffic import layers_of
 from ironlaw.train.parallel.ranks import Ranks
 
 
@@ -32,30 +33,8 @@ def _kind(schedule: str, virtual: int) -> Any:
     }[schedule]  # fmt: skip
 
 
-def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
-    """Stages of a pipeline rank, in order."""
-    if schedule in V_SHAPED:
-        return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * chunk for chunk in range(virtual)]
-
-
 def rank_of_last(schedule: str, pp: int) -> int:
     return 0 if schedule in V_SHAPED else pp - 1
-
-
-def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
-    """Layers of each stage as the planner deals them (`plan/stages.py`): as equal as can be, less at the ends."""
-    less = ends_lighter(layers, stages)
-    if virtual > 1 and less is not None:
-        counts = [(layers + sum(less)) // stages] * stages
-        counts[0] -= less[0]
-        counts[-1] -= less[1]
-    else:
-        whole, rest = divmod(layers, stages)
-        turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
-        counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
 def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:

@@ -62,6 +62,7 @@ class DistributedTrainer(Trainer):
     def __init__(self, *arguments: Any, ranks: Ranks, **named: Any) -> None:
         self.ranks = ranks
         self._stop_agreed = False
+        self._expert_load = None  # a mixture of experts is refused
         super().__init__(*arguments, **named)
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:

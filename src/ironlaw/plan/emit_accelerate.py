@@ -1,0 +1,107 @@
+"""A layout as the configuration YAML of Accelerate: plain, FSDP version 2, or its Megatron-LM plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.layout import Layout
+
+
+def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    """Why its configuration cannot say this, or None."""
+    if layout.cp > 1:
+        return "its context parallelism is not written by this planner"
+    if layout.offload != "none":
+        return "its CPU offload moves the weights too, which this planner does not plan: use offload=none"
+    if layout.schedule != "1f1b":
+        return "its pipelines have the 1f1b schedule only"
+    if layout.every > 1:
+        return "it recomputes whole blocks, all of them or none"
+    plain = layout.tp == layout.pp == 1
+    if plain and layout.zero in (0, 2, 3) and not (layout.zero == 0 and layout.recompute == "full"):
+        fits = layout.recompute == "none" or (layout.recompute == "full" and layout.zero >= 2)
+        return None if fits else "its FSDP configuration recomputes whole blocks or nothing"
+    if layout.zero > 1:
+        return "FSDP with tensor parallelism needs a model with a plan of its own: use zero=0 or 1"
+    if layout.shard is not None:
+        return "its Megatron-LM plugin shards over all replicas: use no shard"
+    if layout.virtual_stages > 1:
+        return "its Megatron-LM plugin has no virtual stages"
+    if layout.recompute == "full":
+        return "its Megatron-LM plugin recomputes selectively or nothing"
+    if layout.pp > 1 and model.layers % layout.pp:
+        return f"{model.layers} layers are not divisible by pp = {layout.pp}"
+    return None
+
+
+def accelerate_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
+    accumulation = ask.work.global_batch // (layout.dp * layout.micro_batch)
+    document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
+    notes = [
+        f"in the script: batches of {layout.micro_batch} sequences of {ask.work.sequence:,} tokens per process, "
+        f"Accelerator(gradient_accumulation_steps={accumulation})"
+    ]
+    if ask.optimizer not in ("adam", "adamw"):
+        notes.append(f"{ask.optimizer} is built in the script")
+    if layout.tp == layout.pp == 1 and layout.zero >= 2:
+        document |= _fsdp(layout)
+    elif layout.tp == layout.pp == 1 and layout.zero == 0 and layout.recompute == "none":
+        document["distributed_type"] = "MULTI_GPU" if layout.dp > 1 else "NO"
+    else:
+        document |= _megatron(layout, accumulation)
+        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {ask.work.sequence:,} tokens"
+    document |= {
+        "mixed_precision": {"fp32": "NO"}.get(ask.precision, ask.precision),
+        "num_machines": ask.cluster.nodes,
+        "num_processes": layout.accelerators,
+    }
+    return f"# {ask.model.name}, {ask.cluster}: {layout}\n" + _yaml(document), notes
+
+
+def _fsdp(layout: Layout) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": layout.zero == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": layout.recompute == "full",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_offload_params": False,
+        },
+    }
+    if layout.shard is not None:
+        result["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": layout.dp // layout.shard,
+            "parallelism_config_dp_shard_size": layout.shard,
+        }
+    return result
+
+
+def _megatron(layout: Layout, accumulation: int) -> dict[str, Any]:
+    return {
+        "distributed_type": "MEGATRON_LM",
+        "megatron_lm_config": {
+            "megatron_lm_tp_degree": layout.tp,
+            "megatron_lm_pp_degree": layout.pp,
+            "megatron_lm_num_micro_batches": accumulation,
+            "megatron_lm_sequence_parallelism": layout.sp,
+            "megatron_lm_recompute_activations": layout.recompute == "selective",
+            "megatron_lm_use_distributed_optimizer": layout.zero == 1,
+            "megatron_lm_gradient_clipping": 1.0,
+        },
+    }
+
+
+def _yaml(document: dict[str, Any], indent: str = "") -> str:
+    """Two levels of plain scalars: all that these files need."""
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{key}:\n{_yaml(value, indent + '  ')}")
+        else:
+            shown = str(value).lower() if isinstance(value, bool) else "'NO'" if value == "NO" else str(value)
+            lines.append(f"{indent}{key}: {shown}\n")
+    return "".join(lines)

@@ -1,0 +1,57 @@
+"""A layout as a config file of Ironlaw's own trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomli_w
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.layout import Layout
+
+IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
+
+
+def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    """Why Ironlaw's own trainer cannot run this, or None."""
+    if layout.offload != "none":
+        return "Ironlaw's own trainer does not offload: use offload=none"
+    if layout.recompute != "none" and layout.accelerators > 1:
+        return "Ironlaw's own trainer recomputes on one device only so far"
+    if layout.recompute == "selective":
+        return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
+    if layout.ep > 1 or (model.moe is not None and layout.accelerators > 1):
+        return "Ironlaw's own trainer has mixtures of experts on one device only so far"
+    if model.key_value_heads % layout.tp:
+        return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"
+    return None
+
+
+def ironlaw_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
+    document: dict[str, Any] = {
+        "model": ask.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
+        "train": {
+            "steps": ask.work.steps,
+            "global_batch": ask.work.global_batch,
+            "micro_batch": layout.micro_batch,
+            "sequence": ask.work.sequence,
+            "precision": ask.precision,
+        },
+        "optimizer": {"name": ask.optimizer},
+    }
+    notes = ["for `ironlaw train`; [data] is yours to add"]
+    if layout.recompute == "full":
+        document["recompute"] = {"mode": "full"}
+    elif layout.every > 1:
+        document["recompute"] = {"mode": "every", "every": layout.every}
+    if layout.accelerators > 1:
+        words = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual_stages", "schedule", "cp")
+        plain = Layout()
+        document["layout"] = {
+            word: getattr(layout, word)
+            for word in words
+            if word == "dp" or getattr(layout, word) != getattr(plain, word)
+        }
+        notes.append(f"start {layout.accelerators} processes with torchrun, one per device")
+    return tomli_w.dumps(document), notes

@@ -1,0 +1,110 @@
+"""A layout as the TOML job config of torchtitan 0.2, and the same as command-line options of 0.3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tomli_w
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.layout import Layout, ends_lighter
+
+SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
+
+
+def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    """Why its options cannot say this, or None."""
+    if layout.tp > 1 and not layout.sp:
+        return "its tensor parallelism always shards the sequence too (sp=1)"
+    if layout.zero == 1:
+        return "it has no sharding of the optimizer state alone (zero=0, 2 or 3)"
+    if layout.zero == 0 and layout.dp > 1 and layout.tp * layout.pp * layout.cp > 1:
+        return "its replicated data parallelism does not combine with other kinds: use zero=2 or 3"
+    if layout.zero == 0 and layout.cp > 1:
+        return "context parallel ranks always shard the weights there: use zero=2 or 3"
+    if layout.offload != "none":
+        return "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"
+    if layout.pp > 1 and ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
+        return f"{model.layers} layers are not divisible by {layout.pp * layout.virtual_stages} stages"
+    if layout.schedule == "zb" and layout.virtual_stages == 1:
+        return "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"
+    return None
+
+
+def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
+    precise = "bfloat16" if ask.precision == "bf16" else "float32"
+    document = {
+        "optimizer": {"name": {"adam": "Adam"}.get(ask.optimizer, "AdamW")},
+        "training": {
+            "local_batch_size": _local_batch(ask, layout),
+            "global_batch_size": ask.work.global_batch,
+            "seq_len": ask.work.sequence,
+            "steps": ask.work.steps,
+            "mixed_precision_param": precise,
+            "mixed_precision_reduce": "float32",
+        },
+        "parallelism": _parallelism(ask, layout),
+        "activation_checkpoint": _recomputation(layout),
+        "compile": {"enable": True},
+    }
+    model = ask.model
+    header = [
+        f"# {model.name}, {ask.cluster}: {layout}",
+        f"# [model] name and flavor: one with {model.layers} layers, {model.hidden} hidden, {model.heads} heads "
+        f"({model.key_value_heads} key/value), {model.ffn_size} feed-forward, vocabulary {model.vocab}",
+    ]
+    text = "\n".join(header) + "\n\n" + tomli_w.dumps(document)
+    options = _options(document, layout)
+    if options:
+        text += "\n# torchtitan 0.3 has no TOML; after --module and --config of such a model:\n"
+        text += "".join(f"#   {option}\n" for option in options)
+    return text, ["a TOML job config of torchtitan 0.2; options of 0.3 in its last comment"]
+
+
+def _local_batch(ask: Ask, layout: Layout) -> int:
+    """Sequences per rank and gradient accumulation step; a pipeline takes all its micro-batches at once."""
+    return ask.work.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
+
+
+def _parallelism(ask: Ask, layout: Layout) -> dict[str, Any]:
+    shards = (layout.shard or layout.dp) if layout.zero else 1
+    result: dict[str, Any] = {
+        "data_parallel_replicate_degree": layout.dp // shards,
+        "data_parallel_shard_degree": shards,
+        "fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
+        "tensor_parallel_degree": layout.tp,
+        "pipeline_parallel_degree": layout.pp,
+        "context_parallel_degree": layout.cp,
+    }
+    if layout.pp > 1:
+        chunks = layout.pp * layout.virtual_stages
+        less = ends_lighter(ask.model.layers, chunks)
+        assert less is not None
+        plain = "Interleaved1F1B" if layout.virtual_stages > 1 else "1F1B"
+        result |= {
+            "pipeline_parallel_schedule": SCHEDULES.get(layout.schedule, plain),
+            "pipeline_parallel_microbatch_size": layout.micro_batch,
+            "pipeline_parallel_layers_per_stage": (ask.model.layers + sum(less)) // chunks,
+            "pipeline_parallel_first_stage_less_layers": less[0],
+            "pipeline_parallel_last_stage_less_layers": less[1],
+        }
+    return result
+
+
+def _recomputation(layout: Layout) -> dict[str, Any]:
+    if layout.recompute == "selective":
+        return {"mode": "selective", "selective_ac_option": "op"}
+    if layout.every > 1:
+        return {"mode": "selective", "selective_ac_option": str(layout.every)}
+    return {"mode": layout.recompute}
+
+
+def _options(document: dict[str, Any], layout: Layout) -> list[str]:
+    """Command-line options of 0.3; none where it lost what 0.2 could say. The optimizer is its config's there."""
+    if layout.every > 1 or document["optimizer"]["name"] != "AdamW":
+        return []
+    words = []
+    for section in ("training", "parallelism"):
+        words += [f"--{section}.{key} {value}" for key, value in document[section].items()]
+    return [*words, "--compile.enable", f"activation-checkpoint:{layout.recompute}"]

@@ -1,0 +1,237 @@
+"""What every rank of a layout sends in a step of Ironlaw's own trainer, by mesh dimension and kind of collective.
+
+    table = traffic(model, layout, sequence=4096, global_batch=512)     # one mapping per pipeline rank
+    table[0]["shard", "all_gather"]                                      # Sent(count, bytes)
+
+Exact for replicas, ZeRO, FSDP and tensor parallel layouts, and checked there against collectives counted in a run
+(`tests/train/parallel`). Bytes are those of the whole buffer: what is reduced, what is gathered, what is sent; a ring
+moves 2 (n-1)/n of the first and (n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer
+holds them. Dimensions are those of the trainer's mesh: `replicate` (copies of the state), `shard` (ranks that share
+one), `tp`, `cp`, `pp`. The loss and the gradient norm are one all-reduce of 24 bytes over all ranks, not listed.
+
+FSDP2 gathers a block at a time, each tensor padded to a multiple of the ranks in its first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
+from ironlaw.workload.parameters import Parameter, model_parameters
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Sent:
+    """`count` collectives with buffers of `bytes` in all. DDP's buckets are not counted: `count` is 0 there."""
+
+    count: int
+    bytes: int
+
+
+Table = dict[tuple[str, str], Sent]
+
+
+def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
+    """Layers of each stage as the planner deals them (`plan/stages.py`): as equal as can be, less at the ends."""
+    less = ends_lighter(layers, stages)
+    if virtual > 1 and less is not None:
+        counts = [(layers + sum(less)) // stages] * stages
+        counts[0] -= less[0]
+        counts[-1] -= less[1]
+    else:
+        whole, rest = divmod(layers, stages)
+        turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+        counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
+    """Stages of a pipeline rank, in order."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * chunk for chunk in range(virtual)]
+
+
+def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
+    """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding."""
+    stages = layout.pp * layout.virtual_stages
+    layers = layers_of(model.layers, stages, layout.virtual_stages)[stage]
+    first, last = stage == 0, stage == stages - 1
+    found = []
+    for parameter in model_parameters(model):
+        part, _, rest = parameter.name.partition(".")
+        here = {"embedding": first, "positions": first, "final_norm": last, "head": last}
+        if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
+            found += _divided(parameter, model, layout)
+    if last and not first and model.tied:
+        found += _divided(Parameter("head.weight", (model.vocab, model.hidden)), model, layout)
+    return found
+
+
+def _divided(parameter: Parameter, model: ModelConfig, layout: Layout) -> list[Parameter]:
+    """Query, key and value apart where ranks hold parts of tensors; then what tp leaves of each."""
+    parts = [parameter]
+    if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0):
+        sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
+        parts = [
+            Parameter(parameter.name.replace("qkv.", f"qkv.{which}."), (rows, *parameter.shape[1:]))
+            for which, rows in sizes.items()
+        ]
+    return [Parameter(part.name, _local_shape(part, layout.tp), part.embedding) for part in parts]
+
+
+def _local_shape(parameter: Parameter, tp: int) -> tuple[int, ...]:
+    """Outputs divided: projections in, up, gate, vocabulary. Inputs divided: the two that narrow. The rest is whole."""
+    name, shape = parameter.name, parameter.shape
+    if tp == 1:
+        return shape
+    if ".qkv." in name or ".ffn.up." in name or ".ffn.gate." in name or name in ("embedding.weight", "head.weight"):
+        return (-(-shape[0] // tp), *shape[1:])
+    if name.endswith(("attention.out.weight", "ffn.down.weight")):
+        return (shape[0], -(-shape[1] // tp))
+    return shape
+
+
+def traffic(model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int) -> list[Table]:
+    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch."""
+    micro_batches = global_batch // (layout.dp * layout.micro_batch)
+    tables = []
+    for rank in range(layout.pp):
+        total: Counter[tuple[str, str, str]] = Counter()
+        for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank):
+            for dimension, kind, count, size in _stage(model, layout, sequence, micro_batches, stage):
+                total[dimension, kind, "count"] += count
+                total[dimension, kind, "bytes"] += size
+        keys = sorted({(dimension, kind) for dimension, kind, _ in total})
+        table = {key: Sent(total[*key, "count"], total[*key, "bytes"]) for key in keys}
+        tables.append({key: sent for key, sent in table.items() if sent.bytes})
+    return tables
+
+
+def merged(table: Table, aliases: dict[str, str]) -> Table:
+    """The table with dimensions renamed, where one process group serves two of them."""
+    result: Table = {}
+    for (dimension, kind), sent in table.items():
+        key = aliases.get(dimension, dimension), kind
+        known = result.get(key, Sent(0, 0))
+        result[key] = Sent(known.count + sent.count, known.bytes + sent.bytes)
+    return result
+
+
+Line = tuple[str, str, int, int]
+
+
+def _stage(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int) -> Iterable[Line]:
+    tokens = layout.micro_batch * sequence // layout.cp
+    parameters = stage_parameters(model, layout, stage)
+    yield from _data_parallel(model, layout, parameters, micro_batches)
+    if layout.tp > 1:
+        yield from _tensor_parallel(model, layout, parameters, tokens, micro_batches, stage)
+    blocks = len({p.name.split(".")[1] for p in parameters if p.name.startswith("blocks.")})
+    if layout.cp > 1:
+        gathered = 2 * layout.micro_batch * sequence * model.key_value_size // layout.tp * FP32
+        yield "cp", "all_gather", blocks * micro_batches, blocks * micro_batches * gathered
+        yield "cp", "reduce_scatter", blocks * micro_batches, blocks * micro_batches * gathered
+    if layout.pp > 1:
+        yield from _pipeline(model, layout, parameters, tokens, micro_batches, stage)
+
+
+def _data_parallel(
+    model: ModelConfig, layout: Layout, parameters: list[Parameter], micro_batches: int
+) -> Iterable[Line]:
+    sharded = layout.zero > 0
+    ranks = (layout.shard or layout.dp) * layout.cp if sharded else 1
+    copies = layout.dp // (layout.shard or layout.dp) if sharded else layout.dp * layout.cp
+    # A pipeline reduces when its schedule is through, whatever the stage of ZeRO.
+    reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
+    plain = layout.tp * layout.pp == 1 and not sharded
+    for unit, tensors in _units(model, parameters).items():
+        padded = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors) * FP32
+        gathers = 1
+        if layout.zero == 3:
+            gathers = micro_batches * (1 if unit == "root" else 2)
+        if ranks > 1:
+            yield "shard", "all_gather", gathers, gathers * padded
+            yield "shard", "reduce_scatter", reductions, reductions * padded
+        if copies > 1:
+            yield "replicate", "all_reduce", 0 if plain else reductions, reductions * padded // ranks
+
+
+def _units(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
+    """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest."""
+    names = {p.name for p in parameters}
+    apart = {"embedding.weight", "head.weight"}
+    if model.tied and "embedding.weight" in names and "head.weight" not in names and "final_norm.weight" in names:
+        apart = set()  # one tensor, used at both ends
+    units: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        unit = "root"
+        if parameter.name.startswith("blocks."):
+            unit = ".".join(parameter.name.split(".")[:2])
+        elif parameter.name in apart:
+            unit = parameter.name
+        units.setdefault(unit, []).append(parameter)
+    return units
+
+
+def _tensor_parallel(
+    model: ModelConfig, layout: Layout, parameters: list[Parameter], tokens: int, micro_batches: int, stage: int
+) -> Iterable[Line]:
+    """Per block and direction one exchange of the residual stream for attention and one for the feed-forward part."""
+    stream = tokens * model.hidden * FP32
+    blocks = len({p.name.split(".")[1] for p in parameters if p.name.startswith("blocks.")})
+    first = stage == 0
+    last = stage == layout.pp * layout.virtual_stages - 1
+    if layout.sp:
+        # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
+        ways = 4 * blocks + first + last
+        yield "tp", "all_gather", ways * micro_batches, ways * micro_batches * stream
+        yield "tp", "reduce_scatter", ways * micro_batches, ways * micro_batches * stream
+    else:
+        ways = 4 * blocks + first + last  # the embedding forward, the output layer backward
+        yield "tp", "all_reduce", ways * micro_batches, ways * micro_batches * stream
+    if last:  # of the divided logits: maximum, sum of exponentials, the target's own
+        yield "tp", "all_reduce", 3 * micro_batches, 3 * micro_batches * tokens * FP32
+    yield from _small_gradients(layout, parameters)
+
+
+def _small_gradients(layout: Layout, parameters: list[Parameter]) -> Iterable[Line]:
+    """Gradients of whole tensors of which a rank sees only its heads or positions."""
+    ranks = (layout.shard or layout.dp) * layout.cp if layout.zero > 0 else 1
+    partial = [p for p in parameters if p.name.endswith(("query_norm.weight", "key_norm.weight"))]
+    if layout.sp:
+        partial += [p for p in parameters if "_norm." in p.name and p not in partial]
+        partial += [p for p in parameters if p.name.startswith("positions.")]
+    if partial:
+        size = sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in partial) * FP32
+        yield "tp", "all_reduce", 1, size
+
+
+def _pipeline(
+    model: ModelConfig, layout: Layout, parameters: list[Parameter], tokens: int, micro_batches: int, stage: int
+) -> Iterable[Line]:
+    """Activations forward and their gradients back, to stages on other ranks; a tied weight's gradient both ways."""
+    stages = layout.pp * layout.virtual_stages
+    message = tokens * model.hidden * FP32 // (layout.tp if layout.sp else 1)
+
+    def rank_of(number: int) -> int:
+        return next(
+            r for r in range(layout.pp)
+            if number in stages_of(layout.schedule, layout.pp, layout.virtual_stages, r)
+        )  # fmt: skip
+
+    for other in (stage + 1, stage - 1):
+        if 0 <= other < stages and rank_of(other) != rank_of(stage):
+            yield "pp", "send", micro_batches, micro_batches * message
+    ends = (0, stages - 1)
+    if model.tied and stage in ends and rank_of(ends[0]) != rank_of(ends[1]):
+        ranks = (layout.shard or layout.dp) * layout.cp if layout.zero > 0 else 1
+        (weight,) = [p for p in parameters if p.name in ("embedding.weight", "head.weight")]
+        yield "pp", "send", 1, -(-weight.shape[0] // ranks) * weight.shape[1] * FP32
