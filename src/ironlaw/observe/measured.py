@@ -35,6 +35,11 @@ class Observations:
     cuda_peak_bytes: int | None = None
     joules: float | None = None
     wall_seconds: dict[str, float] = field(default_factory=dict)
+    checkpoint_copy_bytes: int = 0  # of the state, in the memory that the steps use
+
+    def copies(self) -> dict[str, int]:
+        """Held beside the steps while a checkpoint is written."""
+        return {"checkpoint copy": self.checkpoint_copy_bytes} if self.checkpoint_copy_bytes else {}
 
 
 def typical(steps: Sequence[StepTimes]) -> list[StepTimes]:

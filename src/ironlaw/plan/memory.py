@@ -110,4 +110,8 @@ def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]
     ]
     if config.train.average_decay is not None:
         lines.append(MemoryLine("average", model.parameters * FP32, note="exponential average of the weights"))
+    if not shape.fused_rmsnorm and 0 < config.checkpoint.every < config.train.steps:
+        state = sum(line.bytes or 0 for line in lines if line.component in ("optimizer", "average"))
+        note = "on a CPU beside the steps that run while a checkpoint is written"
+        lines.append(MemoryLine("checkpoint copy", model.parameters * FP32 + state, note=note))
     return lines, peak.where

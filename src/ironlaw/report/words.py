@@ -78,6 +78,7 @@ MEANINGS = {
     "temporaries": "freed within the phase",
     "batch": "tokens and targets",
     "average": "exponential average of the weights",
+    "checkpoint copy": "a checkpoint on its way to the disk",
 }
 
 # What a total counts, in a line.

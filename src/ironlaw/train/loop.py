@@ -35,6 +35,7 @@ from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
 from ironlaw.observe.profile import (
+    copy_scope,
     named_modules_recorded,
     phase_scope,
     read_profile,
@@ -333,9 +334,12 @@ class Trainer:
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
-        seconds = self.checkpointer.take(
-            self.step, self.tokens, self.model, self.states, validation_loss, turns=len(self.recovery.turns)
-        )
+        with copy_scope():
+            seconds = self.checkpointer.take(
+                self.step, self.tokens, self.model, self.states, validation_loss, turns=len(self.recovery.turns)
+            )
+        if self.device.type == "cpu" and self.step < self.config.train.steps:  # the next steps run beside it
+            self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
 
@@ -411,7 +415,7 @@ class Trainer:
         ledger = measured_ledger(
             observed,
             planned=self.plan,
-            held=held_bytes(self.model, self.optimizer, average.tensors if average else ()),
+            held=held_bytes(self.model, self.optimizer, average.tensors if average else ()) | observed.copies(),
             batch_bytes=batch_bytes(config),
             tokens_per_step=config.tokens_per_step,
             facts=facts,
