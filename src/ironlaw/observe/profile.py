@@ -272,7 +272,7 @@ def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
     if span.scope == "Transformer":
         if kind is Kind.EMBEDDING or operation == "add":
             return Kind.EMBEDDING, "positions"
-        return Kind.LOSS, "loss"
+        return (kind, "head") if kind is Kind.MATMUL else (Kind.LOSS, "loss")  # the products of a chunked loss
     return kind, own.get(kind, own[None])
 
 

@@ -77,6 +77,7 @@ MEANINGS = {
     "activations": "kept for the backward pass",
     "temporaries": "freed within the phase",
     "batch": "tokens and targets",
+    "average": "exponential average of the weights",
 }
 
 # What a total counts, in a line.
