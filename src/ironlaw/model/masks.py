@@ -29,7 +29,8 @@ def dense_mask(sequence: int, device: torch.device, window: int | None, document
 def additive(mask: Tensor) -> Tensor:
     """0 where visible and minus infinity elsewhere, in the precision that attention is computed in."""
     device = mask.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # autocast knows no meta tensors
+    dtype = torch.get_autocast_dtype(device) if autocast else torch.float32
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
