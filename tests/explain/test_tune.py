@@ -33,7 +33,7 @@ def bf16_is_fast(config: RunConfig) -> float:
 def run(machine: Simulated, **options: Any) -> Any:
     profile = make_profile(bf16_factor=4.0)
     options = {"budget_seconds": 1e9} | options
-    return tune(make_config(micro_batch=1), profile, folder=Path("unused"), measure=machine, **options)
+    return tune(make_config(micro_batch=1, global_batch=4), profile, folder=Path("unused"), measure=machine, **options)
 
 
 def test_what_pays_is_kept_and_what_does_not_is_dropped() -> None:

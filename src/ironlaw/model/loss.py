@@ -27,8 +27,9 @@ def chunked_cross_entropy(
     `onednn`: how fp32 products are computed.
     """
     dtype = weight.dtype
-    if torch.is_autocast_enabled(x.device.type):
-        dtype, onednn = torch.get_autocast_dtype(x.device.type), False
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype, onednn = torch.get_autocast_dtype(device), False
     total = _Chunked.apply(x, weight, targets, chunk, dtype, onednn)
     if reduction == "sum":
         return total

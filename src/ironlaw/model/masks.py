@@ -28,8 +28,9 @@ def dense_mask(sequence: int, device: torch.device, window: int | None, document
 
 def additive(mask: Tensor) -> Tensor:
     """0 where visible and minus infinity elsewhere, in the precision that attention is computed in."""
-    device = mask.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    device, dtype = mask.device.type, torch.float32
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 

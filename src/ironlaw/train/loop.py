@@ -211,6 +211,7 @@ class Trainer:
         with Prefetcher(
             ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
         ) as prefetcher:
+            self.prefetcher = prefetcher
             batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
@@ -280,7 +281,7 @@ class Trainer:
         phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
         entry: dict[str, Any] = {
             "step": step, "batch": self.recovery.skips.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
-            "seconds": times.wall_seconds,
+            "seconds": times.wall_seconds, "loader_tokens_per_second": self.prefetcher.tokens_per_second,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
         } | self._step_metrics()  # fmt: skip
         if not recorded:  # recorded steps are counted with the profiling that slows them
