@@ -18,7 +18,7 @@ from ironlaw.model.huggingface import is_config_file, read_config
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
 
 
 class _Section(BaseModel):
@@ -33,19 +33,53 @@ class TrainConfig(_Section):
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
     clip: float = Field(1.0, gt=0)  # global gradient norm; inf clips nothing
-    precision: Precision = "auto"  # auto: what this machine multiplies fastest, measured
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile per block; auto: on CUDA only
+    # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
+    precision: Precision = "auto"
+    # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
+    loss: Literal["auto", "full", "chunked"] = "auto"
+    # torch.compile per block; auto: on CUDA only. graphs: and CUDA graphs, for steps that the host cannot keep up with.
+    compile: Literal["auto", "on", "off", "graphs"] = "auto"
+    average_decay: float | None = Field(None, gt=0, lt=1)  # keep an exponential average of the weights, such as 0.999
+    noise_scale_every: int = Field(0, ge=0)  # steps between estimates of the critical batch size; 0: none
+    offload: Literal["none", "activations", "optimizer", "both"] = "none"  # to the host's memory, on CUDA
     threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
     seed: int = Field(0, ge=0)
     start_from: str | None = None  # first weights: a Hugging Face directory or a run; [model] from = "DIR" sets it too
     profile_steps: int = Field(5, ge=0)  # steps recorded for the time by operation; 0 records none
 
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "both")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload in ("optimizer", "both")
+
 
 class ScheduleConfig(_Section):
-    """The learning rate over the steps, as a fraction of `optimizer.lr`."""
+    """The learning rate over the steps, as a fraction of its peak."""
 
+    # cosine (arXiv 1608.03983), linear and exponential fall to min_lr_fraction at the last step; inverse_sqrt with the
+    # root of the step (arXiv 1706.03762); step falls by step_factor every step_every steps; wsd stays at the peak and
+    # falls linearly over the last decay_fraction of the steps (arXiv 2404.06395).
+    kind: Literal["cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd", "constant"] = "cosine"
     warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)  # the cosine ends at this fraction of the peak
+    min_lr_fraction: float = Field(0.1, ge=0, le=1)
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    step_every: int = Field(1000, gt=0)
+    step_factor: float = Field(0.5, gt=0, lt=1)
+    # The peak is optimizer.lr, or with a scaling (batch / reference_batch) or its square root times that.
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    reference_batch: int = Field(256, gt=0)  # sequences per step for which optimizer.lr is meant
+
+
+class ScalerConfig(_Section):
+    """Loss scaling, which keeps small gradients above the smallest fp16 number (train.precision = "fp16")."""
+
+    initial: float = Field(65536.0, gt=0)
+    growth: float = Field(2.0, gt=1)
+    growth_steps: int = Field(2000, gt=0)  # in a row without an overflow
+    backoff: float = Field(0.5, gt=0, lt=1)  # after a step that overflowed, which is skipped
 
 
 # Keys of earlier versions, and where they are now.
@@ -117,6 +151,7 @@ class RunConfig(_Section):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    scaler: ScalerConfig = ScalerConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -126,11 +161,18 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.train.global_batch % self.micro_batch:
+        if self.micro_batch > self.train.global_batch:
             raise ValueError(
-                f"train.global_batch = {self.train.global_batch} is not a multiple of train.micro_batch = "
-                f"{self.micro_batch}: use train.global_batch = {self.micro_batch * self.accumulation}"
+                f"train.micro_batch = {self.micro_batch} is larger than train.global_batch = "
+                f"{self.train.global_batch}: use train.micro_batch = {self.train.global_batch}"
             )
+        if self.train.noise_scale_every and self.accumulation == 1:
+            raise ValueError(
+                "train.noise_scale_every compares the gradients of a micro-batch and of the whole batch: use "
+                f"train.micro_batch = {max(1, self.train.global_batch // 2)} or less, of a larger train.global_batch"
+            )
+        if self.schedule.kind == "exponential" and not self.schedule.min_lr_fraction:
+            raise ValueError('schedule.kind = "exponential" never reaches 0: use schedule.min_lr_fraction = 0.01')
         if (
             self.checkpoint.keep_best
             and self.checkpoint.every

@@ -61,7 +61,7 @@ TABLE = {
     "a number that is none": Bad(["train", "CONFIG", *NEW, "--set", "train.steps=many"], ["train.steps = 'many'"]),
     "heads": Bad(["train", "CONFIG", *NEW, "--set", "model.heads=5"], ["heads = 5", "use heads = 4"]),
     "key/value heads": Bad(["plan", "CONFIG", "--set", "model.kv_heads=3"], ["use kv_heads = 2"]),
-    "micro-batch": Bad(["train", "CONFIG", *NEW, "--set", "train.micro_batch=3"], ["use train.global_batch = 9"]),
+    "micro-batch": Bad(["train", "CONFIG", *NEW, "--set", "train.micro_batch=9"], ["use train.micro_batch = 8"]),
     "sequence": Bad(["train", "CONFIG", *NEW, "--set", "train.sequence=99"], ["use train.sequence = 16"]),
     "threads that were not measured": Bad(["train", "CONFIG", *NEW, "--set", "train.threads=64"],
                                           ["train.threads = 64", "ironlaw measure --threads 64"]),

@@ -50,7 +50,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "straggler": {"facts": {"rank_own_seconds": [0.05, 0.3]}},
     "launch_bound": {
         "facts": {"device": "cuda", "source": "trace", "precision": "bf16"},
-        "phases": {"host": 0.1, "idle": 0.02},
+        "phases": {"host": 0.3, "idle": 0.05},
     },
     "no_matrix_units": {"facts": {"device": "cuda", "precision": "fp32"}},
     "tile_quantisation": {"facts": {"product_shapes": [[130, 130, 64]], "compute_units": 132}},

@@ -56,5 +56,5 @@ def test_options_of_clusters_are_refused(option):
 def test_options_that_contradict_the_config_are_one_line(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[model]\nname = "gpt2"\n[train]\nmicro_batch = 4\nglobal_batch = 8\n')
-    with pytest.raises(UserError, match=r"multiple of train\.micro_batch"):
-        plan(str(file), work=Wishes(global_batch=6))
+    with pytest.raises(UserError, match=r"larger than train\.global_batch"):
+        plan(str(file), work=Wishes(global_batch=2))

@@ -390,9 +390,9 @@ def test_what_is_kept(tmp_path: Path) -> None:
 def test_the_best_by_validation_loss_survives(
     tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evaluate(self: Trainer) -> float:
+    def evaluate(self: Trainer) -> dict[str, float]:
         self.validation_loss = 1.0 + abs(self.step - 14)
-        return 0.0
+        return {"validation_loss": self.validation_loss, "evaluation_seconds": 0.0}
 
     monkeypatch.setattr(Trainer, "_evaluate", evaluate)
     config = tiny_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from ironlaw.config import RunConfig
+from ironlaw.machine import host
 from ironlaw.train.journal import Journal
 from ironlaw.train.loop import Outcome, StepReport
 from ironlaw.train.sessions import read_sessions
@@ -36,6 +38,8 @@ def test_a_resumed_run_has_one_ledger_of_all_its_sessions(
 ) -> None:  # fmt: skip
     config = tiny_config(train={"steps": 40, "profile_steps": 2}, checkpoint={"every": 10}, evaluation={"every": 15})
     run = tmp_path / "run"
+    falling = itertools.count(10**9, -1000)  # the process was largest in its first step, which is a warm-up
+    monkeypatch.setattr(host, "resident_bytes", lambda: next(falling))
     with monkeypatch.context() as patch:
         if killed:  # a killed process writes no last line
             patch.setattr(Journal, "abandon", lambda *arguments: None)

@@ -40,6 +40,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute selective": {"recompute": {"mode": "selective"}},
     "recompute budget": {"recompute": {"mode": "budget", "budget": "6.5MB"}},
     "bf16": {"train": {"precision": "bf16"}},
+    "fp16": {"train": {"precision": "fp16"}},
+    "chunked loss": {"train": {"loss": "chunked"}},
+    "ragged accumulation": {"train": {"micro_batch": 3}},
+    "average": {"train": {"average_decay": 0.9}},
+    "documents": {"data": {"packing": "best_fit"}},
+    "wsd": {"schedule": {"kind": "wsd"}},
     "llama": {"model": {
         "kv_heads": 2, "ffn": 160, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
         "bias": False, "tied": False,

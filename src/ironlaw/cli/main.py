@@ -26,6 +26,7 @@ VERBS = {
     "train": "Train a config into a run directory, beside its plan.",
     "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
+    "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",
     "export": "Write a run's model as Hugging Face safetensors.",
     "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
     "generate": "Continue a prompt with a trained run.",

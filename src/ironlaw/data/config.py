@@ -63,7 +63,9 @@ class DataConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.sources:
-            alone = sorted({"path", "format", "field", "split"} & self.model_fields_set)
+            single = ("path", "format", "field", "split")
+            # A run's saved config spells out the defaults too: they say nothing.
+            alone = [key for key in single if getattr(self, key) != type(self).model_fields[key].default]
             if alone:
                 raise ValueError(
                     f"data.{alone[0]} and data.sources are both given: move it into a [[data.sources]] table"

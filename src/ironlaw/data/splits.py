@@ -21,7 +21,7 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _ALL = 2**64
 # Up to here records are read once beforehand, so that a handful of them still gives both splits something.
-_SMALL_BYTES = 2**26
+_SMALL_BYTES = 2**24
 
 
 def number(key: bytes, seed: int) -> int:

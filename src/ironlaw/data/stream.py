@@ -142,7 +142,7 @@ class StreamBatches:
 
     def _read(self, start: _Start) -> Generator[tuple[_Start, np.ndarray, np.ndarray], None, None]:
         """Blocks from `start` on, epoch after epoch: where each begins, its tokens and its documents' bounds."""
-        tokeniser = Tokeniser(self._stream.tokenizer, self._stream.workers, min(2**20, BLOCK_BYTES))
+        tokeniser = Tokeniser(self._stream.tokenizer, self._stream.workers, min(2**19, BLOCK_BYTES // 8), by_block=True)
         ends: deque[tuple[int, int, int]] = deque()  # (epoch, file, position) behind each block that was read
         end_of_text = np.array([self._stream.tokenizer.end_of_text], dtype=np.uintc)
         dtype = token_dtype(self._stream.tokenizer.vocab).newbyteorder("=")

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data import worker
 from ironlaw.data.corpus import START, Corpus, Cursor, pieces
 from ironlaw.data.readers import Content
 from ironlaw.data.splits import Split, Splitter
@@ -28,7 +26,7 @@ from ironlaw.errors import UserError
 
 # Below this, starting processes would take longer than they save.
 _WORTH_PROCESSES_BYTES = 2**25
-_CHUNK_BYTES = 2**20  # what a worker gets at a time: a fraction of a second of work
+_CHUNK_BYTES = 2**19  # what a worker gets at a time: a fraction of a second of work
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +72,26 @@ class Tokeniser:
     A tokenizer of None passes token ids through: the source is tokenised already.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer | None, workers: int, chunk_bytes: int = _CHUNK_BYTES):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer | None,
+        workers: int,
+        chunk_bytes: int = _CHUNK_BYTES,
+        by_block: bool = False,
+    ):
         self.seconds = 0.0
         self.read_seconds = 0.0  # taken by the iterator of pieces: reading, hashing, cutting
         self._tokenizer = tokenizer
         self._chunk_bytes = chunk_bytes
+        self._by_block = by_block  # a chunk ends where a piece says where to go on
+        # Threads share a chunk and wait for each other at its end: a large one, so that they rarely do.
+        self._here_bytes = 8 * chunk_bytes * max(1, (os.cpu_count() or 1) // 2)
         self._workers = workers if tokenizer is not None else 0
 
     def encode(self, source: Iterator[Piece]) -> Generator[list[tuple[Piece, np.ndarray]], None, None]:
         """Lists of pieces with their ids; whatever was begun is finished or dropped when the caller stops."""
         if self._workers == 0:
-            for chunk in self._chunks(source, self._chunk_bytes * max(1, (os.cpu_count() or 1) // 2)):
+            for chunk in self._chunks(source, self._here_bytes):
                 start = time.perf_counter()
                 result = list(zip(chunk, self._here(chunk), strict=True))
                 self.seconds += time.perf_counter() - start
@@ -95,15 +102,14 @@ class Tokeniser:
             self._workers,
             # Not forked: the library's threads and PyTorch's do not survive it.
             mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start_worker,
+            initializer=worker.start,
             initargs=(self._tokenizer.path, self._tokenizer.end_of_text_token),
         )
         try:
             yield from self._in_order(pool, source)
         except BrokenProcessPool:
             raise UserError(
-                "a tokenising process ended by itself: if memory ran out lower data.workers; a script that prepares "
-                'data needs `if __name__ == "__main__":` around its work, or data.workers = 0'
+                "a tokenising process ended by itself: if memory ran out lower data.workers; 0 needs no processes"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -119,7 +125,8 @@ class Tokeniser:
                     more = False
                 else:
                     texts = [piece.content for piece in chunk if isinstance(piece.content, str)]
-                    waiting.append((chunk, pool.submit(_encode, texts)))
+                    with worker.without_main():  # a submission may start a process
+                        waiting.append((chunk, pool.submit(worker.encode, texts)))
             if waiting:
                 chunk, future = waiting.popleft()
                 ids, lengths, seconds = future.result()
@@ -137,7 +144,7 @@ class Tokeniser:
                 break
             chunk.append(piece)
             held += piece.bytes or (len(piece.content) if piece.content is not None else 1)
-            if held >= size:
+            if held >= size or (self._by_block and piece.next is not None):
                 yield chunk
                 chunk, held = [], 0
         if chunk:
@@ -160,33 +167,3 @@ def _apart(chunk: list[Piece], ids: np.ndarray, lengths: np.ndarray) -> Iterator
         end = next(ends) if piece.content is not None else begin
         yield ids[begin:end]
         begin = end
-
-
-# -- in the worker ---------------------------------------------------------------------------------------------------
-
-_tokenizer: tokenizers.Tokenizer | None = None
-
-
-def _start_worker(path: Path, end_of_text: str) -> None:
-    global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
-    _tokenizer = tokenizers.load(path, end_of_text)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()  # also when it was killed
-        os._exit(1)
-
-
-def _encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray, float]:
-    """All ids behind one another, how many each text has, and the seconds it took."""
-    assert _tokenizer is not None
-    start = time.perf_counter()
-    encoded = _tokenizer.encode_many(texts)
-    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-    together = np.concatenate(encoded) if encoded else np.empty(0, np.uint32)
-    return together, lengths, time.perf_counter() - start

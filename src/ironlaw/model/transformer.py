@@ -18,6 +18,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
+from ironlaw.model.loss import chunked_cross_entropy
+from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
 
@@ -68,7 +70,7 @@ class Attention(nn.Module):
             self.key_norm = nn.RMSNorm(key_size, eps=config.norm_eps)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, draw: Draw | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
     ) -> Tensor:
         config = self.config
         query, key, value = self.project(x)
@@ -80,15 +82,14 @@ class Attention(nn.Module):
             query, key = self.normed(query, key, value.dtype)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
-        mixed = self.place.attend(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            mask,
-            config.dropout if self.training else 0.0,
-            draw,
-        )  # (B, A, S, D)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        if isinstance(mask, BlockMask):
+            mixed = flexible(*heads_first, mask)
+        else:
+            mixed = self.place.attend(
+                *heads_first, mask, config.dropout if self.training else 0.0, draw
+            )  # (B, A, S, D)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""
@@ -114,7 +115,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, draw: Draw | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
     ) -> Tensor:
         draw = draw.of_layer(self.layer) if draw is not None else None
         x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask, draw), draw, "attention")
@@ -131,6 +132,7 @@ class Transformer(nn.Module):
 
     place: Place = WHOLE
     dropout_seed = 0  # of masks that are drawn by sample
+    loss_chunk = 0  # tokens whose logits exist at a time; 0: all
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -160,9 +162,13 @@ class Transformer(nn.Module):
             std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
             nn.init.normal_(parameter, std=std)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, samples: Tensor | None = None,
+        documents: Tensor | None = None, reduction: str = "mean",
+    ) -> Tensor:  # fmt: skip
         """`samples` (B,): the number of each sequence within the run. With it dropout is a function of seed and
-        sample, the same on any layout; without it, of torch's generator.
+        sample, the same on any layout; without it, of torch's generator. `documents` (B, S): the number of each
+        position's document; attention stays inside it. `reduction`: mean or sum over the targets that count.
 
         A pipeline stage has some of the parts only: without an embedding `tokens` are hidden states (B, S, H), without
         an output layer the result is.
@@ -172,12 +178,12 @@ class Transformer(nn.Module):
         draw = None
         if samples is not None and self.config.dropout and self.training:
             draw = Draw(self.dropout_seed, self.config, samples, place, sequence)
-        x = self.embed(tokens, sequence) if self.embedding is not None else tokens
+        x = self.embed(tokens, sequence, documents) if self.embedding is not None else tokens
         rotary = None
         if self.config.positions == "rope":
             rows = place.positions(sequence)
             rotary = (self.rotary_cos[rows], self.rotary_sin[rows])
-        mask = self.attention_mask(sequence, tokens.device)
+        mask = self.attention_mask(sequence, tokens.device, documents, draw)
         for block in self.blocks:
             x = block(x, rotary, mask, draw)
         if self.final_norm is None:
@@ -185,22 +191,40 @@ class Transformer(nn.Module):
         x = self.final_norm(x)
         if targets is None:
             return self.head(x)
-        # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
-        loss = F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        loss = self.loss(x, targets.flatten(), reduction)
         return attach_balance_losses(loss, self) if self.config.moe else loss
 
-    def embed(self, tokens: Tensor, sequence: int) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Cross-entropy of hidden states (B, S, H); the logits of all of them only without `loss_chunk`."""
+        if self.loss_chunk:
+            return chunked_cross_entropy(
+                x.flatten(0, 1), self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn
+            )
+        # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets, reduction=reduction)
+
+    def embed(self, tokens: Tensor, sequence: int, documents: Tensor | None = None) -> Tensor:
         assert self.embedding is not None
         x = self.embedding(tokens)  # (B, S, H)
-        if self.positions is not None:
+        if self.positions is not None and documents is not None:
+            x = x + self.positions(positions_within(documents))  # counted anew in every document
+        elif self.positions is not None:
             x = x + self.place.weight(self.positions)[self.place.stream_positions(sequence)]
         return x
 
-    def attention_mask(self, sequence: int, device: torch.device) -> Tensor | None:
-        """None means plain causal; a sliding window needs its own mask, (rows computed here, S)."""
+    def attention_mask(
+        self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None
+    ) -> Mask | None:
+        """None means plain causal. A window has one mask for all rows, (rows computed here, S); documents one each."""
         window = self.config.sliding_window
-        if window is None or window >= sequence:
+        window = None if window is None or window >= sequence else window
+        if window is None and documents is None:
             return None
-        position = torch.arange(sequence, device=device)
-        distance = position[self.place.positions(sequence), None] - position[None, :]
-        return (distance >= 0) & (distance < window)
+        drops = self.training and self.config.dropout > 0  # which FlexAttention does not
+        if device.type == "cuda" and self.place is WHOLE and not drops:
+            return block_mask(sequence, device, window, documents)
+        mask = dense_mask(sequence, device, window, documents)
+        if self.place is not WHOLE or draw is not None:
+            return mask[..., self.place.positions(sequence), :]
+        # SDPA adds a mask to the scores. Given as true and false, every layer would make and keep its own copy of that.
+        return additive(mask)

@@ -35,6 +35,11 @@ class Observations:
     cuda_peak_bytes: int | None = None
     joules: float | None = None
     wall_seconds: dict[str, float] = field(default_factory=dict)
+    checkpoint_copy_bytes: int = 0  # of the state, in the memory that the steps use
+
+    def copies(self) -> dict[str, int]:
+        """Held beside the steps while a checkpoint is written."""
+        return {"checkpoint copy": self.checkpoint_copy_bytes} if self.checkpoint_copy_bytes else {}
 
 
 def typical(steps: Sequence[StepTimes]) -> list[StepTimes]:
@@ -44,11 +49,14 @@ def typical(steps: Sequence[StepTimes]) -> list[StepTimes]:
     return ordered[cut : len(ordered) - cut]
 
 
-def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of weights (with buffers) and optimizer state, each storage once."""
+def held_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[torch.Tensor] = ()
+) -> dict[str, int]:
+    """Bytes of weights (with buffers), optimizer state and averaged weights, each storage once."""
     weights = [*model.parameters(), *model.buffers()]
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(states)}
+    held = {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(states)}
+    return held | {"average": _storage_bytes(average)} if average else held
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -128,6 +136,7 @@ def _add_memory(ledger: Ledger, observed: Observations, held: dict[str, int], ba
     components = {"weights": held["weights"], "gradients": parts.get("gradients"), "optimizer": held["optimizer"]}
     components |= {"activations": parts.get("activations"), "temporaries": parts.get("temporaries")}
     components |= {"batch": batch_bytes}
+    components |= {name: size for name, size in held.items() if name not in components}
     ledger.memory = [MemoryLine(name, size, measured) for name, size in components.items()]
     if observed.cuda_peak_bytes is not None:
         ledger.totals["peak_bytes"] = Estimate(
@@ -135,7 +144,7 @@ def _add_memory(ledger: Ledger, observed: Observations, held: dict[str, int], ba
         )
     elif observed.profile is not None and observed.profile.peak_bytes is not None:
         ledger.totals["peak_bytes"] = Estimate(
-            held["weights"] + held["optimizer"] + batch_bytes + observed.profile.peak_bytes, measured,
+            sum(held.values()) + batch_bytes + observed.profile.peak_bytes, measured,
             "weights and optimizer state held, plus the highest moment of the recorded steps' allocations",
         )  # fmt: skip
     if observed.resident_peak_bytes is not None:

@@ -22,6 +22,7 @@ from torch.autograd.profiler import record_function
 from ironlaw.ledger import Kind, Line, Origin, Phase
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
 RECOMPUTE_SCOPE = "ironlaw.recompute"
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
@@ -98,6 +99,10 @@ def phase_scope(recording: bool, phase: Phase) -> Any:
 
 def step_scope(recording: bool) -> Any:
     return record_function(STEP_SCOPE) if recording else nullcontext()
+
+
+def copy_scope() -> Any:
+    return record_function(COPY_SCOPE)
 
 
 @contextmanager
@@ -272,7 +277,7 @@ def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
     if span.scope == "Transformer":
         if kind is Kind.EMBEDDING or operation == "add":
             return Kind.EMBEDDING, "positions"
-        return Kind.LOSS, "loss"
+        return (kind, "head") if kind is Kind.MATMUL else (Kind.LOSS, "loss")  # the products of a chunked loss
     return kind, own.get(kind, own[None])
 
 
@@ -304,7 +309,11 @@ def _is_cast(span: Span, operation: str) -> bool:
 
 def _find_peak(recorded: Any, spans: list[Span], gradient_pointers: set[int], result: StepProfile) -> None:
     """Replay allocations of the last recorded step; say what was alive at the highest moment."""
-    allocations = sorted(_allocations(recorded), key=lambda a: a[0])
+    copies = [(span.start_ns, span.end_ns) for span in spans if span.name == COPY_SCOPE]
+    allocations = sorted(
+        (a for a in _allocations(recorded) if not any(start <= a[0] <= end for start, end in copies)),
+        key=lambda a: a[0],
+    )
     last = {p: [s for s in spans if s.name == f"{PHASE_SCOPE}{p}"] for p in (Phase.FORWARD, Phase.BACKWARD)}
     if not allocations or not last[Phase.BACKWARD]:
         return

@@ -31,6 +31,7 @@ TERMS = {
     "recomputation_full": ("recomputation", "more memory per accelerator, so that activations can be kept"),
     "recomputation_selective": ("recomputation", "more memory per accelerator, so that activations can be kept"),
     "tensor_parallel": ("tensor parallel communication", "faster links, or a framework that overlaps it"),
+    "expert_parallel": ("expert parallel communication", "faster links, a lower ep, or experts of one node only"),
     "context_parallel": ("context parallel communication", "faster links, or shorter sequences"),
     "pipeline_messages": ("pipeline messages", "a faster network"),
     "sharded_weights": ("gathering of sharded weights", "a larger batch, or a faster network"),

@@ -234,6 +234,7 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     exposed = (
         ("tensor_parallel", times.tp_exposed),
         ("context_parallel", times.cp_exposed),
+        ("expert_parallel", times.ep_exposed),
         ("pipeline_messages", times.pp_exposed),
         ("sharded_weights", times.fsdp_exposed),
         ("data_parallel", times.dp_exposed),

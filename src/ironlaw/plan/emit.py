@@ -36,9 +36,17 @@ ENGINE_OF_TRAINER = {
 """Whose constants a plan for that trainer uses unless told otherwise."""
 
 
+WITHOUT_EXPERTS = {
+    "torchtitan": "torchtitan builds experts in a model's own code, not in its options",
+    "deepspeed": "DeepSpeed builds experts in the model's code (deepspeed.moe.layer.MoE), not in its JSON",
+    "accelerate": "its options say nothing of experts",
+}
+"""Trainers whose options cannot describe a mixture of experts, and why."""
+
+
 @dataclass(frozen=True)
 class Trainer:
-    """`cannot`: why a layout cannot be written, or None; `write`: the text and notes that go with it.
+    """`excludes`: why a layout cannot be written, or None; `write`: the text and notes that go with it.
 
     `optimizers`: those that its options name, or that a script passes to it.
     """
@@ -47,8 +55,16 @@ class Trainer:
     format: str
     precisions: tuple[str, ...]
     optimizers: tuple[str, ...]
-    cannot: Callable[[Layout, ModelConfig], str | None]
+    excludes: Callable[[Layout, ModelConfig], str | None]
     write: Callable[[Ask, Layout], tuple[str, list[str]]]
+
+    def cannot(self, layout: Layout, model: ModelConfig) -> str | None:
+        """Why these options cannot say the layout of this model, or None."""
+        if model.moe is not None and self.name in WITHOUT_EXPERTS:
+            return WITHOUT_EXPERTS[self.name]
+        if layout.ep > 1 and self.name == "ironlaw":
+            return "expert parallelism is not among its own options: use ep=1"
+        return self.excludes(layout, model)
 
 
 def trainer_named(name: str) -> Trainer:

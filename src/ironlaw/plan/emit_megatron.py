@@ -63,6 +63,7 @@ def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
         *PRECISION_FLAGS[ask.precision],
         *OPTIMIZER_FLAGS[ask.optimizer],
         *_layout_flags(ask.model, layout),
+        *_expert_flags(ask.model, layout),
     ]
 
 
@@ -102,6 +103,44 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
             flags.append("--add-qkv-bias")
     if not model.tied:
         flags.append("--untie-embeddings-and-output-weights")
+    return flags
+
+
+def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
+    """Experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
+    moe = model.moe
+    if moe is None:
+        return []
+    flags = [
+        f"--num-experts {moe.experts}",
+        f"--moe-router-topk {moe.experts_per_token}",
+        f"--moe-ffn-hidden-size {model.expert_ffn_size}",
+        f"--expert-model-parallel-size {layout.ep}",
+        f"--expert-tensor-parallel-size {layout.tp}",
+        "--moe-token-dispatcher-type alltoall",
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        f"--moe-router-score-function {moe.score}",
+    ]
+    if not moe.normalize:  # Megatron takes the softmax over the chosen experts, which sums to 1, unless told otherwise
+        flags.append("--moe-router-pre-softmax")
+    if moe.routed_scale != 1.0:
+        flags.append(f"--moe-router-topk-scaling-factor {moe.routed_scale:g}")
+    if moe.dense_layers or moe.every > 1:
+        pattern = ",".join(str(int(moe.in_layer(layer))) for layer in range(model.layers))
+        flags.append(f"--moe-layer-freq [{pattern}]")
+    if moe.shared_experts:
+        flags.append(f"--moe-shared-expert-intermediate-size {model.shared_ffn_size}")
+    if moe.shared_gate:
+        flags.append("--moe-shared-expert-gate")
+    if moe.capacity_factor is not None:
+        flags.append(f"--moe-expert-capacity-factor {moe.capacity_factor:g}")
+    if moe.balance == "loss":
+        flags += ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {moe.balance_loss:g}"]
+    else:
+        flags.append("--moe-router-load-balancing-type none")
+    if moe.balance == "bias":
+        flags += ["--moe-router-enable-expert-bias", f"--moe-router-bias-update-rate {moe.bias_rate:g}"]
     return flags
 
 

@@ -56,6 +56,7 @@ class Engine:
     fsdp_hidden: float = 0.9
     pp_hidden: float = 0.5
     cp_hidden: float = 0.5
+    ep_hidden: float = 0.0  # of the rows' exchange: Megatron's option for it is off by default
     island_slowdown: float = 1.0  # collectives in a run over those of a benchmark, inside an island
     network_slowdown: float = 1.0  # the same across the network
     pressure_slowdown: float = 1.0  # of a step whose peak nearly fills the device: the allocator frees and retries

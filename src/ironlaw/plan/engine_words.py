@@ -25,6 +25,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "fsdp_hidden": ("1", "of ZeRO-3 gathers and scatters that compute hides"),
     "pp_hidden": ("1", "of pipeline messages that compute hides"),
     "cp_hidden": ("1", "of key/value exchange that compute hides"),
+    "ep_hidden": ("1", "of the exchange of rows between experts that compute hides"),
     "island_slowdown": ("1", "collectives in a run over those of a benchmark, inside an island"),
     "network_slowdown": ("1", "the same across the network"),
     "pressure_slowdown": ("1", "step that fills over 90% of the device over one that does not"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ironlaw import units
@@ -16,12 +16,14 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recompute import solve
 from ironlaw.plan.record import time_interval
-from ironlaw.plan.timing import MeasuredMachine
+from ironlaw.plan.supported import check_supported
+from ironlaw.plan.timing import MeasuredMachine, measured_precision
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.recompute import AGAIN, policies
 from ironlaw.workload.transformer import (
+    FP32,
     Precision,
     Shape,
     attention_score_pairs,
@@ -31,6 +33,8 @@ from ironlaw.workload.transformer import (
 # The byte count is exact for the operations listed (tests compare it with autograd's); what is left is workspace
 # that a library's kernel allocates inside.
 MEMORY_INTERVAL = 0.02
+FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
+CHUNK_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,25 @@ class Choice:
     reason: str
 
 
-def training_shape(config: RunConfig, precision: str, *, cuda: bool = False) -> Shape:
+COMPUTED_AS = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16"}  # by the bytes of what a product reads and writes
+
+
+def training_shape(config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False) -> Shape:
     return Shape(
-        config.model, config.micro_batch, config.sequence, cast(Precision, precision), fused_rmsnorm=cuda,
-        recompute=policies(config.recompute, config.model),
+        config.model, config.micro_batch, config.sequence, cast(Precision, COMPUTED_AS.get(precision, precision)),
+        fused_rmsnorm=cuda, recompute=policies(config.recompute, config.model), loss_chunk=loss_chunk(config),
+        documents=config.data.masks_documents, onednn=onednn,
     )  # fmt: skip
+
+
+def loss_chunk(config: RunConfig) -> int:
+    """Tokens whose logits exist at a time; 0: all of a micro-batch.
+
+    An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product.
+    """
+    tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
+    wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
+    return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
 
 
 def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:
@@ -54,7 +72,12 @@ def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) ->
 
 
 def shaped_operations(config: RunConfig, shape: Shape) -> list[tuple[Operation, int]]:
-    per_micro_batch = [(op, op.repeat * config.accumulation) for op in training_operations(shape)]
+    """The same for a given shape of the micro-batches, of which the last may be smaller."""
+    whole, rest = divmod(config.train.global_batch, shape.micro_batch)
+    per_micro_batch = [(op, op.repeat * whole) for op in training_operations(shape) if op.repeat]
+    if rest:
+        last = replace(shape, micro_batch=rest)
+        per_micro_batch += [(op, op.repeat) for op in training_operations(last) if op.repeat]
     update = update_operations(
         model_parameters(config.model), config.optimizer, accumulation=config.accumulation, cuda=shape.fused_rmsnorm
     )
@@ -65,7 +88,9 @@ def choose_precision(config: RunConfig, profile: Profile) -> Choice:
     """What the config says, or with `auto` the precision whose planned step is shorter on this machine."""
     wanted = config.train.precision
     if wanted != "auto":
-        return Choice(wanted, "train.precision in the config")
+        planned = measured_precision(wanted, profile)
+        as_other = "" if planned == wanted else f"; planned with the times of {planned}, which was measured"
+        return Choice(wanted, f"train.precision in the config{as_other}")
     machine = MeasuredMachine(profile, interference.typical(profile))
     seconds = {p: _seconds(step_operations(config, p), machine, p) for p in profile.matmul}
     # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
@@ -86,9 +111,12 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     precision = choose_precision(config, profile)
     slowdown = interference.typical(profile)
     machine = MeasuredMachine(profile, slowdown)
-    shape = _solved(config, training_shape(config, precision.value, cuda=profile.device == "cuda"), machine)
+    cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
+    check_supported(config, profile.device)
+    shape = _solved(config, training_shape(config, precision.value, cuda=cuda, onednn=onednn), machine)
     operations = shaped_operations(config, shape)
-    lines = _lines(operations, machine, precision.value)
+    measured = measured_precision(precision.value, profile)
+    lines = _lines(operations, machine, measured)
     memory, peak_where = peak_memory(config, shape)
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = {
@@ -102,18 +130,20 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "precision_reason": precision.reason,
         "peak_at": peak_where,
         "slowdown": slowdown,
-        "composition": machine.composition[precision.value],
+        "composition": machine.composition[measured],
         "memory_bytes": profile.memory_bytes,
-        "matmul_peak_flops_per_second": profile.matmul_peak(precision.value),
+        "matmul_peak_flops_per_second": profile.matmul_peak(measured),
         "copy_bytes_per_second": profile.copy_bytes_per_second,
         "micro_batch": config.micro_batch,
         "accumulation": config.accumulation,
         "sequence": config.sequence,
+        "loss_chunk": shape.loss_chunk,
+        "planned_as": measured,
         "recompute": [None if policy is None else sorted(policy) for policy in shape.recompute],
         "global_batch": config.train.global_batch,
         "steps": config.train.steps,
     }
-    _add_totals(ledger, config, profile, precision.value)
+    _add_totals(ledger, config, profile, measured)
     return ledger
 
 

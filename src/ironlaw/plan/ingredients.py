@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
+from ironlaw.plan.experts import expert_products, expert_traffic, permutation_elements
 from ironlaw.plan.jobs import Array, Jobs
 from ironlaw.plan.setting import Setting
 from ironlaw.plan.sharded_memory import kept_activation_bytes
@@ -54,6 +55,8 @@ class Parts:
     pp_message: Array
     dp_reduce: Array
     dp_gather: Array
+    ep_layer: Array  # one exchange of rows between expert parallel ranks, there or back; mean over all layers
+    ep_crosses: npt.NDArray[np.bool_]
     fsdp_gather_layer: Array
     fsdp_scatter_layer: Array
     optimizer: Array
@@ -85,13 +88,19 @@ def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
     up = jobs.ffn * np.where(jobs.gated > 0, 2.0, 1.0) / tp
     forward, backward = np.zeros(len(jobs)), np.zeros(len(jobs))
-    for outputs, inputs in ((qkv, hidden), (hidden, jobs.query_size / tp), (up, hidden), (hidden, jobs.ffn / tp)):
+    networks = [(qkv, hidden), (hidden, jobs.query_size / tp), (up, hidden), (hidden, jobs.ffn / tp)]
+    # (outputs, inputs, rows, products side by side, share of the layers); experts in place of the dense network
+    ones = np.ones(len(jobs))
+    products = [(outputs, inputs, tokens, ones, ones) for outputs, inputs in networks]
+    if jobs.has_experts:
+        products = products[:2] + expert_products(jobs, products[2:])
+    for outputs, inputs, rows, batch, share in products:
         for m, n, k, target in (
-            (tokens, outputs, inputs, forward),
-            (tokens, inputs, outputs, backward),
-            (outputs, inputs, tokens, backward),
+            (rows, outputs, inputs, forward),
+            (rows, inputs, outputs, backward),
+            (outputs, inputs, rows, backward),
         ):
-            target += _matmul(m, n, k, 1.0, setting, setting.precision)
+            target += _matmul(m, n, k, batch, setting, setting.precision) * share
     return forward, backward
 
 
@@ -153,11 +162,12 @@ def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array
     sharded = jobs.tokens / jobs.tp
     # Rotary kernels, or copies of queries, keys and values into the layout that batched matmuls want.
     heads = 2 * (jobs.query_size + np.where(jobs.biased > 0, 2.0, 1.0) * jobs.key_value_size)
-    activation = jobs.ffn * np.where(jobs.gated > 0, 3.0, 2.0)
+    activation = jobs.visited_ffn * np.where(jobs.gated > 0, 3.0, 2.0)
+    permuted = permutation_elements(jobs) if jobs.has_experts else 0.0
     moved = (
         # Two norms (read, write) and two residual additions (read two, write one).
-        stream * (2 * 2 + 2 * 3),
-        stream * (2 * 3 + 2 * 2),
+        stream * (2 * 2 + 2 * 3) + permuted,
+        stream * (2 * 3 + 2 * 2) + permuted,
         sharded * (heads + activation),
         sharded * (heads + activation * 5 / 3),
     )
@@ -237,7 +247,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (width * 2 + FP32 * 4), hardware))
     embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * width * 6 / jobs.stream_shards, hardware))
 
-    block = jobs.block_parameters / jobs.tp
+    block = jobs.held_block_parameters / jobs.tp
     ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
     unit = block + ends / jobs.layers  # what ZeRO-3 gathers at a time, embedding and output layer spread out
     local = layers.largest_parameters
@@ -257,6 +267,20 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
     gather = _collective("all_gather", local * width, sharing, replicas_inside, setting)
     owned = np.where(jobs.zero > 0, local / sharing, local)
+    unit_dense, apart = unit, None
+    if jobs.has_experts:
+        # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
+        apart = expert_traffic(jobs, setting, layers, gradient)
+        all_reduce, scatter, gather = (
+            _collective(kind, (local - apart.local) * size, group, replicas_inside, setting) + more
+            for kind, size, group, more in (
+                ("all_reduce", gradient, replicas, apart.all_reduce),
+                ("reduce_scatter", gradient, sharing, apart.scatter),
+                ("all_gather", HALF, sharing, apart.gather),
+            )
+        )
+        owned = np.where(jobs.zero > 0, (local + apart.local * (jobs.ep - 1)) / sharing, local)
+        unit_dense = unit - apart.layer
     fsdp = jobs.zero >= 3
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
     copies_inside = np.maximum(1.0, island // (jobs.tp * sharing))
@@ -288,11 +312,19 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         ),
         dp_reduce=once,
         dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
+        ep_layer=apart.exchange if apart else np.zeros(len(jobs)),
+        ep_crosses=jobs.tp * jobs.ep > island,
         fsdp_gather_layer=np.where(
-            fsdp, _collective("all_gather", unit * width, sharing, replicas_inside, setting), 0.0
+            fsdp,
+            _collective("all_gather", unit_dense * width, sharing, replicas_inside, setting)
+            + (apart.gather_layer if apart else 0.0),
+            0.0,
         ),
         fsdp_scatter_layer=np.where(
-            jobs.zero >= 2, _collective("reduce_scatter", unit * gradient, sharing, replicas_inside, setting), 0.0
+            jobs.zero >= 2,
+            _collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, setting)
+            + (apart.scatter_layer if apart else 0.0),
+            0.0,
         ),
         crosses=jobs.accelerators > island,
         tp_crosses=jobs.tp > island,

@@ -22,7 +22,10 @@ SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
 """Order of forward and backward passes in a pipeline; `stages.py` and `bubbles.py` say what each one costs."""
 
 OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
-DEFAULTS = {"schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0}
+DEFAULTS = {
+    "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "experts": 0.0,
+    "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
+}  # fmt: skip
 """Columns that a row of measured runs need not have."""
 
 
@@ -60,6 +63,14 @@ class Jobs:
     window: Array  # tokens that a query looks back at; 0: all
     every: Array  # full recomputation of one block in so many
     offload: Array  # a value of OFFLOAD
+    # mixture of experts: all 0 (ep 1) where the model is dense
+    ep: Array
+    experts: Array  # in each layer that has any
+    experts_per_token: Array
+    expert_ffn: Array  # inner width of one expert
+    shared_ffn: Array  # of the shared ones together
+    expert_layers: Array  # layers with experts
+    capacity: Array  # rows of an expert at most, over the mean; 0: dropless
 
     def __len__(self) -> int:
         return int(self.layers.size)
@@ -130,12 +141,50 @@ class Jobs:
 
     @property
     def block_parameters(self) -> Array:
-        """Parameters of one transformer block, all ranks together."""
+        """Parameters of one transformer block, all ranks together; with experts, the mean over all layers."""
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
         weights = self.hidden * qkv + self.query_size * self.hidden + matrices * self.hidden * self.ffn
         biases = qkv + 2 * self.hidden + (matrices - 1) * self.ffn
-        return weights + biases * self.biased + 2 * self.hidden * (1 + self.biased)
+        dense = weights + biases * self.biased + 2 * self.hidden * (1 + self.biased)
+        if not self.has_experts:
+            return dense
+        extra = self.hidden * (self.experts + matrices * (self.shared_ffn - self.ffn))
+        return dense + self.expert_share * extra + self.expert_parameters
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any of the jobs is a mixture of experts: the arithmetic of dense ones stays as it is."""
+        return bool((self.experts > 0).any())
+
+    @property
+    def expert_share(self) -> Array:
+        """Of the layers, those with experts."""
+        return self.expert_layers / self.layers
+
+    @property
+    def expert_parameters(self) -> Array:
+        """Of the routed experts of a layer, all of them; the mean over all layers."""
+        matrices = np.where(self.gated > 0, 3.0, 2.0)
+        return self.expert_share * self.experts * matrices * self.hidden * self.expert_ffn
+
+    @property
+    def elsewhere(self) -> Array:
+        """Of a block's parameters, those of experts that other expert parallel ranks hold."""
+        return self.expert_parameters * (1 - 1 / self.ep)
+
+    @property
+    def held_block_parameters(self) -> Array:
+        """What the tensor parallel ranks of one expert parallel rank hold of a block together."""
+        return self.block_parameters - self.elsewhere if self.has_experts else self.block_parameters
+
+    @property
+    def visited_ffn(self) -> Array:
+        """Inner width of the feed-forward networks that a token visits in a layer; the mean over all layers."""
+        if not self.has_experts:
+            return self.ffn
+        visited = self.experts_per_token * self.expert_ffn + self.shared_ffn
+        return self.ffn + self.expert_share * (visited - self.ffn)
 
     @property
     def embedding_parameters(self) -> Array:
@@ -151,7 +200,9 @@ class Jobs:
         """Matrix FLOPs of one step, forward and backward; masked scores of causal attention are not counted."""
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
-        linear = self.hidden * (qkv + self.query_size + matrices * self.ffn)
+        linear = self.hidden * (qkv + self.query_size + matrices * self.visited_ffn)
+        if self.has_experts:
+            linear = linear + self.hidden * self.experts * self.expert_share
         per_token = 2 * (self.layers * linear + self.hidden * self.vocab)
         attention = 2 * self.layers * self.attended * self.query_size
         return 3 * (per_token + attention) * self.global_batch * self.sequence
@@ -163,7 +214,7 @@ class Jobs:
         """
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
-        linear = 2 * self.hidden * (qkv + self.query_size + matrices * self.ffn)
+        linear = 2 * self.hidden * (qkv + self.query_size + matrices * self.visited_ffn)
         attention = np.where(self.flash > 0, 2 * self.attended, 4 * self.sequence) * self.query_size
         again = self.recomputed_share
         linear_passes = 3 + again
@@ -195,7 +246,7 @@ def layout_columns(layout: Layout) -> dict[str, float]:
         "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
         "cp": float(layout.cp), "micro_batch": float(layout.micro_batch),
         "recompute": float(RECOMPUTE.get(layout.recompute, RECOMPUTE["full"])), "every": float(layout.every),
-        "offload": float(OFFLOAD[layout.offload]),
+        "offload": float(OFFLOAD[layout.offload]), "ep": float(layout.ep),
     }  # fmt: skip
 
 
@@ -209,6 +260,16 @@ def jobs_of_table(
         "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.key_value_heads,
         "head_size": model.size_of_head, "ffn": model.ffn_size, "gated": model.gated_ffn, "vocab": model.vocab,
         "tied": model.tied, "biased": model.bias, "sequence": sequence, "global_batch": global_batch,
-        "flash": flash, "window": window if window < sequence else 0,
+        "flash": flash, "window": window if window < sequence else 0, **expert_columns(model),
     }  # fmt: skip
     return Jobs(**{name: np.full(count, float(value)) for name, value in shared.items()}, **columns)
+
+
+def expert_columns(model: ModelConfig) -> dict[str, float]:
+    """The columns of a model's experts; zeros for a dense one."""
+    moe = model.moe
+    return {
+        "experts": moe.experts if moe else 0, "experts_per_token": moe.experts_per_token if moe else 0,
+        "expert_ffn": model.expert_ffn_size, "shared_ffn": model.shared_ffn_size, "expert_layers": model.moe_layers,
+        "capacity": (moe.capacity_factor or 0) if moe else 0,
+    }  # fmt: skip

@@ -6,10 +6,12 @@
 Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
 state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
 ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
-parallel, ep expert parallel. `shard` replicas share one sharded copy, which the others repeat: hybrid sharding
-(arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe (arXiv 1811.06965: all
-forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill the bubble; in a V
-every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at once).
+parallel, ep expert parallel: ranks of the dp x cp group that share the experts of each layer, each expert split over tp
+like a dense network (arXiv 2006.16668, section 3.3). `shard` replicas share one sharded copy, which the others repeat:
+hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe (arXiv
+1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill the
+bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at
+once).
 """
 
 from __future__ import annotations
@@ -100,7 +102,12 @@ class Layout:
             return "sequence parallelism needs tp > 1"
         if sequence % (self.cp * (self.tp if self.sp else 1)):
             return f"{sequence} tokens are not divisible by cp = {self.cp}" + (f" x tp = {self.tp}" if self.sp else "")
-        return self._reason_pipeline(model.layers) or self._reason_sharding() or self._reason_batch(global_batch)
+        return (
+            self._reason_experts(model)
+            or self._reason_pipeline(model.layers)
+            or self._reason_sharding()
+            or self._reason_batch(global_batch)
+        )
 
     def _reason_pipeline(self, layers: int) -> str | None:
         if self.pp == 1 and (self.virtual_stages > 1 or self.schedule != "1f1b"):
@@ -114,6 +121,20 @@ class Layout:
         if self.virtual_stages > 1 and ends_lighter(layers, self.pp * self.virtual_stages) is None:
             chunks = f"pp {self.pp} x virtual_stages {self.virtual_stages}"
             return f"{layers} layers are not divisible by {chunks}, nor with one less at the ends"
+        return None
+
+    def _reason_experts(self, model: ModelConfig) -> str | None:
+        if model.moe is None:
+            dense = "expert parallelism needs a mixture of experts, and this model is dense"
+            return dense if self.ep > 1 else None
+        if model.expert_ffn_size % self.tp or model.shared_ffn_size % self.tp:
+            return f"the width of an expert, {model.expert_ffn_size}, is not divisible by tp = {self.tp}"
+        if model.moe.experts % self.ep:
+            return f"{model.moe.experts} experts are not divisible by ep = {self.ep}"
+        if self.dp * self.cp % self.ep:
+            return f"ep = {self.ep} ranks cannot be taken from dp {self.dp} x cp {self.cp}"
+        if self.ep > 1 and self.shard is not None:
+            return "expert parallelism inside hybrid sharding is not planned: leave out shard, or use ep=1"
         return None
 
     def _reason_sharding(self) -> str | None:
@@ -135,8 +156,6 @@ class Layout:
         if self.schedule in V_SHAPED and global_batch // per_round < 2 * self.pp:
             count = global_batch // per_round
             return f"schedule={self.schedule} needs 2 pp = {2 * self.pp} micro-batches or more, there are {count}"
-        if self.ep > 1:
-            return "expert parallelism needs a mixture of experts, and this model is dense"
         return None
 
     def check(self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import MemoryLine, Phase
@@ -81,14 +81,22 @@ def rotary_table_bytes(model: ModelConfig) -> int:
     return model.context * model.size_of_head * FP32 if model.positions == "rope" else 0
 
 
+def batch_bytes(config: RunConfig) -> int:
+    """Tokens and targets of a step, int64, and where attention asks for it the number of each one's document, int32."""
+    return config.tokens_per_step * (2 * INDEX + (4 if config.data.masks_documents else 0))
+
+
 def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]:
     """Memory at the peak of a training step by component, and where in the step that is. Weights are fp32."""
-    model, accumulation = shape.model, config.accumulation
+    model = shape.model
     parameters = model_parameters(model)
     total_gradients = model.parameters * FP32
     peaks = [highest(unfolded(shape))]
-    if accumulation > 1:
+    whole, rest = divmod(config.train.global_batch, shape.micro_batch)
+    if whole > 1:
         peaks.append(highest(unfolded(shape), gradients_held=total_gradients))
+    if rest:
+        peaks.append(highest(unfolded(replace(shape, micro_batch=rest)), gradients_held=total_gradients))
     update = update_temporary_bytes(parameters, config.optimizer, cuda=shape.fused_rmsnorm)
     peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, update, total_gradients))
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
@@ -98,6 +106,12 @@ def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]
         MemoryLine("optimizer", state_bytes(parameters, config.optimizer), note=config.optimizer.name),
         MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),
         MemoryLine("temporaries", peak.temporary_bytes),
-        MemoryLine("batch", 2 * shape.tokens * INDEX * accumulation, note="tokens and targets"),
+        MemoryLine("batch", batch_bytes(config), note="tokens and targets"),
     ]
+    if config.train.average_decay is not None:
+        lines.append(MemoryLine("average", model.parameters * FP32, note="exponential average of the weights"))
+    if not shape.fused_rmsnorm and 0 < config.checkpoint.every < config.train.steps:
+        state = sum(line.bytes or 0 for line in lines if line.component in ("optimizer", "average"))
+        note = "on a CPU beside the steps that run while a checkpoint is written"
+        lines.append(MemoryLine("checkpoint copy", model.parameters * FP32 + state, note=note))
     return lines, peak.where

@@ -15,6 +15,7 @@ from ironlaw.plan.cluster import DEFAULT_ENGINE
 from ironlaw.plan.cluster_answer import answer_on_cluster
 from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.experts import IMBALANCE
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.update_cost import update_cost
@@ -32,6 +33,11 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     precision = _precision(subject, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
     engine = _engine(options, trainer, cluster.accelerator, assumed)
+    if subject.model.moe is not None and subject.model.moe.capacity_factor is None:
+        load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
+        assumed.append(
+            Assumption("expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "none")
+        )
     if subject.config and subject.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
     work = replace(work, assumed=work.assumed + assumed)

@@ -175,9 +175,11 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
 
 
 def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
-    if cells.given("ep", 1) > 1:
+    ep = cells.given("ep", 1)
+    if ep > 1 and not words.whole(cells.row, "experts"):
         raise UserError(
-            "ep > 1 is a mixture of experts, and the columns do not say how many experts, nor how many work"
+            "ep > 1 is a mixture of experts, and the columns do not say how many experts, nor how many work: "
+            "experts, experts_per_token and expert_ffn would"
         )
     tp, pp, cp = cells.given("tp", 1), cells.given("pp", 1), cells.given("cp", 1)
     model_parallel = tp * pp * cp
@@ -209,6 +211,7 @@ def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
     return {
         "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,
         "zero": cells.assume("zero", engine.default_zero, "the engine's default") if zero is None else zero,
+        "ep": ep,
         "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
     }  # fmt: skip
 
@@ -223,9 +226,25 @@ def _model(cells: _Cells) -> dict[str, float]:
         "kv_heads": min(cells.given("kv_heads", heads), heads), "head_size": hidden / heads,
         "ffn": cells.given("ffn", 4 * hidden), "vocab": cells.given("vocab", USUAL_VOCAB),
     }  # fmt: skip
+    columns |= _experts(cells, columns)
     gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
     columns |= _kind(cells, columns, gated, tied)
     return columns
+
+
+def _experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
+    """Columns of a mixture of experts, beyond the schema: nothing where `experts` is empty."""
+    experts = words.whole(cells.row, "experts")
+    if not experts:
+        return {}
+    shared = words.whole(cells.row, "shared_ffn")
+    return {
+        "experts": experts,
+        "experts_per_token": cells.needed("experts_per_token"),
+        "expert_ffn": cells.given("expert_ffn", columns["ffn"], "the model's ffn"),
+        "shared_ffn": shared or 0.0,
+        "expert_layers": cells.given("expert_layers", columns["layers"], "all of them"),
+    }
 
 
 def _kind(cells: _Cells, columns: dict[str, float], gated: bool | None, tied: bool | None) -> dict[str, float]:

@@ -38,7 +38,8 @@ MAX_TP = 64  # and never beyond an island or a node: no measured run says how mu
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
 _COLUMNS = (
-    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "micro_batch", "recompute", "every", "offload"
+    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "ep", "micro_batch", "recompute", "every",
+    "offload",
 )  # fmt: skip
 
 
@@ -84,6 +85,10 @@ BEATEN = "slower than what was found, before saving memory"
 """Reason that rules out recomputing and offloading variants of a layout."""
 
 
+EXPERT_WALL = "experts not divisible by ep"
+"""The same for a grid with one degree of expert parallelism."""
+
+
 def divisors(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
@@ -99,7 +104,7 @@ def grids(
         dp = count // (tp * pp * cp)
         if tp > widest_tp:
             reason = GRID_WALLS[0]
-        elif model.heads % tp or model.ffn_size % tp:
+        elif model.heads % tp or any(width % tp for width in _ffn_widths(model)):
             reason = GRID_WALLS[1]
         elif model.key_value_heads % tp and tp % model.key_value_heads:
             reason = GRID_WALLS[2]
@@ -128,15 +133,34 @@ def layouts(
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
+        expert_parallel = _expert_parallel(model, dp * cp, ruled_out)
         parallel = (0, 1) if tp > 1 else (0,)
         chunks = _pipelines(model.layers, pp)
         for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
             accumulation = per_replica // micro_batch
             allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
             yield from (
-                (dp, zero, shard, tp, sp, pp, v, schedule, cp, micro_batch, *NO_SAVING)
-                for (zero, shard), sp, (v, schedule) in product(sharding, parallel, allowed)
+                (dp, zero, shard, tp, sp, pp, v, schedule, cp, ep, micro_batch, *NO_SAVING)
+                for (zero, shard), sp, (v, schedule), ep in product(sharding, parallel, allowed, expert_parallel)
+                if ep == 1 or not shard
             )
+
+
+def _ffn_widths(model: ModelConfig) -> list[int]:
+    """Inner widths that tensor parallelism splits."""
+    dense = [model.ffn_size] if model.dense_layers else []
+    return [*dense, model.expert_ffn_size, model.shared_ffn_size]
+
+
+def _expert_parallel(model: ModelConfig, replicas: int, ruled_out: dict[str, int]) -> list[int]:
+    """Degrees of expert parallelism that `replicas` = dp x cp ranks allow; what the experts do not allow is counted."""
+    if model.moe is None:
+        return [1]
+    possible = divisors(replicas)
+    allowed = [ep for ep in possible if model.moe.experts % ep == 0]
+    if len(allowed) < len(possible):
+        ruled_out[EXPERT_WALL] = ruled_out.get(EXPERT_WALL, 0) + len(possible) - len(allowed)
+    return allowed
 
 
 NO_SAVING = (RECOMPUTE["none"], 1, OFFLOAD["none"])
@@ -371,6 +395,7 @@ _TERMS = {
     "pipeline bubble": ("bubble",),
     "tensor parallel communication": ("tp_exposed",),
     "context parallel communication": ("cp_exposed",),
+    "expert parallel communication": ("ep_exposed",),
     "pipeline messages": ("pp_exposed",),
     "gathering of sharded weights": ("fsdp_exposed",),
     "data parallel communication": ("dp_exposed",),
@@ -390,10 +415,10 @@ _SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
 
 
 def _layout(row: tuple[int, ...]) -> Layout:
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, micro_batch, recompute, every, offload = row
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, ep, micro_batch, recompute, every, offload = row
     return Layout(
         dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
-        schedule=_SCHEDULE_NAMES[schedule], cp=cp, micro_batch=micro_batch,
+        schedule=_SCHEDULE_NAMES[schedule], cp=cp, ep=ep, micro_batch=micro_batch,
         recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute], offload=_OFFLOAD_NAMES[offload],
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.plan.engine import Engine
+from ironlaw.plan.experts import expert_activation_bytes
 from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Array, Jobs
 from ironlaw.plan.stages import StageLayers, stage_layers
 
@@ -54,6 +55,8 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     core = np.where(jobs.flash > 0, FP32, jobs.sequence * (2 * width + 1)) * tokens * jobs.heads / tp
     eager = engine.activation_saves - 1
     ffn = tokens * jobs.ffn / tp * width * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
+    if jobs.has_experts:
+        ffn = ffn + expert_activation_bytes(jobs, 3.0 + eager, 2.0 + eager)
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
     extra = tokens * jobs.heads / tp * engine.attention_extra_bytes
     return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
@@ -150,7 +153,10 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     final_norm = np.where(has_head, jobs.hidden * (1 + jobs.biased), 0.0)
     parameters = (count * jobs.block_parameters + embedding + head + final_norm) / jobs.tp
     shards = jobs.shard_ranks
-    weights = parameters * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
+    # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has fewer
+    # replicas to be sharded over, by as much as there are fewer of them on a rank.
+    held = parameters - count * jobs.elsewhere / jobs.tp if jobs.has_experts else parameters
+    weights = np.where(jobs.zero >= 3, parameters, held) * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
         # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
         narrow = engine.element_bytes
@@ -159,13 +165,15 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
         weights = np.where(jobs.offloads_optimizer, off, weights)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((jobs.accumulation > 1) | (jobs.pp > 1), engine.half_gradient_bytes, 0.0)
-    gradients = parameters * (engine.gradient_bytes + lasting) / np.where(jobs.zero >= 2, shards, 1.0)
+    gradients = np.where(jobs.zero >= 2, parameters, held) * (engine.gradient_bytes + lasting)
+    gradients = gradients / np.where(jobs.zero >= 2, shards, 1.0)
     sharded = np.where(jobs.zero >= 1, shards, 1.0)
     here = np.where(jobs.offloads_optimizer, 0.0, 1.0) / sharded
-    master = parameters * engine.master_bytes * here
-    blocks_share = count * jobs.block_parameters / jobs.tp
+    stated = np.where(jobs.zero >= 1, parameters, held)
+    master = stated * engine.master_bytes * here
+    blocks_share = count * np.where(jobs.zero >= 1, jobs.block_parameters, jobs.held_block_parameters) / jobs.tp
     ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
-    moments = (blocks_share * engine.moment_bytes + (parameters - blocks_share) * ends) * here
+    moments = (blocks_share * engine.moment_bytes + (stated - blocks_share) * ends) * here
 
     kept, back = kept_activation_bytes(jobs, engine)
     flight = in_flight(jobs, stage)
@@ -173,7 +181,7 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     blocks = np.where(jobs.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
     activations = blocks * kept
     recomputed = back * (count > 0)
-    block = jobs.block_parameters / jobs.tp
+    block = jobs.held_block_parameters / jobs.tp
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     gathered = np.where(jobs.zero >= 3, 2 * engine.element_bytes, 0.0)
     gathered = (gathered + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)) * block

@@ -35,7 +35,7 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     if partition == "cost":
         head_stage = head_stage.copy()
         cost = jobs.hidden * (2 * jobs.query_size + 2 * jobs.key_value_size)
-        cost = cost + np.where(jobs.gated > 0, 3.0, 2.0) * jobs.hidden * jobs.ffn
+        cost = cost + np.where(jobs.gated > 0, 3.0, 2.0) * jobs.hidden * jobs.visited_ffn
         keys = np.stack([jobs.layers, jobs.pp, cost, jobs.hidden * jobs.vocab], axis=1)
         unique, back = np.unique(keys, axis=0, return_inverse=True)
         dealt = [_dealt(int(n), int(pp), block, head) for n, pp, block, head in unique]
@@ -49,7 +49,7 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     inner = counts.copy()
     inner[:, 0] = 0
     inner[rows, last_index] = 0
-    block = jobs.block_parameters
+    block = jobs.held_block_parameters
     embedding, head = jobs.embedding_parameters, jobs.hidden * jobs.vocab
     per_stage = counts * block[:, None]
     per_stage[:, 0] += embedding

@@ -47,6 +47,7 @@ class Times:
     tp_exposed: Array
     cp_exposed: Array
     pp_exposed: Array
+    ep_exposed: Array
     fsdp_exposed: Array
     dp_exposed: Array
     optimizer: Array
@@ -108,6 +109,8 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         2 * passes * parts.tp_collective * np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
     )
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
+    ep_slow = np.where(parts.ep_crosses, engine.network_slowdown, engine.island_slowdown)
+    ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * ep_slow  # rows go out and come back
     cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
@@ -116,7 +119,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
 
     head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.loss_traffic
     embedding = parts.embedding * engine.streaming_traffic
-    device_layer = forward + backward + again + tp_exposed + cp_exposed
+    device_layer = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
     message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow
 
     # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
@@ -141,7 +144,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     slowest = np.maximum(np.maximum(first, last), np.where(jobs.pp > 2, middle, 0.0))
     others = np.where(jobs.pp > 1, first + last + (jobs.pp - 2) * middle, slowest) - slowest
     weight_gradients = parts.layer_matmul_backward * engine.matmul_slowdown / 2 + parts.layer_accumulate
-    first_half = forward + tp_exposed / passes + cp_exposed / (passes + 1)
+    first_half = forward + tp_exposed / passes + cp_exposed / (passes + 1) + ep_exposed / passes
     second_half = device_layer - first_half - weight_gradients
     bubble = others * bubble_share(jobs.schedule, jobs.virtual, first_half, second_half, weight_gradients)
 
@@ -168,6 +171,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         tp_exposed=m * tp_exposed,
         cp_exposed=m * cp_exposed,
         pp_exposed=micro_batches * message,
+        ep_exposed=m * ep_exposed,
         fsdp_exposed=m * fsdp_exposed,
         dp_exposed=dp_exposed,
         optimizer=optimizer,

@@ -12,6 +12,13 @@ from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.transformer import Precision, Shape, optimizer_operations, training_operations
 
+# Precisions that no machine is measured in, and the one whose times and bytes are planned for them.
+STAND_INS = {"tf32": "fp32", "fp16": "bf16", "fp8": "bf16", "mxfp8": "bf16"}
+
+
+def measured_precision(precision: str, profile: Profile) -> str:
+    return precision if precision in profile.matmul else STAND_INS[precision]
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -62,6 +69,7 @@ class MeasuredMachine:
 
     def time(self, op: Operation, precision: str) -> Timing:
         profile, precision = self.profile, op.precision or precision
+        precision = measured_precision(precision, profile)
         if op.matmul is not None:
             seconds = profile.product(precision, op.kernel).at(*op.matmul) * op.batch
             bound = "compute"

@@ -77,6 +77,8 @@ MEANINGS = {
     "activations": "kept for the backward pass",
     "temporaries": "freed within the phase",
     "batch": "tokens and targets",
+    "average": "exponential average of the weights",
+    "checkpoint copy": "a checkpoint on its way to the disk",
 }
 
 # What a total counts, in a line.

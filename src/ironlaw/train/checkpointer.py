@@ -32,7 +32,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
-from ironlaw.train.state import Stateful
+from ironlaw.train.state import Stateful, tree_bytes
 
 NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
 
@@ -83,6 +83,7 @@ class Checkpointer:
         self.before_write = before_write or (lambda: None)
         self.last: Checkpoint | None = None  # the newest that this process knows to be complete
         self.failure: str | None = None  # why the latest one was not written
+        self.copied_bytes = 0  # of the latest copy
         self.write_seconds = 0.0  # behind the step, all together
         self._taken: _Taken | None = None
         self._thread: threading.Thread | None = None
@@ -103,6 +104,7 @@ class Checkpointer:
             "model": self.model_config.model_dump(mode="json"), "store": self.store.name, **about,
         }  # fmt: skip
         self._taken = _Taken(step, about, self.store.take(model, states))
+        self.copied_bytes = tree_bytes(self._taken.tensors)
         return time.perf_counter() - began
 
     def write(self) -> None:

@@ -11,14 +11,17 @@ from torch import Tensor
 from ironlaw.model.transformer import Transformer
 
 
-def compile_blocks(model: Transformer, tokens: Tensor, autocast: Callable[[], Any], say: Callable[[str], None]) -> bool:
+def compile_blocks(
+    model: Transformer, tokens: Tensor, autocast: Callable[[], Any], say: Callable[[str], None], *, graphs: bool = False
+) -> bool:
     """Compile every block (5 to 9 times quicker to compile than the whole model, as fast afterwards) and try it.
 
     Returns False, with the blocks as they were, when compilation fails: no C++ compiler, no Triton, ...
     """
     random_state = torch.get_rng_state()
     for block in model.blocks:
-        block.compile()
+        # Graphs replay a block's kernels in one launch; shapes are static here but for a smaller last micro-batch.
+        block.compile(mode="reduce-overhead" if graphs else None)
     say("compiling the blocks")
     try:
         with autocast():

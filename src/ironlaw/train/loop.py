@@ -13,18 +13,17 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
-from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
 from ironlaw.data.prepare import Dataset
@@ -32,34 +31,32 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
-from ironlaw.model.linear import use_onednn
-from ironlaw.model.moe import update_routing
-from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
 from ironlaw.observe.profile import (
+    copy_scope,
     named_modules_recorded,
-    operation_scope,
     phase_scope,
     read_profile,
     silent_stderr,
     step_scope,
 )
+from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
+from ironlaw.train.evaluation import evaluate, in_other_units
 from ironlaw.train.journal import Digested, Journal
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate
-from ironlaw.train.recompute import recompute_blocks, solved_policies
+from ironlaw.train.precision import autocast
 from ironlaw.train.recovery import Recovery, SkippingBatches
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.schedule import learning_rate
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
-from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import RandomState, Stateful, seed_everything
+from ironlaw.train.step import Step
 from ironlaw.train.transfer import Transfer
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
@@ -115,6 +112,7 @@ class Trainer:
         self.step = self.tokens = 0
         self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = float("nan")
+        self.average: WeightAverage | None = None
         self._interrupted: str | None = None
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
@@ -130,16 +128,11 @@ class Trainer:
         self.batches = self.loader.training(config.train.global_batch, config.train.seed)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
-        self.model = Transformer(config.model)
-        if start is None and config.train.start_from:
-            load_first_weights(config.train.start_from, self.model, config.model)
-        self.model.to(self.device)
-        use_onednn(self.model, self.profile.fp32_products == "onednn")
-        self.model.dropout_seed = config.train.seed
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        recompute_blocks(self.model.blocks, solved_policies(self.plan))
+        self.one_step = Step(config, self.plan, self.profile, self.device, fresh=start is None)
+        self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
+        self.average = self.one_step.average
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
-        self.states: dict[str, Stateful] = {"optimizer": self.optimizer, "random": RandomState()}
+        self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
             self.run.checkpoints, config.checkpoint, config.model, say=self.say,
             before_write=lambda: self.journal.sync(),
@@ -151,9 +144,11 @@ class Trainer:
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
         wanted = config.train.compile
-        self.compiled = wanted == "on" or (wanted == "auto" and self.device.type == "cuda")
+        self.compiled = wanted in ("on", "graphs") or (wanted == "auto" and self.device.type == "cuda")
         if self.compiled:
-            self.compiled = compile_blocks(self.model, self._micro_batch_like(), self._autocast, self.say)
+            self.compiled = compile_blocks(
+                self.model, self._micro_batch_like(), self._autocast, self.say, graphs=wanted == "graphs"
+            )
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
         self._spike_known = False
         self._digested: Any = None
@@ -172,9 +167,10 @@ class Trainer:
         return torch.zeros(self.config.micro_batch, self.config.sequence, dtype=torch.long, device=self.device)
 
     def _autocast(self) -> Any:
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return autocast(self.device, self.precision)
+
+    def _step_metrics(self) -> dict[str, Any]:
+        return self.one_step.metrics()
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -216,6 +212,7 @@ class Trainer:
         with Prefetcher(
             ahead, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device
         ) as prefetcher:
+            self.prefetcher = prefetcher
             batches = self._digested = Digested(prefetcher) if config.tracking.batch_digests else prefetcher
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
@@ -242,43 +239,14 @@ class Trainer:
         with clock.step() as times, step_scope(recording):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
-            losses = []
-            for first in range(0, config.train.global_batch, config.micro_batch):
-                rows = slice(first, first + config.micro_batch)
-                micro = batch.rows(rows)
-                with clock.phase(Phase.FORWARD), phase_scope(recording, Phase.FORWARD), self._autocast():
-                    loss = self.model(micro.inputs, micro.targets, self._samples(rows)) / config.accumulation
-                with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
-                    loss.backward()
-                losses.append(loss.detach())
-                del loss
-            if recording:
-                self._gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
+            loss = self.one_step.forward_backward(batch, self.step, clock, recording)
             with clock.phase(Phase.OPTIMIZER), phase_scope(recording, Phase.OPTIMIZER):
-                self._gradient_norm = self._update(recording)
+                self._gradient_norm = self.one_step.update(self.step, recording)
             with clock.phase(Phase.HOST):
-                self.train_loss = float(torch.stack(losses).sum())  # on CUDA the host waits here for the device
+                self.train_loss = float(loss)  # on CUDA the host waits here for the device
         self.step += 1
         self.tokens += config.tokens_per_step
         return times
-
-    def _samples(self, rows: slice) -> Tensor | None:
-        """Numbers of these sequences within the run, where dropout is drawn by them, as on any other layout."""
-        if self.config.layout is None or not self.config.model.dropout:
-            return None
-        first = self.step * self.config.train.global_batch
-        return torch.arange(first + rows.start, first + rows.stop)
-
-    def _update(self, recording: bool) -> float:
-        """Clip by global norm, update, clear gradients."""
-        set_learning_rate(self.optimizer, learning_rate(self.config, self.step))
-        with operation_scope(recording, "clip"):
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        with operation_scope(recording, self.config.optimizer.name):
-            self.optimizer.step()
-        self._expert_load = update_routing(self.model) if self.config.model.moe else None
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
 
     def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
         """A few steps under the profiler: time by operation, and every allocation."""
@@ -300,7 +268,7 @@ class Trainer:
                 with silent_stderr():
                     recorded.stop()
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
-        self.observed.profile = read_profile(recorded, count, self._gradient_pointers)
+        self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
         keep_profile(self.run.profile_file, self.observed)
         # The recorded steps themselves, and what happened between them, are counted where they belong.
         counted = sum(self.observed.wall_seconds.values()) - counted
@@ -314,17 +282,14 @@ class Trainer:
         phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
         entry: dict[str, Any] = {
             "step": step, "batch": self.recovery.skips.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
-            "seconds": times.wall_seconds,
+            "seconds": times.wall_seconds, "loader_tokens_per_second": self.prefetcher.tokens_per_second,
             "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
-        }  # fmt: skip
-        if self._expert_load is not None:
-            entry |= self._expert_load.metrics()
+        } | self._step_metrics()  # fmt: skip
         if not recorded:  # recorded steps are counted with the profiling that slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
         if _due(step, config.evaluation.every) or step == config.train.steps:
-            entry["evaluation_seconds"] = self._evaluate()
-            entry["validation_loss"] = self.validation_loss
+            entry |= self._evaluate()
             validated = True
         if self._checkpoint_due():
             entry["checkpoint_seconds"] = self._take_checkpoint(self.validation_loss if validated else None)
@@ -349,30 +314,32 @@ class Trainer:
     def _checkpoint_due(self) -> bool:
         return _due(self.step, self.config.checkpoint.every)
 
-    @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Mean loss over validation batches; returns the seconds it took."""
-        began = time.perf_counter()
-        config = self.config
-        self.model.eval()
-        total, tokens = 0.0, 0
-        batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
-        for batch in map(self.to_device, batches):
-            counted = int((batch.targets != IGNORED).sum())
-            with self._autocast():
-                total += float(self.model(batch.inputs, batch.targets)) * counted
-            tokens += counted
-        self.model.train()
-        self.validation_loss = total / tokens
-        seconds = time.perf_counter() - began
-        self.observed.wall_seconds["evaluation"] += seconds
-        return seconds
+    def _evaluate(self) -> dict[str, float]:
+        """A phase of its own between steps: validation losses, also with averaged weights, and the seconds it took."""
+        began, config, average = time.perf_counter(), self.config, self.average
+
+        def loss() -> float:
+            batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
+            return evaluate(self.model, map(self.to_device, batches), self._autocast)
+
+        self.validation_loss = loss()
+        found = {"validation_loss": self.validation_loss}
+        found |= in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
+        if average is not None:
+            with average.applied():
+                found["average_validation_loss"] = loss()
+        found["evaluation_seconds"] = time.perf_counter() - began
+        self.observed.wall_seconds["evaluation"] += found["evaluation_seconds"]
+        return found
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
-        seconds = self.checkpointer.take(
-            self.step, self.tokens, self.model, self.states, validation_loss, turns=len(self.recovery.turns)
-        )
+        with copy_scope():
+            seconds = self.checkpointer.take(
+                self.step, self.tokens, self.model, self.states, validation_loss, turns=len(self.recovery.turns)
+            )
+        if self.device.type == "cpu" and self.step < self.config.train.steps:  # the next steps run beside it
+            self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
 
@@ -444,11 +411,12 @@ class Trainer:
             "sessions": self.journal.sessions.facts(),
             "rollbacks": len(self.recovery.turns),
         }
+        average = self.average
         ledger = measured_ledger(
             observed,
             planned=self.plan,
-            held=held_bytes(self.model, self.optimizer),
-            batch_bytes=2 * 8 * config.tokens_per_step,
+            held=held_bytes(self.model, self.optimizer, average.tensors if average else ()) | observed.copies(),
+            batch_bytes=batch_bytes(config),
             tokens_per_step=config.tokens_per_step,
             facts=facts,
         )

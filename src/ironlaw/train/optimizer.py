@@ -47,8 +47,11 @@ class Combined(torch.optim.Optimizer):
             part.load_state_dict(saved)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, offload: bool = False) -> torch.optim.Optimizer:
+    """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it.
+
+    `offload`: state and update on the host, while the backward pass goes on (torchao; AdamW and Adam on CUDA).
+    """
     named = list(model.named_parameters())
     assigned = assign(described(model), config)
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
@@ -62,6 +65,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
             if is_matrix is matrix
         ]
 
+    if offload:
+        return _offloaded(of(False), config)
     if config.name not in MATRIX_OPTIMIZERS:
         return _build(config.name, of(False), config)
     if not of(True):
@@ -109,6 +114,18 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             return torch.optim.Muon(groups, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         case _:
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def _offloaded(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if config.name not in ("adam", "adamw"):
+        raise UserError(f"train.offload of optimizer state works with adam and adamw, not with {config.name}")
+    try:
+        from torchao.optim import CPUOffloadOptimizer
+    except ImportError:
+        raise UserError("train.offload of optimizer state needs torchao: pip install 'ironlaw[quant]'") from None
+    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    betas = (config.beta1, config.beta2)
+    return CPUOffloadOptimizer(groups, kind, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def _bitsandbytes() -> Any:

@@ -7,15 +7,43 @@ import math
 from ironlaw.config import RunConfig
 
 
-def learning_rate(config: RunConfig, step: int) -> float:
-    """Linear warmup from 0, then half a cosine to `min_lr_fraction` of the peak (SGDR, arXiv 1608.03983).
+def peak_rate(config: RunConfig) -> float:
+    """`optimizer.lr`, scaled with the batch: linearly (arXiv 1706.02677) or by its root (arXiv 2205.10287 for Adam)."""
+    ratio = config.train.global_batch / config.schedule.reference_batch
+    factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
+    return config.optimizer.lr * factors[config.schedule.lr_scaling]
 
-    `step` counts from 0; the first step already learns a little, so that no batch is wasted.
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Linear warmup from 0, then the schedule. `step` counts from 0.
+
+    The first step already learns a little, so that no batch is wasted.
     """
-    peak, schedule = config.optimizer.lr, config.schedule
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
-    span = max(1, config.train.steps - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / span)
+    peak, warmup = peak_rate(config), config.schedule.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    span = max(1, config.train.steps - warmup)
+    return _after_warmup(config, peak, step - warmup, min(1.0, (step - warmup) / span))
+
+
+def _after_warmup(config: RunConfig, peak: float, steps: int, progress: float) -> float:
+    """`steps` since the warmup, which are `progress` (0 to 1) of all there are."""
+    schedule = config.schedule
     floor = peak * schedule.min_lr_fraction
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    match schedule.kind:
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            return peak + (floor - peak) * progress
+        case "exponential":
+            return peak * schedule.min_lr_fraction**progress
+        case "inverse_sqrt":
+            start = max(1, schedule.warmup_steps)
+            return max(floor, peak * math.sqrt(start / (start + steps)))
+        case "step":
+            return float(max(floor, peak * schedule.step_factor ** (steps // schedule.step_every)))
+        case "wsd":
+            left = (1 - progress) / schedule.decay_fraction
+            return floor + (peak - floor) * min(1.0, left)
+        case _:
+            return peak

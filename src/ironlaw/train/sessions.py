@@ -120,7 +120,7 @@ class Sessions:
             and any(s.from_step < entry["step"] <= (s.to_step or 0) for s in alike)
         ]  # fmt: skip
         observed.steps[:0] = [step_times(entry) for entry in earlier]
-        residents = [entry["resident_bytes"] for entry in earlier if "resident_bytes" in entry]
+        residents = [entry["resident_bytes"] for entry in metrics if "resident_bytes" in entry]
         observed.resident_peak_bytes = max([*residents, observed.resident_peak_bytes or 0]) or None
         for session in self.earlier:
             for name, seconds in session.wall_seconds.items():

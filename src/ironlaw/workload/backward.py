@@ -8,11 +8,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.blocks import FP32, Shape, attention, dropout, elementwise, norm_saved_bytes, qk_norm_saved_bytes
+from ironlaw.workload.blocks import (
+    FP32,
+    INDEX,
+    Shape,
+    attention,
+    dropout,
+    elementwise,
+    norm_saved_bytes,
+    qk_norm_saved_bytes,
+)
 from ironlaw.workload.operations import Operation
 
 
 def head_backward(shape: Shape) -> list[Operation]:
+    if shape.loss_chunk:
+        return chunked_head_backward(shape)
     model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
     logits = tokens * model.vocab
     operations = [
@@ -35,6 +46,20 @@ def head_backward(shape: Shape) -> list[Operation]:
     )
     operations += norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)
     return operations
+
+
+def chunked_head_backward(shape: Shape) -> list[Operation]:
+    """Both gradients are there: they are scaled in place, and the weight's becomes the parameter's."""
+    model, w = shape.model, shape.matmul_bytes
+    hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
+    kept = Operation(
+        "loss", Kind.OTHER, Phase.BACKWARD, "head", "", repeat=0, frees_saved_bytes=hidden * w + table * FP32
+    )
+    scale = Operation(
+        "loss", Kind.LOSS, Phase.BACKWARD, "head", "add_in_place", elements=hidden + table,
+        bytes_moved=2 * (hidden * w + table * FP32), temporary_bytes=hidden * w, gradient_bytes=table * FP32,
+    )  # fmt: skip
+    return [kept, scale, *norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)]
 
 
 def block_backward(shape: Shape) -> list[Operation]:
@@ -143,6 +168,7 @@ def embedding_backward(shape: Shape) -> list[Operation]:
             Operation(
                 "positions", Kind.EMBEDDING, Phase.BACKWARD, "embedding", "sum_rows", elements=tokens * model.hidden,
                 bytes_moved=full + positions, gradient_bytes=positions,
+                frees_saved_bytes=tokens * INDEX if shape.documents else 0,
             )
         )  # fmt: skip
     operations.append(
@@ -153,6 +179,7 @@ def embedding_backward(shape: Shape) -> list[Operation]:
             gradient_bytes=0 if model.tied else table,
             temporary_bytes=table if model.tied else 0,
             frees_temporary_bytes=full + (table if model.tied else 0),
+            frees_saved_bytes=0 if shape.composes_attention else shape.mask_bytes,
         )
     )  # fmt: skip
     if model.tied:

@@ -28,6 +28,9 @@ class Shape:
     precision: Precision = "fp32"  # of the matrix products; weights and the residual stream stay fp32
     fused_rmsnorm: bool = False  # one kernel on CUDA; on CPU PyTorch composes it from six
     recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
+    documents: bool = False  # attention stays inside documents
+    onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
 
     @property
     def tokens(self) -> int:
@@ -40,6 +43,14 @@ class Shape:
     @property
     def casts(self) -> bool:
         return self.precision != "fp32"
+
+    @property
+    def mask_bytes(self) -> int:
+        """A window's mask, one for all sequences, or the documents', one each. On CUDA masks are a few numbers."""
+        window = self.model.sliding_window
+        if self.fused_rmsnorm or (not self.documents and (window is None or window >= self.sequence)):
+            return 0
+        return (self.micro_batch if self.documents else 1) * self.sequence**2 * self.matmul_bytes
 
     @property
     def composes_attention(self) -> bool:
@@ -75,8 +86,8 @@ def norm_saved_bytes(shape: Shape, rows: int, width: int) -> int:
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
 
 
-def attention_saved_bytes(shape: Shape, *, mask: bool = True) -> int:
-    """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135), and a window's mask.
+def attention_saved_bytes(shape: Shape) -> int:
+    """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135).
 
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
     their product; and the output, copied back to (B, S, A, D).
@@ -85,9 +96,7 @@ def attention_saved_bytes(shape: Shape, *, mask: bool = True) -> int:
     if shape.composes_attention:
         scores = shape.micro_batch * model.heads * shape.sequence**2
         return 3 * (width + scores) * FP32 + width * shape.matmul_bytes
-    windowed = model.sliding_window is not None and model.sliding_window < shape.sequence
-    of_mask = shape.sequence * shape.sequence * shape.matmul_bytes if windowed and mask else 0
-    return width * shape.matmul_bytes + shape.tokens * model.heads * FP32 + of_mask
+    return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
 def rotary_saved_bytes(shape: Shape) -> int:

@@ -31,11 +31,21 @@ def embedding(shape: Shape) -> list[Operation]:
             elements=tokens * model.hidden, bytes_moved=2 * full + tokens * INDEX, saved_bytes=full,
         )
     ]  # fmt: skip
+    if shape.mask_bytes:  # kept by every layer's attention; a composed one uses it up
+        saved = 0 if shape.composes_attention else shape.mask_bytes
+        operations.append(
+            Operation(
+                "mask", Kind.ATTENTION, Phase.FORWARD, "embedding", "add", elements=shape.mask_bytes // FP32,
+                bytes_moved=3 * shape.mask_bytes, saved_bytes=saved, temporary_bytes=shape.mask_bytes - saved,
+            )
+        )  # fmt: skip
     if model.positions == "learned":
         operations.append(
             Operation(
                 "positions", Kind.EMBEDDING, Phase.FORWARD, "embedding", "add", elements=tokens * model.hidden,
-                bytes_moved=2 * full, temporary_bytes=full, frees_temporary_bytes=full,
+                bytes_moved=2 * full, temporary_bytes=full * (1 + shape.documents),
+                frees_temporary_bytes=full * (1 + shape.documents),
+                saved_bytes=tokens * INDEX if shape.documents else 0,  # which position each token has
             )
         )  # fmt: skip
     return operations
@@ -107,6 +117,14 @@ def feed_forward(shape: Shape, width: int, name: str) -> list[Operation]:
 
 
 def head(shape: Shape) -> list[Operation]:
+    operations = chunked_head(shape) if shape.loss_chunk else full_head(shape)
+    if shape.composes_attention:  # the mask dies with the pass
+        last = operations[-1]
+        operations[-1] = replace(last, frees_temporary_bytes=last.frees_temporary_bytes + shape.mask_bytes)
+    return operations
+
+
+def full_head(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     logits = tokens * model.vocab
     operations = norm(shape, "final_norm", "head", 1, reader="head")
@@ -126,6 +144,70 @@ def head(shape: Shape) -> list[Operation]:
         )
     )  # fmt: skip
     return operations
+
+
+def chunked_head(shape: Shape) -> list[Operation]:
+    """`model/loss.py`: the logits of some tokens at a time, turned at once into the gradients of x and the weight.
+
+    Those two are what is kept: the result of the last norm dies with the pass.
+    """
+    model, w = shape.model, shape.matmul_bytes
+    hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
+    whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
+    statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
+    operations = norm(replace(shape, precision="fp32"), "final_norm", "head", 1, reader="head")
+    gradients = hidden * w + table * FP32
+    operations[-1] = replace(operations[-1], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32)
+    if shape.casts:
+        operations.append(
+            Operation(
+                "head_cast", Kind.ELEMENTWISE, Phase.FORWARD, "head", "cast", elements=table,
+                bytes_moved=table * (FP32 + w), temporary_bytes=table * w,
+            )
+        )  # fmt: skip
+    operations += _chunk(shape, min(shape.loss_chunk, shape.tokens), whole)
+    if rest:
+        operations += _chunk(shape, rest, 1)
+    turned = table * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
+    dying = hidden * FP32 + (table * w if shape.casts else 0)
+    operations.append(
+        Operation(
+            "loss", Kind.LOSS, Phase.FORWARD, "head", "add", elements=max(1, turned // FP32), bytes_moved=2 * turned,
+            temporary_bytes=turned, frees_temporary_bytes=turned + dying,
+        )
+    )  # fmt: skip
+    return operations
+
+
+def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
+    """Logits, loss, their gradient in place, and its two products."""
+    model, w = shape.model, shape.matmul_bytes
+    onednn, logits = shape.onednn and not shape.casts, rows * model.vocab
+
+    def product(m: int, n: int, k: int, kernel: str, takes: int, frees: int) -> Operation:
+        return Operation(
+            "head", Kind.MATMUL, Phase.FORWARD, "head", kernel, repeat, matmul=(m, n, k), flops=2 * m * n * k,
+            bytes_moved=w * (m * k + k * n + m * n), temporary_bytes=takes, frees_temporary_bytes=frees,
+        )  # fmt: skip
+
+    def loss(kernel: str, tensors: int, takes: int, frees: int) -> Operation:
+        return Operation(
+            "loss", Kind.LOSS, Phase.FORWARD, "head", kernel, repeat, elements=logits,
+            bytes_moved=tensors * logits * FP32, temporary_bytes=takes, frees_temporary_bytes=frees,
+        )  # fmt: skip
+
+    reduced = logits * w if shape.casts else 0
+    part = rows * model.hidden * FP32 if onednn else 0
+    # The product before it is added; a CPU adds reduced precision to fp32 by way of a copy in fp32.
+    before = w + (0 if shape.fused_rmsnorm else FP32) if shape.casts else FP32 if onednn else 0
+    table = model.vocab * model.hidden * before
+    return [
+        product(rows, model.vocab, model.hidden, "matmul", logits * w, 0),
+        loss("loss_forward", 2, logits * FP32, logits * w),
+        loss("loss_backward", 3, reduced, 0),
+        product(rows, model.hidden, model.vocab, "matmul", part, part),
+        product(model.vocab, model.hidden, rows, "matmul_weight_gradient", table, table + logits * FP32 + reduced),
+    ]
 
 
 def linear(

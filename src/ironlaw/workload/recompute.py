@@ -91,7 +91,7 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
     }
     kept = effective(shape, policy)
     total = sum(shape.tokens * widths[name] * w for name in kept if name != "attention")
-    return total + (attention_saved_bytes(shape, mask=False) if "attention" in kept else 0)
+    return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
 
 
 def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
@@ -101,8 +101,10 @@ def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
     """
     operations = block(shape)
     last = max(i for i, op in enumerate(operations) if op.name == "ffn_down" and op.kind is Kind.MATMUL)
-    # Dropout after the last product keeps its noise, so that the product has to run again to come to it.
-    operations = operations[:-1] if shape.model.dropout else operations[:last]
+    # Dropout after the last product keeps its noise, and oneDNN's layer its input when it is done: both only after the
+    # product has run again.
+    to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts)
+    operations = operations[:-1] if to_the_end else operations[:last]
     kept = effective(shape, policy)
     result = []
     for op in operations:
@@ -110,13 +112,12 @@ def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
         op = replace(op, name=name, phase=Phase.BACKWARD)
         if big and op.name.removesuffix(AGAIN) in kept:
             # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
-            saved = attention_saved_bytes(shape) - attention_saved_bytes(shape, mask=False) if op.attention else 0
             op = replace(
-                op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=saved,
+                op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
                 frees_saved_bytes=0 if op.saved_bytes else op.temporary_bytes,
             )  # fmt: skip
         result.append(op)
-    if shape.model.dropout:  # the branch dies with the recomputation
+    if to_the_end:  # the branch dies with the recomputation
         branch = shape.tokens * shape.model.hidden * shape.matmul_bytes
         result[-1] = replace(result[-1], frees_temporary_bytes=result[-1].frees_temporary_bytes + branch)
     return result

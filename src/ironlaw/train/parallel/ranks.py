@@ -104,7 +104,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
         )
     if size > 1 and (config.data.masks_documents or config.data.packing == "best_fit"):
         raise UserError(
-            'this trainer does not mask documents or pad rows on several ranks yet: use data.packing = "concatenate"'
+            'this trainer does not mask documents or pad rows on several ranks yet: use data.packing = "concat"'
             " without a document mask"
         )
     if layout.ep > 1 or (model.moe is not None and size > 1):

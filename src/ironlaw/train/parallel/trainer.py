@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
@@ -21,6 +22,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
@@ -67,8 +69,7 @@ class DistributedTrainer(Trainer):
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
         config, ranks = self.config, self.ranks
-        if config.train.compile == "on":
-            raise UserError('train.compile = "on" is not supported with several ranks yet: use "off"')
+        _check_supported(config, self.precision)
         host.keep_freed_memory()
         torch.set_num_threads(threads_per_rank(self.profile.threads))
         self.device = ranks.device
@@ -138,7 +139,7 @@ class DistributedTrainer(Trainer):
         return self._stop_agreed  # never on this rank's own account: the others would wait for it
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> dict[str, float]:
         """Replicas share the batches; sums of losses and numbers of tokens are added up over all ranks."""
         began = time.perf_counter()
         config, ranks, step = self.config, self.ranks, self.distributed
@@ -161,7 +162,11 @@ class DistributedTrainer(Trainer):
         self.validation_loss = float(total[0] / total[1]) if float(total[1]) else float("nan")
         seconds = time.perf_counter() - began
         self.observed.wall_seconds["evaluation"] += seconds
-        return seconds
+        found = {"validation_loss": self.validation_loss, "evaluation_seconds": seconds}
+        return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
+
+    def _step_metrics(self) -> dict[str, Any]:
+        return {}
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """All ranks have decided alike, from the same numbers; rank 0 drops the lines, then all read what is left."""
@@ -179,6 +184,24 @@ class DistributedTrainer(Trainer):
     def _probe_sometimes(self) -> None:
         if self.ranks.first:
             super()._probe_sometimes()
+
+
+def _check_supported(config: RunConfig, precision: str) -> None:
+    """One process does these; several do not yet."""
+    train = config.train
+    unsupported = {
+        f'train.compile = "{train.compile}"': train.compile in ("on", "graphs"),
+        f'train.precision = "{precision}"': precision not in ("fp32", "bf16"),
+        f'recompute.mode = "{config.recompute.mode}"': config.recompute.mode != "none",
+        'train.loss = "chunked"': train.loss == "chunked",
+        "train.average_decay": train.average_decay is not None,
+        "train.noise_scale_every": train.noise_scale_every > 0,
+        f'train.offload = "{train.offload}"': train.offload != "none",
+        "attention within documents (data.mask_documents, data.packing)": config.data.masks_documents,
+    }
+    for setting, wanted in unsupported.items():
+        if wanted:
+            raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
 
 
 def threads_per_rank(threads: int) -> int:

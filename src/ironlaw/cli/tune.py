@@ -1,0 +1,52 @@
+"""`ironlaw tune`"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ironlaw.cli.console import messages, output, print_json
+from ironlaw.config import load_config
+from ironlaw.errors import UserError
+
+
+def tune(
+    config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
+    budget: Annotated[str, typer.Option(help="Time to spend: 90s, 15min, 1h.")] = "15min",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Only what leaves the arithmetic as it is.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    settings, seconds = load_config(config, set_ or []), _seconds(budget)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists: give another --out")
+
+    import json as json_module
+
+    from ironlaw.explain.tune import tune as find
+    from ironlaw.machine.profile import load_profile
+    from ironlaw.report.tune_view import show_tuned
+
+    say = messages()
+    result = find(
+        settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact,
+        say=lambda message: say.print(message, highlight=False),
+    )  # fmt: skip
+    document = result.to_json()
+    (out / "tuned.toml").write_text(result.config.to_toml(), encoding="utf-8")
+    (out / "evidence.json").write_text(json_module.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if json:
+        print_json(document)
+        return
+    show_tuned(output(), document, str(out / "tuned.toml"))
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
+    if found is None:
+        raise UserError(f"--budget {text!r} is no time: write for example 90s, 15min or 1h")
+    return float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]]

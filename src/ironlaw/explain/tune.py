@@ -1,0 +1,258 @@
+"""The tuning loop: measure, choose a remedy by its planned gain, measure again beside the unchanged config.
+
+    result = tune(config, profile, budget_seconds=900, folder=Path("runs/tune"))
+    result.config                     # the best config found
+    result.trials[1].measured_gain    # what its remedy brought, against control runs before and after it
+
+A trial is a short run. It counts as a gain only when it beats both of the control runs that enclose it by more than
+those two, which are the same config, differ from each other: an A/B/A test, so that a machine that drifts is not
+taken for a remedy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ironlaw import units
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.explain.explanation import read_metrics
+from ironlaw.explain.remedies import EFFECTS, Effect, Remedy, find_remedies, situation, with_settings
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.estimate import plan_run
+
+LEAST_STEPS, MOST_STEPS = 12, 200
+TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps
+LEAST_NOISE = 0.04  # of the time per token: medians of short runs on shared cores differ by 1 to 2%
+LOSS_TOLERANCE = 0.05  # nats per token: short runs with the same seed differ by rounding only by less
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One short run: its time without evaluations and checkpoints, and the training loss of each step."""
+
+    seconds_per_token: float
+    step_seconds: float
+    losses: tuple[float, ...]
+    run: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds_per_token": self.seconds_per_token, "step_seconds": self.step_seconds, "run": self.run,
+                "steps": len(self.losses)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One remedy tried. Gains are fractions of the time per token; `noise` is what the controls differ by."""
+
+    remedy: str
+    settings: dict[str, Any]
+    effect: str
+    predicted_gain: float
+    measured_gain: float
+    noise: float
+    loss_change: float
+    kept: bool
+    reason: str
+    run: str
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class Tuned:
+    config: RunConfig
+    start: Measured
+    best: Measured
+    trials: list[Trial] = field(default_factory=list)
+    runs: int = 0
+    seconds: float = 0.0
+    stopped: str = ""
+
+    @property
+    def gain(self) -> float:
+        """Of the time per token, as the product of the gains that were kept: each was measured against its controls."""
+        left = 1.0
+        for trial in self.trials:
+            left *= 1 - trial.measured_gain if trial.kept else 1.0
+        return 1 - left
+
+    def settings(self) -> dict[str, Any]:
+        """What changed, all kept remedies together."""
+        return {key: value for trial in self.trials if trial.kept for key, value in trial.settings.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": 1, "gain": self.gain, "settings": self.settings(), "runs": self.runs,
+            "seconds": self.seconds, "stopped": self.stopped, "start": self.start.to_json(),
+            "best": self.best.to_json(),
+            "trials": [trial.to_json() for trial in self.trials],
+        }  # fmt: skip
+
+
+Measure = Callable[[RunConfig, str], Measured]
+Say = Callable[[str], None]
+
+
+def tune(
+    config: RunConfig, profile: Profile, *, budget_seconds: float, folder: Path, exact: bool = False,
+    measure: Measure | None = None, say: Say = lambda message: None, clock: Callable[[], float] = time.monotonic,
+) -> Tuned:  # fmt: skip
+    """`exact`: only remedies that leave the arithmetic as it is. Never changes the model, nor what is learned from.
+
+    Raises UserError when the budget does not last for the first measurement.
+    """
+    began = clock()
+    measure = measure or Runner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12))
+    tried: set[tuple[Any, ...]] = set()
+    start = measure(config, "start")
+    result = Tuned(config, start, start, runs=1)
+    say(f"start      {units.seconds(start.step_seconds)} per step")
+    one = max(clock() - began, 1e-9)  # what a run takes
+    while True:
+        remedy = _composed(config, profile, exact) if not result.trials else None
+        remedy = remedy or _next(result.config, profile, tried, exact)
+        if remedy is None:
+            result.stopped = "nothing else is planned to pay"
+            break
+        if clock() - began + 2 * one > budget_seconds:
+            result.stopped = "the budget is used up"
+            break
+        tried.add(_key(remedy))
+        trial, after, control = _try(result, remedy, measure, profile)
+        result.trials.append(trial)
+        verdict = "kept" if trial.kept else f"dropped: {trial.reason}"
+        say(
+            f"{remedy.name:<10} {remedy.apply}: planned {units.signed_percent(trial.predicted_gain)}, measured "
+            f"{units.signed_percent(trial.measured_gain)} ± {units.percent(trial.noise)}, {verdict}"
+        )
+        if trial.kept:
+            result.config, result.best = with_settings(result.config, remedy.settings), after
+        else:
+            result.best = control  # the same config, measured later: the next comparison is with now, not with then
+    result.seconds = clock() - began
+    return result
+
+
+def _composed(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None:
+    """The plan's best: remedies one upon the other, each planned on the config that the ones before it leave."""
+    steps: list[Remedy] = []
+    now, left = config, 1.0
+    while len(steps) < 4:
+        found = _next(now, profile, {_key(r) for r in steps}, exact)
+        if found is None or found.gain < LEAST_COMPOSED:
+            break
+        steps.append(found)
+        now, left = with_settings(now, found.settings), left * (1 - found.gain)
+    if len(steps) < 2:
+        return None
+    settings = {key: value for step in steps for key, value in step.settings.items()}
+    worst = max(steps, key=lambda r: r.effect)
+    return replace(
+        steps[0], name="+".join(dict.fromkeys(r.name for r in steps)), title="The plan's best", settings=settings,
+        effect=worst.effect, risk=worst.risk, gain=1 - left,
+        total_seconds_saved=sum(r.total_seconds_saved for r in steps),
+    )  # fmt: skip
+
+
+LEAST_COMPOSED = 0.02
+
+
+def _next(config: RunConfig, profile: Profile, tried: set[tuple[Any, ...]], exact: bool) -> Remedy | None:
+    """The remedy with the largest planned gain that was not tried and is allowed."""
+    try:
+        now = situation(config, profile, Ledger("run"))
+    except UserError:
+        return None
+    most = Effect.NONE if exact else Effect.ROUNDING
+    found = [r for r in find_remedies(now) if r.effect <= most and _key(r) not in tried and r.total_seconds_saved > 0]
+    found = [r for r in found if r.name not in ("evaluation", "checkpoint")]  # the user's choice, not a speed
+    return max(found, key=lambda r: r.gain, default=None)
+
+
+def _key(remedy: Remedy) -> tuple[Any, ...]:
+    return tuple(sorted(remedy.settings.items()))
+
+
+def _try(result: Tuned, remedy: Remedy, measure: Measure, profile: Profile) -> tuple[Trial, Measured, Measured]:
+    """Measure the changed config, then the unchanged one again."""
+    changed = with_settings(result.config, remedy.settings)
+    before = result.best
+    after = measure(changed, f"trial-{len(result.trials) + 1}-{remedy.name}")
+    control = measure(result.config, f"control-{len(result.trials) + 1}")
+    result.runs += 2
+    gain, noise, reason = judge(before, after, control)
+    loss_change = loss_difference(before, after)
+    if not reason and remedy.effect > Effect.NONE and loss_change > LOSS_TOLERANCE:
+        reason = f"the loss is {loss_change:.3f} nats higher"
+    trial = Trial(
+        remedy.name, remedy.settings, EFFECTS[remedy.effect], remedy.gain, gain, noise, loss_change, not reason,
+        reason, after.run,
+    )  # fmt: skip
+    return trial, after, control
+
+
+def loss_difference(before: Measured, after: Measured) -> float:
+    """Nats per token after as many steps of both, over the last five of them: a quicker run has taken more."""
+    common = min(len(before.losses), len(after.losses))
+    last = slice(max(0, common - 5), common)
+    return statistics.mean(after.losses[last]) - statistics.mean(before.losses[last])
+
+
+def judge(before: Measured, after: Measured, control: Measured) -> tuple[float, float, str]:
+    """(gain, noise, why it is none): `after` against the same config measured before and after it."""
+    controls = (before.seconds_per_token, control.seconds_per_token)
+    middle = statistics.mean(controls)
+    noise = max(LEAST_NOISE, abs(controls[0] - controls[1]) / middle)
+    gain = 1 - after.seconds_per_token / middle
+    if after.seconds_per_token >= min(controls):
+        return gain, noise, "not faster than both controls"
+    return gain, noise, "" if gain > noise else "within the noise"
+
+
+@dataclass
+class Runner:
+    """Measures a config by training a few steps of it in this process."""
+
+    folder: Path
+    profile: Profile
+    trial_seconds: float = TRIAL_SECONDS
+
+    def __call__(self, config: RunConfig, name: str) -> Measured:
+        from ironlaw.train.session import run_training
+
+        out = self.folder / name
+        outcome = run_training(self._short(config), out, self.profile)
+        if outcome.interrupted:  # a run ends by itself on Ctrl-C; so does what started it
+            raise KeyboardInterrupt
+        step = outcome.ledger.totals.get("step_seconds")
+        if step is None:
+            raise UserError(f"{out} measured no step: give a larger --budget")
+        typical = _median_step(out)
+        losses = tuple(float(m["loss"]) for m in read_metrics(out / "metrics.jsonl"))
+        return Measured(typical / config.tokens_per_step, typical, losses, str(out))
+
+    def _short(self, config: RunConfig) -> RunConfig:
+        """The same training, ended early: no evaluation, no checkpoint, nothing recorded."""
+        step = plan_run(config, self.profile).totals["step_seconds"].value
+        steps = min(
+            MOST_STEPS, max(LEAST_STEPS, round(self.trial_seconds / step)), max(config.train.steps, LEAST_STEPS)
+        )
+        return with_settings(
+            config,
+            {"train.steps": steps, "train.profile_steps": 0, "evaluation.every": 0, "evaluation.batches": 1,
+             "checkpoint.every": 0},
+        )  # fmt: skip
+
+
+def _median_step(out: Path) -> float:
+    """Of the quieter half: neighbours on the machine only add."""
+    seconds = sorted(m["seconds"] for m in read_metrics(out / "metrics.jsonl")[4:] if not m.get("recorded"))
+    return float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))

@@ -1,0 +1,102 @@
+"""Cross-entropy of the output layer in chunks of tokens, so that the logits of a whole micro-batch never exist.
+
+One chunk's logits are made, turned into its loss and, in place, into their own gradient, and used up for the gradients
+of the layer's input and weight: three products per chunk, as many FLOPs as with full logits. What waits for the
+backward pass are those two gradients. (As in Liger's fused loss, arXiv 2410.10989, in plain PyTorch.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ironlaw.model.linear import onednn_product
+
+IGNORED = -100  # as in PyTorch: a target that counts for nothing
+
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool = False
+) -> Tensor:
+    """Mean or sum over the targets that count, in fp32, from x (T, H) and weight (V, H), `chunk` tokens at a time.
+
+    `onednn`: how fp32 products are computed.
+    """
+    dtype = weight.dtype
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype, onednn = torch.get_autocast_dtype(device), False
+    total = _Chunked.apply(x, weight, targets, chunk, dtype, onednn)
+    if reduction == "sum":
+        return total
+    return total / (targets != IGNORED).sum()
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype, onednn: bool
+    ) -> Tensor:
+        """Sum of the losses, fp32."""
+        wanted = any(ctx.needs_input_grad[:2])
+        with torch.autocast(x.device.type, enabled=False):
+            cast = weight.detach().to(dtype)
+            of_x = torch.empty(x.shape, dtype=dtype, device=x.device) if wanted else None
+            # oneDNN's products of this shape come out transposed: they are added up so, and turned round once.
+            turned = onednn and weight.shape[0] > weight.shape[1]
+            shape = weight.shape[::-1] if turned else weight.shape
+            of_weight = torch.zeros(shape, dtype=torch.float32, device=x.device) if wanted else None
+            total = torch.zeros((), dtype=torch.float32, device=x.device)
+            for first in range(0, len(x), chunk):
+                rows = slice(first, first + chunk)
+                total += _chunk(x[rows].to(dtype), cast, targets[rows], of_x, of_weight, rows, onednn)
+            if turned and of_weight is not None:
+                of_weight = of_weight.t().contiguous()
+        # Not as saved tensors: the backward pass must be able to let go of them, so that no copy becomes the gradient.
+        ctx.gradients = of_x, of_weight
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (of_x, of_weight), ctx.gradients = ctx.gradients, None
+        # In place: they are used once. Their scale is known only now: the mean, accumulation, a loss scale.
+        return of_x.mul_(gradient), of_weight.mul_(gradient), None, None, None, None
+
+
+def _chunk(
+    x: Tensor, weight: Tensor, targets: Tensor, of_x: Tensor | None, of_weight: Tensor | None, rows: slice, onednn: bool
+) -> Tensor:
+    """The chunk's loss; its gradients are written to `of_x[rows]` and added to `of_weight`."""
+    logits = onednn_product(x, weight) if onednn else x @ weight.t()
+    logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # (chunk, V)
+    del logits
+    loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
+    if of_x is None or of_weight is None:
+        return loss
+    gradient = logs.exp_()
+    counted = (targets != IGNORED).unsqueeze(1)
+    gradient.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -counted.to(gradient.dtype))
+    if not _all_count(counted):
+        gradient.mul_(counted)
+    gradient = gradient.to(x.dtype)
+    if onednn:
+        of_x[rows] = onednn_product(gradient, weight.t())
+        one, other = (x, gradient) if of_weight.shape != weight.shape else (gradient, x)
+        of_weight += onednn_product(one.t(), other.t())
+    else:
+        torch.mm(gradient, weight, out=of_x[rows])
+        if x.dtype is torch.float32:
+            of_weight.addmm_(gradient.t(), x)
+        else:
+            of_weight += gradient.t() @ x
+    return loss
+
+
+def _all_count(counted: Tensor) -> bool:
+    """Known without waiting only on a CPU; elsewhere the product is taken in any case."""
+    return counted.device.type == "cpu" and bool(counted.all())

@@ -1,0 +1,67 @@
+"""Which query may see which key: causal, inside its document, within the sliding window.
+
+On a CPU the mask is a tensor for `scaled_dot_product_attention` (FlexAttention has no backward pass there). On CUDA it
+is a block mask for FlexAttention, which skips what is masked instead of computing it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+Mask = Tensor | BlockMask
+
+
+def dense_mask(sequence: int, device: torch.device, window: int | None, documents: Tensor | None) -> Tensor:
+    """True where a query (rows) sees a key (columns): (S, S), with documents (B, 1, S, S)."""
+    position = torch.arange(sequence, device=device)
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents is None:
+        return visible
+    return (visible & (documents[:, :, None] == documents[:, None, :])).unsqueeze(1)
+
+
+def additive(mask: Tensor) -> Tensor:
+    """0 where visible and minus infinity elsewhere, in the precision that attention is computed in."""
+    device, dtype = mask.device.type, torch.float32
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def positions_within(documents: Tensor) -> Tensor:
+    """(B, S): each position counted from the start of its document."""
+    position = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    starts = torch.zeros_like(documents, dtype=torch.bool)
+    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return position - torch.cummax(torch.where(starts, position, 0), dim=1).values
+
+
+def block_mask(sequence: int, device: torch.device, window: int | None, documents: Tensor | None) -> BlockMask:
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window is not None:
+            seen = seen & (query - key < window)
+        if documents is not None:
+            seen = seen & (documents[batch, query] == documents[batch, key])
+        return seen
+
+    rows = None if documents is None else documents.shape[0]
+    return create_block_mask(visible, rows, None, sequence, sequence, device=str(device))
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
+
+
+def flexible(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+    """FlexAttention; without compilation it would materialise every score, which is for tests on a CPU."""
+    attend = _compiled() if query.device.type == "cuda" else flex_attention
+    result: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != query.shape[1])
+    return result

@@ -1,0 +1,123 @@
+"""What experts add to a job: their products, the moves of rows, their traffic and their activations.
+
+Expert parallel ranks are taken from the dp x cp group, next to each other inside the tensor parallel ranks; an expert's
+matrices are split over tp like a dense network's. A rank keeps E / ep experts of each layer and computes the rows that
+its group sends them: as many as without expert parallelism if the load is even, `IMBALANCE` times that on the rank that
+the others wait for. Layers with and without experts are averaged: stages are taken to hold the same mix.
+
+    dispatch    each token k times to the rank of its expert, T k H elements per rank (over tp under sequence
+                parallelism, gathered again there); combine the same way back; backward the same again
+    gradients   of experts are reduced over dp cp / ep ranks, the rest over dp cp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ironlaw.machine.efficiency import collective_seconds
+from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.setting import Setting
+
+if TYPE_CHECKING:
+    from ironlaw.plan.stages import StageLayers
+
+HALF = 2.0
+
+IMBALANCE = 1.1
+"""Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures how
+far the fullest expert is off), and no published figure is per rank and micro-batch. In a run's metrics,
+`expert_load_busiest_over_mean` is an upper bound of it."""
+
+Product = tuple[Array, Array, Array, Array, Array]
+"""Outputs, inputs, rows, products side by side, share of the layers."""
+
+
+def row_factor(jobs: Jobs) -> Array:
+    """Rows that a rank computes over T k: its capacity, or the imbalance where ranks wait for each other."""
+    dropless = np.where(jobs.ep > 1, IMBALANCE, 1.0)
+    return np.where(jobs.capacity > 0, jobs.capacity, dropless)
+
+
+def expert_products(jobs: Jobs, dense: list[Product]) -> list[Product]:
+    """The products of feed-forward networks, up and down: dense layers, routed experts, shared ones, router."""
+    share, tp, up = jobs.expert_share, jobs.tp, np.where(jobs.gated > 0, 2.0, 1.0)
+    ones = np.ones(len(jobs))
+    local = jobs.experts / jobs.ep  # experts of a rank
+    rows = jobs.tokens * jobs.experts_per_token / np.maximum(local, 1.0) * row_factor(jobs)
+    width, shared = jobs.expert_ffn / tp, np.maximum(jobs.shared_ffn, 1.0) / tp
+    has_shared = np.where(jobs.shared_ffn > 0, share, 0.0)
+    return [
+        *((outputs, inputs, r, batch, 1 - share) for outputs, inputs, r, batch, _ in dense),
+        (width * up, jobs.hidden, rows, local, share),
+        (jobs.hidden, width, rows, local, share),
+        (shared * up, jobs.hidden, jobs.tokens, ones, has_shared),
+        (jobs.hidden, shared, jobs.tokens, ones, has_shared),
+        (jobs.experts, jobs.hidden, jobs.tokens / jobs.stream_shards, ones, share),
+    ]
+
+
+def permutation_elements(jobs: Jobs) -> Array:
+    """Elements read and written by sorting rows to experts and back, in one direction."""
+    rows = jobs.tokens * jobs.experts_per_token * row_factor(jobs)
+    return np.asarray(jobs.expert_share * jobs.hidden * (4 * rows + jobs.tokens))
+
+
+def expert_activation_bytes(jobs: Jobs, gated: float, plain: float) -> Array:
+    """What experts keep for the backward pass beyond a dense network of the model's `ffn`, per rank and mean layer.
+
+    `gated`, `plain`: tensors of the inner width that such a network keeps. Rows are kept as they went in and came out.
+    """
+    tensors = np.where(jobs.gated > 0, gated, plain)
+    rows = jobs.experts_per_token * row_factor(jobs)
+    inner = (rows * jobs.expert_ffn + jobs.shared_ffn - jobs.ffn) / jobs.tp * tensors
+    scores = 4 * jobs.experts / HALF  # fp32
+    return np.asarray(jobs.expert_share * jobs.tokens * HALF * (inner + 2 * rows * jobs.hidden + scores))
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    """Parameters and seconds of the experts' share of communication."""
+
+    local: Array  # parameters of experts on the fullest rank
+    layer: Array  # the same of one layer
+    all_reduce: Array
+    scatter: Array
+    gather: Array
+    gather_layer: Array
+    scatter_layer: Array
+    exchange: Array  # rows of a micro-batch, one way
+
+
+def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
+    """Reduction and gathering of experts over the ranks that hold the same ones, and the exchange of rows."""
+    fabric, island = setting.fabric, float(setting.fabric.island_ranks)
+    layer = jobs.expert_parameters / jobs.ep / jobs.tp
+    local = layer * layers.counts.max(axis=1)
+    group = jobs.dp * jobs.cp / jobs.ep
+    inside = np.clip(island // (jobs.tp * jobs.ep), 1.0, group)
+
+    def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
+        return np.asarray(collective_seconds(kind, size, ranks, inside, fabric=fabric))
+
+    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all of them.
+    sent = jobs.tokens * jobs.experts_per_token * jobs.hidden * HALF * row_factor(jobs)
+    near = np.clip(island // jobs.tp, 1.0, jobs.ep)
+    exchange = seconds("all_to_all", sent / jobs.stream_shards, jobs.ep, near)
+    tp_near = np.minimum(jobs.tp, island)
+    gathered = seconds("all_gather", sent, jobs.tp, tp_near) - seconds(
+        "all_gather", jobs.tokens * jobs.hidden * HALF, jobs.tp, tp_near
+    )  # in place of the dense network's
+    exchange = exchange + np.where((jobs.sp > 0) & (jobs.ep > 1), gathered, 0.0)
+    return ExpertTraffic(
+        local=local,
+        layer=layer,
+        all_reduce=seconds("all_reduce", local * gradient_bytes, group, inside),
+        scatter=seconds("reduce_scatter", local * gradient_bytes, group, inside),
+        gather=seconds("all_gather", local * HALF, group, inside),
+        gather_layer=seconds("all_gather", layer * HALF, group, inside),
+        scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, group, inside),
+        exchange=np.asarray(jobs.expert_share * np.where(jobs.ep > 1, exchange, 0.0)),
+    )

@@ -1,0 +1,40 @@
+"""The critical batch size from the gradient noise scale (arXiv 1812.06162, appendix A.1).
+
+Below it, twice the batch needs about half the steps; above, it buys little. Estimated from the squared norms of the
+gradient of one micro-batch (b sequences) and of the whole batch (B): with |g_b|^2 = |G|^2 + S / b in the mean,
+
+    |G|^2 = (B |g_B|^2 - b |g_b|^2) / (B - b),    S = (|g_b|^2 - |g_B|^2) / (1/b - 1/B),    noise scale = S / |G|^2.
+
+Both are averaged over steps before they are divided: single ones are mostly noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+DECAY = 0.9  # of the averages, per estimate
+
+
+class NoiseScale:
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+
+    def observe(self, small: float, small_square: float, large: float, large_square: float) -> None:
+        """Batches in sequences and the squared norms of their mean gradients."""
+        signal = (large * large_square - small * small_square) / (large - small)
+        noise = (small_square - large_square) / (1 / small - 1 / large)
+        self.signal = DECAY * self.signal + (1 - DECAY) * signal
+        self.noise = DECAY * self.noise + (1 - DECAY) * noise
+
+    @property
+    def sequences(self) -> float | None:
+        """The critical batch; None while the estimates are too noisy to give one."""
+        if self.signal <= 0 or self.noise <= 0:
+            return None
+        return self.noise / self.signal
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"signal": self.signal, "noise": self.noise}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        self.signal, self.noise = float(state_dict["signal"]), float(state_dict["noise"])

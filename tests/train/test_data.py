@@ -1,0 +1,69 @@
+"""The trainer on every kind of data: each resumes exactly, also with other workers, and says how its text came."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ironlaw.config import RunConfig
+from ironlaw.train.loop import Outcome, StepReport
+
+Config = Callable[..., RunConfig]
+Train = Callable[..., Outcome]
+Losses = Callable[[Path], dict[int, float]]
+
+
+class Interruption(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_after_six(report: StepReport) -> None:
+    if report.step == 6:
+        raise Interruption
+
+
+@pytest.fixture
+def kinds(tmp_path: Path, corpus: Path) -> dict[str, dict[str, Any]]:
+    chance = random.Random(0)
+    lines = [json.dumps({"body": " ".join(f"w{chance.randrange(40)}" for _ in range(1 + i % 40))}) for i in range(400)]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines))
+    records = {"path": str(tmp_path / "records.jsonl"), "field": "body"}
+    return {
+        "best_fit": records | {"packing": "best_fit"},
+        "mixture": {"sources": [records | {"weight": 2.0}, {"path": str(corpus)}]},
+        "stream": records | {"streaming": True},
+        "mock": {"mock": True},
+    }
+
+
+@pytest.mark.parametrize("kind", ["best_fit", "mixture", "stream", "mock"])
+def test_each_kind_trains_and_resumes_exactly(
+    tiny_document: Callable[..., dict[str, Any]], train: Train, losses: Losses, tmp_path: Path,
+    kinds: dict[str, dict[str, Any]], kind: str,
+) -> None:  # fmt: skip
+    from ironlaw.config import build_config
+
+    def config(**more: Any) -> RunConfig:
+        document = tiny_document()
+        cache = {"cache": str(tmp_path / "data-cache"), "validation_fraction": 0.1}
+        return build_config(document | {"data": cache | kinds[kind] | more})
+
+    outcome = train(config(), tmp_path / "whole")
+    with pytest.raises(Interruption):
+        train(config(), tmp_path / "run", watch=stop_after_six)
+    other = {"prefetch": 1} | ({"loader_processes": 1} if kind != "stream" else {"workers": 1})
+    train(config(**other), tmp_path / "run", resume=True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    facts = outcome.ledger.facts["data"]
+    assert facts["packing"] == ("best_fit" if kind == "best_fit" else "concat")
+    assert facts["document_mask"] == (kind == "best_fit")
+    assert 0 <= facts["padded_fraction"] < 0.2
+    stages = facts["stage_tokens_per_second"]
+    assert facts["slowest_stage"] == min(stages, key=lambda stage: stages[stage])
+    assert ("tokenise" in stages) == (kind == "stream")
+    assert facts["tokens_per_second"] > 0
