@@ -24,6 +24,7 @@ VERBS = {
     "calibrate": "Fit the planner's constants to a handful of your own runs.",
     "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
     "train": "Train a config into a run directory, beside its plan.",
+    "rehearse": "A cluster layout's ranks, schedule and collectives with tiny shapes, here, against its plan.",
     "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",

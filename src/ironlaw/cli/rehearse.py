@@ -1,0 +1,69 @@
+"""`ironlaw rehearse`"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ironlaw import units
+from ironlaw.cli.console import messages, output, print_json
+from ironlaw.errors import UserError
+
+
+def rehearse(
+    what: Annotated[str, typer.Argument(help="A config file or a catalogued model.")],
+    on: Annotated[str, typer.Option("--on", help="A catalogued cluster, such as 64xh100-sxm-80gb.")],
+    layout: Annotated[str | None, typer.Option(help='Such as "dp=8 tp=8"; else the best planned one.')] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    from ironlaw.plan.answer import Options
+    from ironlaw.plan.layout import Layout
+    from ironlaw.plan.request import plan_request, resolve
+    from ironlaw.plan.traffic import traffic
+
+    answer = plan_request(what, on=on, options=Options(layout=layout))
+    if "layout" not in answer.more:
+        raise UserError(f"no layout of {what} fits on {on}: `ironlaw plan` shows what does not")
+    chosen = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
+    model = resolve(what).model
+    from ironlaw.train.parallel.rehearse import as_json, total_bytes
+    from ironlaw.train.parallel.rehearse import rehearse as run
+
+    messages().print(f"{chosen}: {chosen.accelerators} ranks, one of each pipeline stage runs", markup=False)
+    stages = run(model, chosen)
+    work = answer.more["work"]
+    real = traffic(model, chosen, sequence=work["sequence"], global_batch=work["global_batch"])
+    agrees = all(stage.agrees for stage in stages)
+    if json:
+        print_json(
+            {
+                "layout": str(chosen), "ranks": chosen.accelerators, "agrees": agrees,
+                "peak_bytes": answer.ledger.totals["peak_bytes"].to_json(),
+                "stages": [
+                    {
+                        "position": stage.position, "rank": stage.rank, "agrees": stage.agrees,
+                        "rehearsed": as_json(stage.found), "planned": as_json(stage.planned),
+                        "at_scale": as_json(table),
+                    }
+                    for stage, table in zip(stages, real, strict=True)
+                ],
+            }
+        )  # fmt: skip
+    else:
+        from ironlaw.report.tables import heading, show, table
+
+        console = output()
+        heading(console, f"Rehearsal of {model.name}: {chosen}")
+        made = table("stage", "rank", "rehearsed", "planned", "", "one step at scale", left=("",))
+        for stage, full in zip(stages, real, strict=True):
+            made.add_row(
+                str(stage.position), str(stage.rank), units.bytes_(total_bytes(stage.found)),
+                units.bytes_(total_bytes(stage.planned)), "equal" if stage.agrees else "DIFFERENT",
+                "  ".join(f"{' '.join(key)} {units.bytes_(sent.bytes)}" for key, sent in full.items()),
+            )  # fmt: skip
+        show(console, made)
+        peak = answer.ledger.totals["peak_bytes"].value
+        console.print(f"Planned peak of a rank: {units.bytes_(peak)}", markup=False)
+    if not agrees:
+        raise typer.Exit(1)

@@ -1,0 +1,134 @@
+"""A layout rehearsed before anybody rents it: its ranks, meshes, schedule and collectives, with tiny shapes, here.
+
+    result = rehearse(model, layout)
+    result.stages[0].found == result.stages[0].planned
+
+One rank of every pipeline stage runs the trainer's own step twice, each in a process of its own, in a process group
+that has the layout's size and answers for the ranks that are not there (PyTorch's `fake` backend: nothing is sent, what
+is received means nothing). What each rank calls is counted and compared with the plan of the same shapes. So structure
+and traffic are tested, neither numbers nor time: those of small layouts are tested in `tests/train/parallel`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from ironlaw.config import LayoutConfig, RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.layout import V_SHAPED, Layout
+from ironlaw.plan.traffic import Sent, Table, merged, traffic
+
+STEPS = 2
+HEAD_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Rank `rank` of pipeline position `position`: what its second step called, and what the plan says."""
+
+    position: int
+    rank: int
+    found: Table
+    planned: Table
+
+    @property
+    def agrees(self) -> bool:
+        return {key: sent.bytes for key, sent in self.found.items()} == {
+            key: sent.bytes for key, sent in self.planned.items()
+        }
+
+
+def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
+    """The same kinds of parts, layers and divisions, each as small as the layout lets it be."""
+    if model.moe is not None:
+        raise UserError("a mixture of experts cannot be rehearsed yet: this trainer runs it on one process")
+    if model.key_value_heads % layout.tp:
+        raise UserError(f"tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
+    groups = min(2, model.heads // model.key_value_heads)
+    heads = layout.tp * groups
+    document = model.model_dump(mode="json", exclude_none=True) | {
+        "name": "rehearsal", "hidden": heads * HEAD_SIZE, "heads": heads, "kv_heads": layout.tp,
+        "head_size": HEAD_SIZE, "ffn": 2 * layout.tp, "vocab": 8 * layout.tp,
+        "context": 2 * layout.cp * layout.tp, "dropout": 0.0,
+    }  # fmt: skip
+    for key in ("sliding_window", "rope_scaling"):
+        document.pop(key, None)
+    # The fewest that fill the pipeline; a V needs twice as many.
+    micro_batches = 2 if layout.pp == 1 else layout.pp * (2 if layout.schedule in V_SHAPED else 1)
+    wanted = {name: getattr(layout, name) for name in LayoutConfig.model_fields}
+    return build_config(
+        {
+            "model": document,
+            "train": {"global_batch": layout.dp * micro_batches, "micro_batch": 1, "precision": "fp32"},
+            "layout": wanted,
+        }
+    )
+
+
+def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
+    """One rank of every pipeline position, two at a time. UserError when the trainer cannot run the layout."""
+    config = tiny(model, layout)
+    from ironlaw.train.parallel.ranks import check
+
+    check(config, layout.accelerators)
+    per_position = layout.accelerators // layout.pp
+    arguments = [(config.model_dump(mode="json", exclude_none=True), p, p * per_position) for p in range(layout.pp)]
+    # Forked from a process that has loaded PyTorch and started nothing; each rank once, because groups are remembered.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ironlaw.train.parallel.step", "torch.testing._internal.distributed.fake_pg"])
+    workers = max(1, min(2, os.cpu_count() or 1))
+    with context.Pool(workers, maxtasksperchild=1) as pool:
+        return pool.map(_rank, arguments, chunksize=1)
+
+
+def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from ironlaw.model.transformer import Transformer
+    from ironlaw.train.parallel import apply as layouts
+    from ironlaw.train.parallel.ranks import check, planned_layout, start
+    from ironlaw.train.parallel.step import DistributedStep
+    from ironlaw.train.parallel.traffic import counted
+
+    document, position, rank = arguments
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    config = build_config(document)
+    assert config.layout is not None
+    layout = planned_layout(config.layout, 1)
+    dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
+    # Stages vote on whether to exchange shapes; those that are not there have nothing against it.
+    dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
+    ranks = start(check(config, layout.accelerators))
+    applied = layouts.apply(Transformer(config.model), config, ranks)
+    optimizer = layouts.build(applied, config.optimizer)
+    step = DistributedStep(applied, config)
+    tokens = torch.zeros(step.share, config.sequence, dtype=torch.long)
+    for _ in range(STEPS):
+        with counted(ranks) as found:
+            loss = step.forward_backward(tokens, tokens)
+        step.agree(loss, config.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    planned = traffic(
+        config.model, layout, sequence=config.sequence, global_batch=config.train.global_batch
+    )[position]  # fmt: skip
+    return Stage(position, rank, found.sent, merged(planned, found.aliases))
+
+
+def as_json(table: Table) -> dict[str, dict[str, int]]:
+    return {" ".join(key): {"count": sent.count, "bytes": sent.bytes} for key, sent in sorted(table.items())}
+
+
+def total_bytes(table: Table) -> int:
+    return sum(sent.bytes for sent in table.values())
+
+
+__all__ = ["Sent", "Stage", "as_json", "rehearse", "tiny", "total_bytes"]
