@@ -19,7 +19,12 @@ KINDS = {"slurm": "job.sbatch", "kubernetes": "job.yaml", "ssh": "job.sh"}
 SUBMIT = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f"), "ssh": ("sh",)}
 PORT = 29500
 RESTARTS = 10  # of the whole job by torchrun, before a person should look
-RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "OMP_NUM_THREADS": "4"}
+VARIABLES = {
+    "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: collectives remembered
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted job must not meet the addresses of dead ranks
+    "OMP_NUM_THREADS": "4",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def torchrun(request: Request, endpoint: str, run_id: str) -> str:
 
 
 def _exports() -> str:
-    return "\n".join(f"export {name}={value}" for name, value in RECORDER.items())
+    return "\n".join(f"export {name}={value}" for name, value in VARIABLES.items())
 
 
 def _slurm(request: Request) -> str:
@@ -91,7 +96,7 @@ def _kubernetes(request: Request) -> str:
             what = "an image with ironlaw in it" if option == "--image" else "a shared volume claim for the run"
             raise UserError(f"--on kubernetes needs {what}: add {option} NAME")
     command = torchrun(request, f"{request.name}-0.{request.name}:{PORT}", request.name).replace(" \\\n  ", " ")
-    variables = "".join(f"\n            - {{name: {name}, value: '{value}'}}" for name, value in RECORDER.items())
+    variables = "".join(f"\n            - {{name: {name}, value: '{value}'}}" for name, value in VARIABLES.items())
     return f"""apiVersion: v1
 kind: Service
 metadata: {{name: {request.name}}}

@@ -118,9 +118,14 @@ def start(config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> Ran
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts the ranks again: the addresses of those that died are still in it.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
-        )
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank, world_size=size,
+            store=dist.PrefixStore(f"attempt{attempt}", store),
+        )  # fmt: skip
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     size = dist.get_world_size()
