@@ -139,6 +139,17 @@ def test_accumulation_is_the_large_batch(
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
+def test_padding_without_document_masks_counts_for_nothing_either(make_step: Callable[..., Step]) -> None:
+    data = {"packing": "best_fit", "mask_documents": False}
+    padded = a_batch(ignored=True)
+    padded = Batch(padded.inputs, padded.targets)
+    whole = gradients(make_step(data=data), padded)
+    parts = gradients(make_step(data=data, train={"micro_batch": 2}), padded)
+    assert parts[0] == pytest.approx(whole[0], rel=1e-6)
+    for mine, other in zip(parts[1], whole[1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+
+
 # -- loss scale --------------------------------------------------------------------------------------------------
 
 

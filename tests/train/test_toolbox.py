@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute full": {"recompute": {"mode": "full"}},
     "recompute every 2": {"recompute": {"mode": "every"}},
     "recompute selective": {"recompute": {"mode": "selective"}},
-    "recompute budget": {"recompute": {"mode": "budget", "budget": "6.5MB"}},
+    "recompute budget": {"recompute": {"mode": "budget", "budget": "8MB"}},
     "bf16": {"train": {"precision": "bf16"}},
     "fp16": {"train": {"precision": "fp16"}},
     "chunked loss": {"train": {"loss": "chunked"}},

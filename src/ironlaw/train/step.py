@@ -79,7 +79,9 @@ class Step:
         """
         size = self.config.micro_batch
         parts = [slice(first, first + size) for first in range(0, len(batch.inputs), size)]
-        counted = None if batch.documents is None else (batch.targets != IGNORED).sum()
+        # Padding and the ends of documents are no targets; without them every micro-batch has as many as any other.
+        uneven = batch.documents is not None or self.config.data.packing == "best_fit"
+        counted = (batch.targets != IGNORED).sum() if uneven else None
         losses = []
         for index, rows in enumerate(parts):
             micro = batch.rows(rows)
