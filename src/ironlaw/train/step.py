@@ -94,13 +94,14 @@ class Step:
                 loss = self._share_of_loss(micro, batch, counted, self._samples(number, rows))
             with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
                 self.scale.scale(loss).backward()
-            losses.append(loss.detach())
-            del loss
+                losses.append(loss.detach())
+                del loss  # frees what is left of the graph, which is the backward pass's to pay
             if index == 0 and self._estimates_noise(number):
                 self._small_square = self._squared_norm() * (len(batch.inputs) / len(micro.inputs)) ** 2
         if recording:
             self.gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
-        return torch.stack(losses).sum()
+        with clock.phase(Phase.HOST):
+            return torch.stack(losses).sum()
 
     def _samples(self, number: int, rows: slice) -> Tensor | None:
         """Numbers of these sequences within the run, where dropout is drawn by them, as on any other layout."""
