@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.linear import onednn_product
 
 IGNORED = -100  # as in PyTorch: a target that counts for nothing
@@ -26,11 +27,8 @@ def chunked_cross_entropy(
 
     `onednn`: how fp32 products are computed.
     """
-    dtype = weight.dtype
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype, onednn = torch.get_autocast_dtype(device), False
-    total = _Chunked.apply(x, weight, targets, chunk, dtype, onednn)
+    reduced = autocast_dtype(x)
+    total = _Chunked.apply(x, weight, targets, chunk, reduced or weight.dtype, onednn and reduced is None)
     if reduction == "sum":
         return total
     return total / (targets != IGNORED).sum()

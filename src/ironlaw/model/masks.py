@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from ironlaw.model.autocast import autocast_dtype
+
 Mask = Tensor | BlockMask
 
 
@@ -28,9 +30,7 @@ def dense_mask(sequence: int, device: torch.device, window: int | None, document
 
 def additive(mask: Tensor) -> Tensor:
     """0 where visible and minus infinity elsewhere, in the precision that attention is computed in."""
-    device, dtype = mask.device.type, torch.float32
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(mask) or torch.float32
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 

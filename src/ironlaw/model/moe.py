@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward, activate
 from ironlaw.model.grouped import Combine, Dispatch, GroupedProduct, group_ends
@@ -38,13 +39,6 @@ class Routing:
     kept: Tensor | None = None  # (N, k) which choices have a row; None: all
     filled: Tensor | None = None  # (R,) which rows have a choice; None: all
     capacity: int | None = None  # rows of each expert; None: as many as choose it
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts to where `x` lives; None when it is off."""
-    device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None
 
 
 class Router(nn.Module):
