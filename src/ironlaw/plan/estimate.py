@@ -16,6 +16,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recompute import solve
 from ironlaw.plan.record import time_interval
+from ironlaw.plan.supply import data_supply
 from ironlaw.plan.supported import check_supported
 from ironlaw.plan.timing import MeasuredMachine, measured_precision
 from ironlaw.workload.operations import Operation
@@ -144,6 +145,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "steps": config.train.steps,
     }
     _add_totals(ledger, config, profile, measured)
+    ledger.facts["data_supply"] = data_supply(config, profile, ledger.totals["tokens_per_second"].value)
     return ledger
 
 
