@@ -110,7 +110,7 @@ def _expert_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
     if moe is None:
         return {}
     coefficient = moe.balance_loss if moe.balance == "loss" else 0.0
-    fields = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": coefficient}
+    fields: dict[str, Any] = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": coefficient}
     if kind == "mixtral":
         return fields | {"num_local_experts": moe.experts}
     fields |= {"num_experts": moe.experts, "norm_topk_prob": moe.normalize}
