@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
+from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
@@ -144,18 +145,6 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
             f"`ironlaw measure --threads {facts['threads']}` and explain again"
         )
     return plan_trace(traced, profile, **again)
-
-
-def catalogued(name: str) -> str:
-    """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
-    from ironlaw.catalog import accelerator_names
-
-    words = set(name.lower().replace("-", " ").split())
-    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
-    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
-    if not known:
-        raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
-    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:

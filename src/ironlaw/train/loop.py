@@ -407,6 +407,7 @@ class Trainer:
         facts = self.plan.facts | {
             "compile": self.compiled,
             "attention": self.attention,
+            "host_bytes": self.one_step.host_bytes(),
             "machine_slowdown": interference.middle(observed.probes),
             "data": self.data_facts,
             "steps_done": self.step,
