@@ -150,7 +150,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     }
     if offload is not None:
         ledger.facts["offload"] = asdict(offload) | {"host": asdict(host_of_machine(profile))}
-    _add_totals(ledger, config, profile, measured)
+    add_totals(ledger, config, profile, measured)
     ledger.facts["data_supply"] = data_supply(config, profile, ledger.totals["tokens_per_second"].value)
     return ledger
 
@@ -218,7 +218,8 @@ def _dispatch(lines: list[Line], machine: MeasuredMachine) -> list[Line]:
     return result
 
 
-def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: str) -> None:
+def add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: str) -> None:
+    """What the lines and the memory of a planned ledger come to."""
     calculated, tokens = Origin.CALCULATED, config.tokens_per_step
     step = sum(line.seconds or 0.0 for line in ledger.lines)
     low, high, basis = time_interval(profile)
