@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -200,3 +201,35 @@ def loaded_words(data: dict[str, Any]) -> str:
         if data.get(key) is not None
     ]  # fmt: skip
     return words + (f"; {data['packing']}: {', '.join(lost)}" if lost else "")
+
+
+class Cached(Protocol):
+    """One folder of the cache."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def source(self) -> str | None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def days(self) -> float: ...
+    @property
+    def busy(self) -> bool: ...
+
+
+def show_cache(console: Console, folder: Path, entries: Sequence[Cached]) -> None:
+    """What `data clean` would remove."""
+    if not entries:
+        console.print(f"{folder}: nothing to remove")
+        return
+    console.print(f"{folder}: {units.bytes_(sum(entry.bytes for entry in entries))}")
+    for entry in entries:
+        source = f" of {entry.source}" if entry.source else ""
+        now = ", being made now: it stays" if entry.busy else f", unused for {entry.days:.0f} days"
+        console.print(
+            f"  {units.bytes_(entry.bytes):>9}  {entry.name}  [dim]{entry.kind}{escape(source)}{now}[/dim]",
+            soft_wrap=True,
+        )
