@@ -11,6 +11,7 @@ from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.rule import Axis, Rule, Statement
 from ironlaw.explain.rules_of_code import CODE_RULES
 from ironlaw.ledger import Kind, Phase
+from ironlaw.machine.interference import MOST_OTHERS
 
 
 def _off_plan(evidence: Evidence) -> float | None:
@@ -81,8 +82,20 @@ def _slow_machine_says(evidence: Evidence, value: float) -> Statement:
     return (
         f"The machine was slower than it typically is: the same kernels ran at "
         f"{units.percent(evidence.machine_speed, 0)} of the speed that was planned with.",
-        [f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed"],
+        [
+            f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed",
+            *_others(evidence),
+        ],
     )
+
+
+def _others(evidence: Evidence) -> list[str]:
+    """Whose doing it was: that of programs on this machine, or of neighbours that the system cannot see."""
+    share = evidence.fact("other_load")
+    if share is None:
+        return []
+    whose = f"other programs used {units.percent(share, 0)} of the cores meanwhile"
+    return [whose if share > MOST_OTHERS else f"{whose}: neighbours on the same host, or heat"]
 
 
 def _throughout_says(evidence: Evidence, value: float) -> Statement:
@@ -90,7 +103,10 @@ def _throughout_says(evidence: Evidence, value: float) -> Statement:
     return (
         f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
         "kind of operation.",
-        [f"step {units.seconds(measured)}, planned {units.seconds(planned)} at the speed seen; every kind is over"],
+        [
+            f"step {units.seconds(measured)}, planned {units.seconds(planned)} at the speed seen; every kind is over",
+            *_others(evidence),
+        ],
     )
 
 

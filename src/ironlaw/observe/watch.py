@@ -117,6 +117,7 @@ class Watch:
         self._listener = listener
         self._energy = EnergyMeter()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
+        self._prober = Probe(self._machine.fp32_products) if self._machine is not None else None
         self.started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self.started = time.perf_counter()
         self.partition.start()
@@ -281,9 +282,8 @@ class Watch:
 
     def _probe(self) -> None:
         """Is the machine as fast as when it was measured? A few kernels, some 30 ms, outside of any step."""
-        if self._machine is not None:
-            probe = Probe(self._machine.fp32_products)
-            self.probes += [probe.ratios(self._machine) for _ in range(3)]
+        if self._machine is not None and self._prober is not None:
+            self.probes += [self._prober.ratios(self._machine) for _ in range(3)]
 
     def _gradients(self) -> dict[int, int]:
         return _storages([p.grad for p in self.model.parameters() if p.grad is not None])
@@ -323,7 +323,8 @@ class Watch:
             "rank": _rank(),
             "world_size": torch.distributed.get_world_size() if _distributed() else 1,
             "gradient_syncs_per_step": self.gradient_syncs / len(done),
-            "machine_slowdown": interference.middle(self.probes) if self.probes else None,
+            "machine_slowdown": interference.middle(self.probes),
+            "other_load": interference.others(self.probes),
             "thread_gain": threads_too_many(
                 _inner(self.model), torch.get_num_threads(), host.usable_cores(),
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),

@@ -403,6 +403,7 @@ class Trainer:
         facts = self.plan.facts | {
             "compile": self.compiled,
             "machine_slowdown": interference.middle(observed.probes),
+            "other_load": interference.others(observed.probes),
             "data": self.data_facts,
             "steps_done": self.step,
             "interrupted": self._interrupted,
