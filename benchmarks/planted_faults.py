@@ -1,13 +1,13 @@
 """Fourteen defects planted one at a time in a working training script: is the cause named, and the gain foretold?
 
-    python benchmarks/planted_faults.py RUNS --run slow_storage ...    # pieces of a minute, to run on an idle machine
-    python benchmarks/planted_faults.py RUNS --healthy 5
+    python benchmarks/planted_faults.py RUNS --run --healthy 10 --seconds 100    # on an idle machine, again until done
     python benchmarks/planted_faults.py RUNS --out FILE                # explains the runs that are there, and reports
 
-Each run is a process of its own: an ordinary PyTorch loop (a GPT of 4 x 256 on text, bf16, observed by
-`ironlaw.observe`), with one defect or none. Runs with and without the defect take turns, twice each, so that both see
-the same machine. Named right: the first cause of `ironlaw explain` is the planted one, in the first run with it.
-Foretold: what its first remedy promises, against the difference of the turns. Run `ironlaw measure` before.
+Each run is a process of its own, forked from one that has only imported: an ordinary PyTorch loop (a GPT of 4 x 256 on
+text, bf16, observed by `ironlaw.observe`), with one defect or none. Runs with and without the defect take turns, twice
+each, so that both see the same machine. Named right: the first cause of `ironlaw explain` is the planted one, in the
+first run with it. Foretold: what its first remedy promises, against the difference of the turns. Run `ironlaw measure`
+before.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
+import itertools
 import json
 import os
-import subprocess
-import sys
+import shutil
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-STEPS, BATCH, TOKENS, VOCAB = 36, 16, 64, 4096
+STEPS, BATCH, TOKENS, VOCAB = 24, 16, 64, 4096
 LONG = 2048  # tokens, where attention is what matters
-HERE = Path(__file__)
 # defect -> (rule that names it, stage of the input where the rule has stages)
 FAULTS: dict[str, tuple[str, str | None]] = {
     "slow_storage": ("input_bound", "read"),
@@ -155,7 +156,7 @@ def train(fault: str, out: Path) -> None:
     workers = {"too_few_workers": 1, "enough_workers": 4}.get(fault, 0)
     loader = DataLoader(Text(), batch_size=micro, num_workers=workers)
     cast: Any = contextlib.nullcontext() if fault == "fp32" else torch.autocast("cpu", dtype=torch.bfloat16)
-    steps = 3 * STEPS if fault == "tiny_batch" else STEPS
+    steps = 3 * STEPS if fault == "tiny_batch" else 3 * STEPS // 4 if long else STEPS
     batches, running = iter(loader), 0.0
     with ironlaw.observe(model, optimizer, out=out) as watch:
         for step in range(steps):
@@ -193,27 +194,56 @@ RANKED = ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks
 
 
 def run(fault: str, out: Path) -> None:
-    command = [sys.executable, str(HERE), str(out), "--train", fault]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    if fault not in RANKED:
-        subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
-        return
-    shared = environment | {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29500 + os.getpid() % 500),
-    }
-    ranks = [subprocess.Popen(command, env=shared | {"RANK": str(r)}, stderr=subprocess.DEVNULL) for r in range(2)]
-    codes = [process.wait() for process in ranks]
+    """In a child of this process, which has imported everything and computed nothing."""
+    for module in ("torch._dynamo", "torch.utils.checkpoint", "ironlaw.plan.traced", "ironlaw.workload.trace"):
+        importlib.import_module(module)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    ranks = 2 if fault in RANKED else 1
+    port = 29500 + time.time_ns() // 1000 % 500
+    children = [_child(fault, out, rank, ranks, port) for rank in range(ranks)]
+    codes = [os.waitpid(child, 0)[1] for child in children]
     if any(codes):
-        raise SystemExit(f"{fault}: a rank failed")
+        raise SystemExit(f"{fault}: failed")
 
 
-def take_turns(fault: str, folder: Path) -> None:
-    """`folder/FAULT/with-0`, `without-0`, `with-1`, ..."""
-    for turn in range(TURNS):
-        for name, what in (("with", fault), ("without", BASE_OF.get(fault, "plain"))):
-            run(what, folder / fault / f"{name}-{turn}")
+def _child(fault: str, out: Path, rank: int, ranks: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    code = 1
+    try:
+        train(fault, out)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        os._exit(code)
+
+
+def take_turn(fault: str, turn: int, folder: Path, until: float) -> None:
+    """`folder/FAULT/with-0`, `without-0`, `with-1`, ...; what is there already stays, so that it runs in pieces."""
+    both = {folder / fault / f"with-{turn}": fault, folder / fault / f"without-{turn}": BASE_OF.get(fault, "plain")}
+    if time.monotonic() > until or all((out / "ledger.json").is_file() for out in both):
+        return
+    for out, what in both.items():
+        shutil.rmtree(out, ignore_errors=True)
+        run(what, out)
+
+
+def turns_of(folder: Path) -> int:
+    """How many turns are complete, from the first on."""
+    done = [all((folder / f"{name}-{turn}" / "ledger.json").is_file() for name in ("with", "without"))
+            for turn in range(TURNS)]  # fmt: skip
+    return (*done, False).index(False)
 
 
 def whole_step(out: Path) -> float:
@@ -234,14 +264,15 @@ def judge(fault: str, folder: Path) -> dict[str, Any]:
     findings, remedies = document["diagnosis"]["findings"], document["remedies"]
     first, stage = (findings[0]["rule"] if findings else "none"), document["facts"]["run"].get("data_stage")
     rule, wanted = FAULTS[fault]
-    steps = [whole_step(folder / f"with-{turn}") for turn in range(TURNS)]
+    turns = turns_of(folder)
+    steps = [whole_step(folder / f"with-{turn}") for turn in range(turns)]
     scale = 8 if fault == "tiny_batch" else 1  # per sample
-    bases = [whole_step(folder / f"without-{turn}") / scale for turn in range(TURNS)]
-    gained = sum(steps) / TURNS - sum(bases) / TURNS
+    bases = [whole_step(folder / f"without-{turn}") / scale for turn in range(turns)]
+    gained = (sum(steps) - sum(bases)) / turns
     spread = max(max(steps) - min(steps), max(bases) - min(bases))
     promised = remedies[0]["step_seconds_saved"] if remedies else 0.0
     return {
-        "fault": fault, "first": first, "stage": stage, "step": sum(steps) / TURNS,
+        "fault": fault, "first": first, "stage": stage, "step": sum(steps) / turns, "turns": turns,
         "named": first in (rule, ALSO_RIGHT.get(fault)) and wanted in (None, stage),
         "remedy": remedies[0]["name"] if remedies else None, "promised": promised, "gained": gained, "spread": spread,
         "near": bool(remedies) and abs(promised - gained) <= 0.3 * abs(gained),
@@ -292,22 +323,22 @@ def _cause(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the runs; what is there already stays")
-    parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--run", nargs="*", default=(), metavar="NAME", help="of " + ", ".join(FAULTS))
-    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="so many more runs without a defect")
+    parser.add_argument("--run", nargs="*", metavar="NAME", help="all, or of " + ", ".join(FAULTS))
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="so many runs without a defect")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no more runs after that")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     folder: Path = options.folder
-    if options.train:
-        train(options.train, folder)
-        return
-    for fault in options.run:
-        take_turns(fault, folder)
+    until = time.monotonic() + options.seconds
+    wanted = options.run or FAULTS if options.run is not None else ()
+    for turn, fault in itertools.product(range(TURNS), wanted):
+        take_turn(fault, turn, folder, until)
     for number in range(options.healthy):
-        run("plain", folder / "healthy" / f"{len(list(folder.glob('healthy/*')))}-{number}")
-    if options.run or options.healthy:
+        if time.monotonic() < until and not (folder / "healthy" / f"{number}" / "ledger.json").is_file():
+            run("plain", folder / "healthy" / f"{number}")
+    if options.run is not None or options.healthy:
         return
-    rows = [judge(fault, folder / fault) for fault in FAULTS if (folder / fault).is_dir()]
+    rows = [judge(fault, folder / fault) for fault in FAULTS if turns_of(folder / fault)]
     text = report(rows, [verdict(out) for out in sorted(folder.glob("healthy/*"))])
     print(text)
     if options.out:

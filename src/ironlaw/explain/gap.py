@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Line, Phase, relative_error, subtract
+from ironlaw.workload.recompute import AGAIN
 
+RUN_AGAIN = (AGAIN, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
 

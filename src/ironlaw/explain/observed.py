@@ -8,18 +8,18 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.errors import UserError
+from ironlaw.explain.device import catalogued
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
-from ironlaw.ledger import Estimate, Ledger, Origin, Phase
+from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
+from ironlaw.observe.observed_run import BATCH_FACTOR, OPERATIONS_FILE
 
-OPERATIONS_FILE = "operations.json"
-BATCH_FACTOR = 8  # between the traced micro-batch and its variant
 GRADED = ("precision", "batch", "attention", "alignment", "threads")  # rules that rest on a remedy's gain
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
@@ -93,7 +93,10 @@ def _add_ranks(run_dir: Path, run: Ledger) -> None:
     ranks = [run, *(load_ledger(path) for path in sorted(run_dir.glob("rank*/ledger.json")))]
     if len(ranks) < 2:
         return
-    own = [sum(r.phase_seconds.get(phase, 0.0) for phase in ALONE) for r in ranks]
+    # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
+    apart = all(Phase.COMMUNICATION in r.phase_seconds for r in ranks)
+    phases = [phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION] if apart else ALONE
+    own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
 
 
@@ -144,18 +147,6 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
             f"`ironlaw measure --threads {facts['threads']}` and explain again"
         )
     return plan_trace(traced, profile, **again)
-
-
-def catalogued(name: str) -> str:
-    """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
-    from ironlaw.catalog import accelerator_names
-
-    words = set(name.lower().replace("-", " ").split())
-    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
-    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
-    if not known:
-        raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
-    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ironlaw.explain.gap import Gap, reconcile
+from ironlaw.explain.gap import RUN_AGAIN, Gap, reconcile
 from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
 
-RECOMPUTED = "_recomputed"
 FULL_MEMORY = 0.85
 LEAST_PLANNED = 0.10
 FEWER = 10  # times, evaluations and checkpoints
@@ -180,7 +179,7 @@ def _alignment(now: Observed) -> Remedy | None:
 
 def recomputed_seconds(run: Ledger) -> float:
     lines, _ = reconcile(run)
-    return sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RECOMPUTED))
+    return sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RUN_AGAIN))
 
 
 def _recompute(now: Observed) -> Remedy | None:
@@ -211,13 +210,13 @@ def _between(name: str, title: str, risk: str, how: str) -> Callable[[Observed],
 
 def _syncs(now: Observed) -> Remedy | None:
     extra = (now.run.facts.get("gradient_syncs_per_step") or 0.0) - 1
-    waiting = sum(x.seconds or 0.0 for x in now.run.lines if x.kind is Kind.COLLECTIVE)
+    waiting = now.phase(Phase.COMMUNICATION)
     if extra <= 0.5:
         return None
     return _remedy(
         now, "no_sync", "Synchronise gradients once per step", Effect.NONE, "none", "gradients accumulate",
         "with model.no_sync(): around all micro-batches but the last", waiting * extra / (extra + 1),
-        "measured collectives of the recorded steps",
+        "measured waits for the exchange of gradients",
     )  # fmt: skip
 
 

@@ -129,13 +129,16 @@ class _Sums:
 def _processor_lines(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: _Sums) -> None:
     for span in spans:
         step, phase = place(span.event.start)
-        if phase not in WORKING or step < 0:
+        behind = span.kernel is not None and kind_of(span.kernel.name) is Kind.COLLECTIVE  # by a thread of its own
+        if phase not in WORKING or step < 0 or behind:
             continue
         sums.add(step, span_key(span, phase), span.self_ns, span.kernel is span.event)
 
 
 def span_key(span: Span, phase: Phase) -> Key:
     """Where the span's own time counts."""
+    if phase is Phase.COMMUNICATION:  # waiting, whatever calls it
+        return phase, Kind.COLLECTIVE, "exchange"
     if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return phase, Kind.OPTIMIZER, "adamw" if span.outer.startswith("Optimizer.step") else "clip"
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
@@ -173,7 +176,8 @@ def _rest_is_dispatch(ends: Sequence[int], named: Sequence[tuple[int, Phase | No
         covered = sum(times[step] for key, times in sums.nanoseconds.items() if key[0] is phase)
         if phase is Phase.OPTIMIZER:
             continue
-        sums.add(step, (phase, Kind.HOST, "dispatch"), max(0, whole - covered))
+        rest = (Kind.COLLECTIVE, "exchange") if phase is Phase.COMMUNICATION else (Kind.HOST, "dispatch")
+        sums.add(step, (phase, *rest), max(0, whole - covered))
 
 
 def _groups(spans: Sequence[Span]) -> Callable[[int], str]:

@@ -34,6 +34,7 @@ class Observed:
     resident_peak_bytes: int
     cuda_peak_bytes: int | None
     joules: float | None
+    joules_basis: str
     seconds: float
     profiling_seconds: float
     facts: dict[str, Any]
@@ -132,7 +133,7 @@ def observed_ledger(observed: Observed) -> Ledger:
         observed.resident_peak_bytes, measured, "largest resident size of the process, sampled twice a second"
     )
     if observed.joules is not None:
-        totals["energy_joules"] = Estimate(observed.joules, measured, "RAPL counters of the whole package")
+        totals["energy_joules"] = Estimate(observed.joules, measured, observed.joules_basis)
     for name in ("loss", "train_loss"):
         losses = [m[name] for m in observed.metrics if isinstance(m.get(name), float)]
         if losses:
