@@ -126,6 +126,14 @@ def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
     return replace(run, lines=lines), scale
 
 
+def recomputed_seconds(run: Ledger) -> float:
+    """Per step: of the operations that run again, or with the Python between them where a recording tells."""
+    lines, scale = reconcile(run)
+    operations = sum(line.seconds or 0.0 for line in lines.lines if line.operation.endswith(RUN_AGAIN))
+    whole = run.facts.get("recomputed_seconds") or 0.0
+    return max(operations, float(whole) * scale.get(Phase.BACKWARD, 1.0))
+
+
 def _total(name: str, plan: Ledger, run: Ledger) -> Row:
     planned, measured = plan.totals.get(name), run.totals.get(name)
 

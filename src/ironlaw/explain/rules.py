@@ -9,7 +9,7 @@ from __future__ import annotations
 from ironlaw import units
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.rule import Axis, Rule, Statement
-from ironlaw.explain.rules_of_code import CODE_RULES
+from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
 
@@ -63,6 +63,12 @@ def _input_share(evidence: Evidence) -> float | None:
     """Waiting for a batch, and copying it to the device."""
     waiting, copying = evidence.phase_share(Phase.DATA), evidence.phase_share(Phase.TRANSFER)
     return copying if waiting is None else waiting + (copying or 0.0)
+
+
+def _host_share(evidence: Evidence) -> float | None:
+    """The loop's own Python, less what is known to be logging."""
+    host, logging = evidence.phase_share(Phase.HOST), logging_share(evidence)
+    return None if host is None else max(0.0, host - (logging or 0.0))
 
 
 def _stage(evidence: Evidence) -> str:
@@ -246,7 +252,7 @@ FIRST_RULES: tuple[Rule, ...] = (
         "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here",
     ),
     Rule(
-        "host_bound", Axis.MACHINE, 0.10, lambda e: e.phase_share(Phase.HOST), _host_says,
+        "host_bound", Axis.MACHINE, 0.10, _host_share, _host_says,
         "close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms",
     ),
@@ -264,7 +270,6 @@ FIRST_RULES: tuple[Rule, ...] = (
         "host_shared", Axis.MACHINE, 0.07, _slow_host, _slow_machine_says,
         "nothing in the training; if it stays so, the plan learns it from the next runs, or `ironlaw measure` again",
         "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing", fault=False,
-        notice=True,
     ),
     Rule(
         "slower_throughout", Axis.MACHINE, 0.15, _throughout, _throughout_says,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import Evidence
-from ironlaw.explain.gap import RUN_AGAIN, reconcile
+from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Axis, Rule, Statement
 from ironlaw.ledger import Kind, Phase
 
@@ -36,7 +36,7 @@ def _launch_gaps(evidence: Evidence) -> float | None:
     return (evidence.phase_share(Phase.HOST) or 0.0) + (evidence.phase_share(Phase.IDLE) or 0.0)
 
 
-def _logging(evidence: Evidence) -> float | None:
+def logging_share(evidence: Evidence) -> float | None:
     """Of the step: the loop's own time, as far as a logger was on the stack."""
     fraction, host = evidence.fact("logging_fraction"), evidence.phase_share(Phase.HOST)
     if fraction is None:
@@ -118,8 +118,7 @@ def _extra_syncs(evidence: Evidence) -> float | None:
 def _recomputes(evidence: Evidence) -> float | None:
     if not evidence.run.lines or not evidence.step:
         return None
-    lines, _ = reconcile(evidence.run)
-    spent = sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RUN_AGAIN))
+    spent = recomputed_seconds(evidence.run)
     resident, have = evidence.run.totals.get("resident_bytes"), evidence.fact("memory_bytes")
     kept = evidence.plan.memory_bytes().get("activations") or 0.0
     if resident is not None and have and resident.value + kept > ROOM * have:
@@ -265,7 +264,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "keep values on the device, and read them every so many steps", "a step loses its run-ahead at each of them",
     ),
     Rule(
-        "logging_frequent", Axis.ALGORITHM, 0.05, _logging,
+        "logging_frequent", Axis.ALGORITHM, 0.05, logging_share,
         _says("Logging takes {share} of the step."), "log every so many steps",
         "as for checkpoints: above 5% it costs more than what it tells",
     ),

@@ -31,6 +31,7 @@ class ModuleProfile:
     memory: MemoryPeak | None = None
     timeline: dict[str, Any] | None = None
     launches: int = 0  # calls of kernels per step
+    recomputed_seconds: float | None = None  # wall time of forward passes within the backward pass, per step
 
 
 def mark() -> None:
@@ -102,7 +103,18 @@ def read_modules(
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
         timeline=_timeline(spans, events, ends, named, begin, sums),
         launches=round(sum(sums.counts.values()) / steps),
+        recomputed_seconds=None if on_device else _recomputed(spans, place, steps),
     )
+
+
+def _recomputed(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], steps: int) -> float:
+    """Of the outermost modules that run again, with the Python between their calls; of the quickest step."""
+    seconds = [0] * steps
+    for span in spans:
+        step, _ = place(span.event.start)
+        if step >= 0 and span.again and not (span.parent is not None and span.parent.again):
+            seconds[step] += span.event.end - span.event.start
+    return min(seconds) / 1e9
 
 
 class _Sums:
