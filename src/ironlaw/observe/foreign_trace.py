@@ -24,7 +24,7 @@ from ironlaw.observe.trace_file import TraceFile
 
 _COLLECTIVE = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
-_USER_LINE = re.compile(r"^(?!.*(?:site-packages|torch/|dist-packages|<)).*\.py\(\d+\)")
+_USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
 _DEVICE_KINDS = (
     (Kind.COLLECTIVE, _COLLECTIVE),
     (Kind.ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
