@@ -16,13 +16,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
 from ironlaw.train.parallel import pipeline
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
+from ironlaw.train.parallel.ranks import micro_batch_of
 
 
 class DistributedStep:
@@ -32,12 +32,7 @@ class DistributedStep:
         self.applied, self.ranks, self.config, self.autocast = applied, applied.ranks, config, autocast
         layout = self.ranks.config
         self.share = config.train.global_batch // self.ranks.dp  # sequences of this replica
-        self.micro_batch = min(config.micro_batch, self.share)
-        if self.share % self.micro_batch:
-            raise UserError(
-                f"{self.share} sequences per replica are not a multiple of train.micro_batch = {self.micro_batch}: "
-                "use a train.micro_batch that divides them"
-            )
+        self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
         self.schedule = None
         if layout.pp > 1:

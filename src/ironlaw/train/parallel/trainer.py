@@ -28,7 +28,7 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
-from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.ranks import Ranks, planned_layout
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
 from ironlaw.train.recovery import Recovery
@@ -108,6 +108,10 @@ class DistributedTrainer(Trainer):
             self.journal = cast(Journal, Silent())
         dist.barrier()  # the others read what rank 0's journal leaves of an earlier session
         self.recovery.start_over(self.run.metrics())
+
+    def _setting(self) -> dict[str, Any]:
+        layout = planned_layout(self.ranks.config, self.distributed.micro_batch)
+        return super()._setting() | {"layout": str(layout), "micro_batch": self.distributed.micro_batch}
 
     def _enough_steps_left(self) -> bool:
         return False  # the profiler's reader knows one process: nothing is recorded
