@@ -17,6 +17,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.layout import Layout
 from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight, session
+from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.meeting import FINISHED, Meeting, join, stand_by
 from ironlaw.train.parallel.ranks import (
     TIMEOUT_SECONDS,
@@ -30,6 +31,7 @@ from ironlaw.train.parallel.ranks import (
 )
 
 Result = TypeVar("Result")
+SPARE_SECONDS = 60.0  # PyTorch's own timeout comes later than the watcher's, which knows more
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Job:
     meeting: Meeting
 
     def first_does(self, function: Callable[[], Result]) -> Result:
-        return session.first_does(function)
+        return first_does(function)
 
     @property
     def layout(self) -> Layout:
@@ -53,7 +55,7 @@ class Job:
         return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
 
     def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        return session.run_distributed(self.config, out, profile, self.ranks, **named)
+        return session.run_distributed(self.config, out, profile, self.ranks, self.meeting.store, **named)
 
 
 @contextmanager
@@ -76,7 +78,8 @@ def job(config: RunConfig, memory_bytes: float, resume: bool = False) -> Iterato
         stand_by(meeting)
         raise SystemExit(0)
     try:
-        ranks = start(check(config, used), meeting=meeting, size=used)
+        timeout = config.recovery.collective_seconds + SPARE_SECONDS
+        ranks = start(check(config, used), timeout, meeting=meeting, size=used)
         preflight.check(preflight.facts(config))
         yield Job(config, ranks, meeting)
         if ranks.first:

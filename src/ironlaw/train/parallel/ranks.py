@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.plan.layout import Layout
+from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
 
-TIMEOUT_SECONDS = 300.0
-"""A collective that takes longer hangs: some rank is gone or elsewhere."""
+TIMEOUT_SECONDS = 360.0
+"""Of PyTorch's own, should the watcher not have ended the job before."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def start(
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = datetime.timedelta(seconds=timeout_seconds)
+        recorder.switch_on()
         meeting = meeting or join(timeout_seconds)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=meeting.rank,

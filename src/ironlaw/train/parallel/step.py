@@ -153,11 +153,14 @@ class DistributedStep:
 
     # -- what all ranks agree on -----------------------------------------------------------------------------
 
-    def agree(self, loss: Tensor, clip: float, stop: bool = False) -> tuple[float, float, bool]:
+    def agree(
+        self, loss: Tensor, clip: float, stop: bool = False, more: list[float] | None = None
+    ) -> tuple[float, float, bool]:
         """The loss over the global batch, the norm of the whole gradient, and whether any rank wants to stop: the same
         on every rank. Clips by the norm.
 
         One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
+        `more`, as many on every rank, is added up with them and left in `self.added`.
         """
         layout, device = self.ranks.config, self.ranks.device
         weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
@@ -169,8 +172,10 @@ class DistributedStep:
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
         together = torch.stack([loss.detach().double() * weight, square, flag])
+        if more:
+            together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
         dist.all_reduce(together)
-        mean, total, flags = together.tolist()
+        mean, total, flags, *self.added = together.tolist()
         norm = math.sqrt(total)
         if clip < norm and gradients:  # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
             torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
