@@ -1,11 +1,11 @@
-"""Kill ranks of one run at random moments; torchrun starts the job again each time, and it ends like an undisturbed one.
+"""Kill ranks of one run at random moments; torchrun starts the job again each time, and it ends as if undisturbed.
 
     python benchmarks/soak_ranks.py --kills 30 --out benchmarks/results/soak_ranks.md       # `make soak-ranks`
 
 One run on 4 gloo ranks under `torchrun --max-restarts`, nothing else. In every start of the job one rank, drawn by
-chance, kills itself (SIGKILL): by the clock once it trains, some milliseconds after a checkpoint began to be written, or
-before or after one of the calls that change the disk. Batches are logged with their numbers; losses and gradient norms
-must be those of the same job that nobody killed, to the bit: gloo adds up in a fixed order.
+chance, kills itself (SIGKILL): by the clock once it trains, some milliseconds after a checkpoint began to be written,
+or before or after one of the calls that change the disk. Batches are logged with their numbers; losses and gradient
+norms must be those of the same job that nobody killed, to the bit: gloo adds up in a fixed order.
 """
 
 from __future__ import annotations
@@ -162,18 +162,19 @@ def report(result: dict[str, Any]) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=BENCHMARKS, capture_output=True, text=True, check=False
     ).stdout.strip()
+    machine = f"{platform.system()} on {platform.machine()}"
     return f"""# Soak: ranks killed at random moments
 
 `make soak-ranks`, {datetime.date.today().isoformat()}, commit {commit}, Python {platform.python_version()},
-PyTorch {torch.__version__}, {platform.system()} on {platform.machine()}, {result["ranks"]} gloo ranks on {os.cpu_count()}
-cores, fp32, ZeRO 2. {result["seconds_killed"]:.0f} s with the kills, {result["seconds_whole"]:.0f} s without, on a
-machine that other work shared.
+PyTorch {torch.__version__}, {machine}, {result["ranks"]} gloo ranks on {os.cpu_count()} cores, fp32, ZeRO 2.
+{result["seconds_killed"]:.0f} s with the kills, {result["seconds_whole"]:.0f} s without, on a machine shared with other
+work.
 
-One run of {result["steps"]} steps with a checkpoint every 5. In every start of the job one rank, drawn by chance, kills
-itself with SIGKILL; torchrun starts all ranks again, which go on from the last checkpoint. Half of the kills come within
-50 ms of the moment at which a checkpoint begins to be written, a quarter before or after a call that changes the disk,
-a quarter by the clock. What is compared with the undisturbed job, to the bit: loss, gradient norm, learning rate,
-number of the batch and checksum of rank 0's part of it, in every step.
+One run of {result["steps"]} steps with a checkpoint every 5. In every start of the job one rank, drawn by chance,
+kills itself with SIGKILL; torchrun starts all ranks again, which go on from the last checkpoint. Half of the kills
+come within 50 ms of the moment at which a checkpoint begins to be written, a quarter before or after a call that
+changes the disk, a quarter by the clock. What is compared with the undisturbed job, to the bit: loss, gradient norm,
+learning rate, number of the batch and checksum of rank 0's part of it, in every step.
 
 | what | count |
 |---|---|
