@@ -3,7 +3,7 @@
     python benchmarks/soak_ranks.py --kills 30 --out benchmarks/results/soak_ranks.md       # `make soak-ranks`
 
 One run on 4 gloo ranks under `torchrun --max-restarts`, nothing else. In every start of the job one rank, drawn by
-chance, kills itself (SIGKILL): by the clock once it trains, some milliseconds after a checkpoint began to be written,
+chance, kills itself (SIGKILL): by the clock within 20 steps, some milliseconds after a checkpoint began to be written,
 or before or after one of the calls that change the disk. Batches are logged with their numbers; losses and gradient
 norms must be those of the same job that nobody killed, to the bit: gloo adds up in a fixed order.
 """
@@ -25,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANKS, STEPS = 4, 300
+RANKS, STEPS = 4, 600
+MOST_STEPS = 20  # of one start: the run must not end before its kills
 BENCHMARKS = Path(__file__).parent
 LAYOUT = {"zero": 2}
 
@@ -36,7 +37,7 @@ def worker() -> None:
     log, kills, seed = json.loads(os.environ["IRONLAW_SOAK"])
     done = Path(log).read_text(encoding="utf-8").count("\n") if Path(log).is_file() else 0
     chance = random.Random(f"{seed} {done}")
-    mine = chance.randrange(RANKS) == int(os.environ["RANK"])
+    mine = chance.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"])
     if done < kills and mine:
         _arm(draw(chance), Path(log))
     from ironlaw.cli.main import main
@@ -49,7 +50,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
     """Half of the kills are aimed at the writing of a checkpoint."""
     kind = chance.choice(("clock", "call", "checkpoint", "checkpoint"))
     if kind == "clock":
-        return {"kind": kind, "seconds": chance.uniform(0.2, 3.0)}
+        return {"kind": kind, "step": chance.randint(1, MOST_STEPS), "seconds": chance.uniform(0, 0.05)}
     if kind == "call":
         return {"kind": kind, "number": chance.randint(1, 40), "after": chance.random() < 0.5}
     return {"kind": kind, "write": chance.randint(1, 3), "seconds": chance.choice((0.0, 0.01, 0.05)) * chance.random()}
@@ -80,20 +81,25 @@ def _arm(kill: dict[str, Any], log: Path) -> None:
 
         Checkpointer._run = write  # type: ignore[method-assign]
         return
-    train = DistributedTrainer.train
+    if kill["kind"] == "call":
+        train = DistributedTrainer.train
 
-    def armed(self: DistributedTrainer) -> Any:
-        if kill["kind"] == "clock":
-            die_in(kill["seconds"])
-        else:
+        def armed(self: DistributedTrainer) -> Any:
             calls = iter(range(1, 10**9))
             for owner, name in soak.CALLS:
                 setattr(owner, name, soak._counted(getattr(owner, name), calls, kill, die))
-            # Ranks that write little to the disk make few calls.
-            die_in(10.0)
-        return train(self)
+            return train(self)
 
-    DistributedTrainer.train = armed  # type: ignore[method-assign]
+        DistributedTrainer.train = armed  # type: ignore[method-assign]
+    step, steps = DistributedTrainer._timed_step, iter(range(1, 10**6))
+
+    def timed(self: DistributedTrainer, *arguments: Any, **named: Any) -> Any:
+        # All ranks but the first write little: what has made too few calls by then goes by the clock.
+        if next(steps) == kill.get("step", MOST_STEPS):
+            die_in(kill.get("seconds", 0.0))
+        return step(self, *arguments, **named)
+
+    DistributedTrainer._timed_step = timed  # type: ignore[method-assign]
 
 
 def soak_ranks(folder: Path, kills: int, seed: int = 0, steps: int = STEPS, ranks: int = RANKS) -> dict[str, Any]:

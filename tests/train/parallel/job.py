@@ -23,12 +23,14 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor
 
-from ironlaw.config import RunConfig, build_config, load_config
+from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import merged, traffic
+from ironlaw.train.checkpoint import name_of
+from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
@@ -37,7 +39,7 @@ from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
-from ironlaw.train.parallel.trainer import DistributedTrainer
+from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.schedule import learning_rate
 
 STEPS = 20
@@ -164,13 +166,15 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             run.train(0, 4)
         else:
             store.read(folders[-1], run.applied.model, states)
-        folders.append(folder / f"hop{hop}")
-        if dist.get_rank() == 0:
-            folders[-1].mkdir()
-        dist.barrier()
-        store.write(folders[-1], store.take(run.applied.model, states))
-        dist.barrier()
+        # As in a run: copied between two steps, written behind the next ones.
+        checkpointer = Checkpointer(
+            folder / f"hop{hop}", CheckpointConfig(), config.model, store=store, ranks=Gatherer(group)
+        )
+        checkpointer.take(4, 0, run.applied.model, states)
+        checkpointer.write()
         losses.append(run.train(4, 6)[-1][0])
+        checkpointer.finish()
+        folders.append(folder / f"hop{hop}" / name_of(4))
     differences: dict[str, float] = {}
     if dist.get_rank() == 0:
         config = config_of(case | {"layout": {}})
