@@ -1,12 +1,12 @@
-"""Step time over slow links, measured and planned: every rank a host of its own, in a network namespace on this machine.
+"""Step time over slow links, measured and planned: every rank a host of its own, a network namespace on this machine.
 
     python benchmarks/shaped_links.py [--rates 1gbit 100mbit] [--layouts dp=2 "dp=2 zero=3" pp=2] [--json FILE]
     python benchmarks/shaped_links.py --collectives        # what gloo puts on the wire for each collective
 
-A host is a namespace with one core, one veth interface behind a bridge and its own address; what leaves it is shaped by
-a token bucket (`tc tbf`), and delayed by `tc netem` where --delay-ms is given and the kernel has it. Root, `ip` and `tc`
-(Debian: iproute2) are needed. In each host `torchrun` starts one rank of `ironlaw train`; measured is the median of the
-steps after the first three. The plan is `plan_ranks` for hosts like the measured one and links of the shaped rate.
+A host is a namespace with one core, one veth interface behind a bridge and its own address; what leaves it is shaped
+by a token bucket (`tc tbf`), and delayed by `tc netem` where --delay-ms is given and the kernel has it. Root, `ip` and
+`tc` (Debian: iproute2) are needed. In each host `torchrun` starts one rank of `ironlaw train`; measured is the median
+of the steps after the first three. The plan is `plan_ranks` for hosts like the measured one and links of that rate.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def traffic(
     for rank in range(layout.pp):
         total: Counter[tuple[str, str, str]] = Counter()
         for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank):
-            lines = [*_stage(model, layout, sequence, micro_batches, stage, communication)]
+            lines = [*stage_lines(model, layout, sequence, micro_batches, stage, communication)]
             if meeting and communication.local_steps:
                 lines += _meeting(model, layout, stage, communication)
             for dimension, kind, count, size in lines:
@@ -146,10 +146,11 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
 Line = tuple[str, str, int, int]
 
 
-def _stage(
+def stage_lines(
     model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int,
-    communication: CommunicationConfig,
+    communication: CommunicationConfig = PLAIN,
 ) -> Iterable[Line]:  # fmt: skip
+    """(dimension, kind, count, bytes) of one stage in a step, a line for each size of buffer."""
     tokens = layout.micro_batch * sequence // layout.cp
     parameters = stage_parameters(model, layout, stage)
     yield from _data_parallel(model, layout, parameters, micro_batches, communication)
@@ -174,7 +175,7 @@ def _data_parallel(
     # A pipeline reduces when its schedule is through, whatever the stage of ZeRO.
     reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
     plain = layout.tp * layout.pp == 1 and not sharded
-    for unit, tensors in _units(model, parameters).items():
+    for unit, tensors in units_of(model, parameters).items():
         elements = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors)
         padded, gradients = elements * FP32, elements * (BF16 if communication.gradients == "bf16" else FP32)
         if communication.gradients == "powersgd":
@@ -205,7 +206,7 @@ def _meeting(model: ModelConfig, layout: Layout, stage: int, communication: Comm
     yield "site", "all_reduce", 0, elements * (BF16 if communication.gradients == "bf16" else FP32)
 
 
-def _units(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
+def units_of(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
     """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest."""
     names = {p.name for p in parameters}
     apart = {"embedding.weight", "head.weight"}
