@@ -24,17 +24,19 @@ def train(
     layout: Annotated[str | None, typer.Option(help='"dp=1 micro_batch=4"; one process holds dp=1.')] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
     settings = load_config(config, [*(set_ or []), *_from_layout(layout)])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _train_on_ranks(settings, out, resume, json)
+        _train_on_ranks(settings, out, resume, dashboard, json)
         return
     if resume and out is None:
         raise UserError("--resume needs --out DIR: which run should go on?")
 
     from ironlaw.cli.measure import measure_and_keep
     from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name, find_run
     from ironlaw.train.session import run_training
@@ -48,7 +50,7 @@ def train(
         measure_and_keep()
     profile = load_profile()
 
-    live = LiveRun(say, folder)
+    live = LiveRun(say, folder, Dashboard(folder) if dashboard else None)
     with live:
         outcome = run_training(
             settings, folder, profile, resume=resume,
@@ -72,31 +74,31 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
         raise typer.Exit(130)
 
 
-def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: bool) -> None:
+def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboard: bool, json: bool) -> None:
     """One rank of a job that torchrun started. A restarted job goes on where it was."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
     from ironlaw.cli.measure import measure_and_keep
     from ironlaw.machine import host
     from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
     from ironlaw.train.run_directory import default_name
 
     say = messages()
-    with job(settings, host.memory_bytes()) as here:
+    with job(settings, host.memory_bytes(), resume) as here:
         folder = here.first_does(lambda: out or default_name(settings.model.name))
         if not here.first_does(lambda: profile_path().is_file()):
             here.first_does(measure_and_keep)
         profile = here.first_does(load_profile)
-        live = LiveRun(say, folder)
+        live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:
-                live.say(f"{here.ranks.size} ranks: {here.layout}")
+                live.say(here.title)
             outcome = here.train(
-                folder, profile, resume=resume or restarted,
+                folder, profile, resume=resume or here.meeting.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.first:

@@ -30,9 +30,10 @@ from torch import nn
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
-from ironlaw.train.state import Stateful, tree_bytes
+from ironlaw.train.state import Stateful
 
 NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
 
@@ -195,7 +196,7 @@ class Checkpointer:
         lost = f"the checkpoint of step {step} was not written, {kept} intact"
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if not full and isinstance(error, OSError | RuntimeError | SafetensorError):
-            full = _free_bytes(self.folder) < disk.checkpoint_bytes(self.model_config)
+            full = _free_bytes(self.folder) < self.copied_bytes
         if full:
             return f"the disk is full: {lost}; free some space"
         return (

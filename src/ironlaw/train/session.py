@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ironlaw.config import RunConfig
+from ironlaw.data import supply
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
@@ -95,6 +96,7 @@ def _train_alone(
     outcome.ledger.save(run.ledger_file)
     interference.remember(profile, trainer.observed.probes)
     _remember(plan, outcome, profile, run)
+    supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
 
 
@@ -120,12 +122,15 @@ def check_start(
         checkpoint.check_model(start, config.model)
     policy = config.checkpoint
     kept = policy.keep + policy.keep_best + (config.train.steps // policy.keep_every if policy.keep_every else 0)
-    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), kept)
+    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config), kept)
     return start
 
 
 def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:
     """A complete run adds to what the next plan's interval is learned from."""
     measured = outcome.ledger.totals.get("step_seconds")
+    others = outcome.ledger.facts.get("other_load") or 0.0  # a run beside other programs says nothing of the planner
+    if others > interference.MOST_OTHERS:
+        return
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)

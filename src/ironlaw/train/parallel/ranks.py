@@ -16,15 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.plan.layout import Layout
+from ironlaw.train.parallel import recorder
+from ironlaw.train.parallel.meeting import Meeting, join
 
-TIMEOUT_SECONDS = 300.0
-"""A collective that takes longer hangs: some rank is gone or elsewhere."""
+TIMEOUT_SECONDS = 360.0
+"""Of PyTorch's own, should the watcher not have ended the job before."""
 
 
 @dataclass(frozen=True)
 class Ranks:
     """`mesh` has the dimensions pp, replicate, shard, tp; shard covers context parallel ranks too when state is sharded
-    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence."""
+    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
+    groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others."""
 
     config: LayoutConfig
     rank: int
@@ -32,6 +35,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     context: DeviceMesh | None
+    sites: int = 1
 
     @property
     def dp(self) -> int:
@@ -44,10 +48,14 @@ class Ranks:
         return self.rank == 0
 
     def index(self, dimension: str) -> int:
-        """Coordinate along tp, cp, dp or pp."""
-        c = self.config
-        inner = {"tp": 1, "cp": c.tp, "dp": c.tp * c.cp, "pp": c.tp * c.cp * self.dp}[dimension]
-        return self.rank // inner % getattr(c, dimension)
+        """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
+        c, per_site, dp = self.config, self.size // self.sites, self.dp // self.sites
+        site, rank = divmod(self.rank, per_site)
+        if dimension == "site":
+            return site
+        inner = {"tp": 1, "cp": c.tp, "dp": c.tp * c.cp, "pp": c.tp * c.cp * dp}[dimension]
+        here = rank // inner % (dp if dimension == "dp" else int(getattr(c, dimension)))
+        return here + site * dp if dimension == "dp" else here
 
     def group(self, dimension: str) -> dist.ProcessGroup:
         return self.mesh.get_group(dimension)
@@ -80,6 +88,33 @@ def planned_layout(config: LayoutConfig, micro_batch: int) -> Layout:
     return Layout(**config.model_dump() | {"dp": config.dp or 1}, micro_batch=micro_batch)
 
 
+def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
+    """Groups of ranks that average weights now and then, not gradients at every step; 1 without local updates."""
+    communication = config.communication
+    assert layout.dp is not None
+    return (communication.sites or layout.dp) if communication.local_steps else 1
+
+
+def _check_communication(config: RunConfig, layout: LayoutConfig) -> None:
+    communication, sites = config.communication, sites_of(config, layout)
+    assert layout.dp is not None
+    if communication.local_steps and (layout.dp % sites or sites == 1):
+        raise UserError(
+            f"communication.local_steps needs at least two sites, and dp = {layout.dp} replicas to be shared out "
+            f"equally among {sites}: change communication.sites or layout.dp"
+        )
+    if layout.zero > 0 and layout.shard and layout.dp // sites % layout.shard:
+        raise UserError(
+            f"layout.shard = {layout.shard} replicas do not lie within a site of {layout.dp // sites}: use a divisor"
+        )
+    plain = layout.zero == 0 and layout.tp * layout.pp == 1
+    if communication.gradients == "powersgd" and not plain:
+        raise UserError(
+            'communication.gradients = "powersgd" needs whole gradients on every rank: use dp alone with '
+            'layout.zero = 0, or "bf16"'
+        )
+
+
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """The settled layout of a run on `size` ranks. UserError for what cannot run, with what to write instead."""
     layout = settled(config.layout or LayoutConfig(), size)
@@ -90,7 +125,8 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
             f"use a multiple of {layout.dp}"
         )
-    micro_batch = min(config.micro_batch, share)
+    _check_communication(config, layout)
+    micro_batch = micro_batch_of(config, share)
     plan = planned_layout(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if model.key_value_heads % layout.tp:
@@ -112,33 +148,65 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     return layout
 
 
-def start(config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
-    """Join the job that torchrun started (or the process group that is there) and lay out the mesh."""
+def micro_batch_of(config: RunConfig, share: int) -> int:
+    """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
+    below it, so that a job that goes on with fewer ranks need not be configured anew."""
+    return next(size for size in range(min(config.micro_batch, share), 0, -1) if share % size == 0)
+
+
+def usable(config: RunConfig, size: int) -> int:
+    """The most ranks, of `size`, that the layout and the batch can be divided among. UserError when there is none.
+
+    For a restart on what is left of the ranks; dp must be free, because everything else is what the user wrote.
+    """
+    first: UserError | None = None
+    for wanted in range(size, 0, -1):
+        try:
+            check(config, wanted)
+        except UserError as problem:
+            first = first or problem
+            if config.layout is not None and config.layout.dp is not None:
+                break
+        else:
+            return wanted
+    assert first is not None
+    raise first
+
+
+def start(
+    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0,
+    sites: int = 1,
+) -> Ranks:  # fmt: skip
+    """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
+
+    `meeting`: the ranks have met already; the first `size` of them take part.
+    """
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it starts the ranks again: the addresses of those that died are still in it.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        recorder.switch_on()
+        meeting = meeting or join(timeout_seconds)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank, world_size=size,
-            store=dist.PrefixStore(f"attempt{attempt}", store),
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=meeting.rank,
+            world_size=size or meeting.size, store=meeting.store,
         )  # fmt: skip
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     size = dist.get_world_size()
     config = settled(config, size)
     assert config.dp is not None
-    sharded = config.zero > 0
-    replicate = config.dp // (config.shard or config.dp) if sharded else config.dp * config.cp
-    shard = (config.shard or config.dp) * config.cp if sharded else 1
-    mesh = init_device_mesh(
-        device.type, (config.pp, replicate, shard, config.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
-    )
+    sharded, dp = config.zero > 0, config.dp // sites
+    replicate = dp // (config.shard or dp) if sharded else dp * config.cp
+    shard = (config.shard or dp) * config.cp if sharded else 1
+    shape: tuple[int, ...] = (config.pp, replicate, shard, config.tp)
+    names: tuple[str, ...] = ("pp", "replicate", "shard", "tp")
+    if sites > 1:
+        shape, names = (sites, *shape), ("site", *names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     context = None
     if config.cp > 1:
         shape = (config.pp * config.dp, config.cp, config.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
-    return Ranks(config, dist.get_rank(), size, device, mesh, context)
+    return Ranks(config, dist.get_rank(), size, device, mesh, context, sites)
