@@ -106,7 +106,7 @@ def traffic(model: ModelConfig, layout: Layout, *, sequence: int, global_batch: 
     for rank in range(layout.pp):
         total: Counter[tuple[str, str, str]] = Counter()
         for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank):
-            for dimension, kind, count, size in _stage(model, layout, sequence, micro_batches, stage):
+            for dimension, kind, count, size in stage_lines(model, layout, sequence, micro_batches, stage):
                 total[dimension, kind, "count"] += count
                 total[dimension, kind, "bytes"] += size
         keys = sorted({(dimension, kind) for dimension, kind, _ in total})
@@ -128,7 +128,8 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
 Line = tuple[str, str, int, int]
 
 
-def _stage(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int) -> Iterable[Line]:
+def stage_lines(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int) -> Iterable[Line]:
+    """(dimension, kind, count, bytes) of one stage in a step, a line for each size of buffer."""
     tokens = layout.micro_batch * sequence // layout.cp
     parameters = stage_parameters(model, layout, stage)
     yield from _data_parallel(model, layout, parameters, micro_batches)
@@ -152,7 +153,7 @@ def _data_parallel(
     # A pipeline reduces when its schedule is through, whatever the stage of ZeRO.
     reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
     plain = layout.tp * layout.pp == 1 and not sharded
-    for unit, tensors in _units(model, parameters).items():
+    for unit, tensors in units_of(model, parameters).items():
         padded = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors) * FP32
         gathers = 1
         if layout.zero == 3:
@@ -164,7 +165,7 @@ def _data_parallel(
             yield "replicate", "all_reduce", 0 if plain else reductions, reductions * padded // ranks
 
 
-def _units(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
+def units_of(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
     """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest."""
     names = {p.name for p in parameters}
     apart = {"embedding.weight", "head.weight"}
