@@ -138,11 +138,12 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     roots = {root for root in roots if any(_under(line.operation, root, "bmm") for line in run.lines)}
     if not roots or now.profile is None:
         return None
-    own = ("bmm", "softmax", "masked_fill", "where", "div", "mul", "add", "dropout", "native_dropout", "copy", "clone")
-    spent = sum(
+    spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
         line.seconds or 0.0
         for line in run.lines
-        if line.phase in (Phase.FORWARD, Phase.BACKWARD) and any(_under(line.operation, r, *own) for r in roots)
+        if line.phase in (Phase.FORWARD, Phase.BACKWARD)
+        and line.operation.rpartition(".")[0] in roots
+        and line.operation.rpartition(".")[2] not in STAYS
     )
     products = [op for op in now.run.facts.get("score_products", []) if op]
     if not products:
@@ -157,6 +158,10 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     again = int(now.run.facts.get("accumulation") or 1)
     timed = now.run.facts.get("fused_attention_seconds")  # at the end of the run: the machine as it was then
     return spent, (fused if timed is None else timed) * again, scores
+
+
+# What cuts queries, keys and values out of one product, and puts heads together again: the fused kernel needs it too.
+STAYS = ("cat", "clone", "contiguous", "split", "chunk", "stack")
 
 
 def _under(operation: str, root: str, *names: str) -> bool:
@@ -218,7 +223,7 @@ def _syncs(now: Observed) -> Remedy | None:
 
 
 def _straggler(now: Observed) -> Remedy | None:
-    ranks = sorted(now.run.facts.get("rank_own_seconds") or [])
+    ranks = sorted(now.run.facts.get("rank_removable_seconds") or [])
     if len(ranks) < 2:
         return None
     return _remedy(
