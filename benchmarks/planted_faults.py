@@ -6,8 +6,8 @@
 Each run is a process of its own, forked from one that has only imported: an ordinary PyTorch loop (a GPT of 4 x 256 on
 text, bf16, observed by `ironlaw.observe`), with one defect or none. Runs with and without the defect take turns, twice
 each, so that both see the same machine. Named right: the first cause of `ironlaw explain` is the planted one, in the
-first run with it. Foretold: what its first remedy promises, against the difference of the turns. Run `ironlaw measure`
-before.
+first run with it. Foretold: what its first remedy promises, against the difference of the quicker turns. Run
+`ironlaw measure` before.
 """
 
 from __future__ import annotations
@@ -298,11 +298,11 @@ def judge(fault: str, folder: Path) -> dict[str, Any]:
     remedied = (fault, remedies[0]["name"] if remedies else None) in REMEDIED
     base = "remedied" if remedied else "without"
     bases = [whole_step(folder / f"{base}-{turn}") / scale for turn in range(turns)]
-    gained = (sum(steps) - sum(bases)) / turns
+    gained = min(steps) - min(bases)  # the quicker turn of each side: neighbours only add
     spread = max(max(steps) - min(steps), max(bases) - min(bases))
     promised = remedies[0]["step_seconds_saved"] if remedies else 0.0
     return {
-        "fault": fault, "first": first, "stage": stage, "step": sum(steps) / turns, "turns": turns,
+        "fault": fault, "first": first, "stage": stage, "step": min(steps), "turns": turns,
         "named": first in (rule, ALSO_RIGHT.get(fault)) and wanted in (None, stage),
         "remedy": remedies[0]["name"] if remedies else None, "promised": promised, "gained": gained, "spread": spread,
         "near": bool(remedies) and abs(promised - gained) <= 0.3 * abs(gained),

@@ -13,7 +13,7 @@ from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import Observed, find_observed_remedies
+from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
@@ -65,6 +65,8 @@ def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[s
     from ironlaw.workload.trace_store import trace_from_json
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
+    # The run as it was too, planned now: what is known of this machine may have changed since its plan was kept.
+    made[AS_IT_IS] = plan_trace(trace_from_json(document), profile, accumulation=accumulation)
     for name, variant in document.get("variants", {}).items():
         plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation)
         if name == "larger_batch":

@@ -12,6 +12,7 @@ from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
 
+AS_IT_IS = "as it is"  # the variant that the others are compared with
 FULL_MEMORY = 0.85
 LEAST_PLANNED = 0.10
 FEWER = 10  # times, evaluations and checkpoints
@@ -34,6 +35,13 @@ class Observed:
     @property
     def steps(self) -> int:
         return int(self.run.facts.get("steps_done") or 1)
+
+    def ratio(self, variant: str) -> float | None:
+        """Planned step of a variant over that of the run as it was."""
+        one, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
+        if other is None or "step_seconds" not in one.totals:
+            return None
+        return other.totals["step_seconds"].value / one.totals["step_seconds"].value
 
     def phase(self, phase: Phase) -> float:
         return next((row.measured or 0.0 for row in self.gap.phases if row.name == str(phase)), 0.0)
@@ -85,10 +93,9 @@ def _threads(now: Observed) -> Remedy | None:
 
 
 def _precision(now: Observed) -> Remedy | None:
-    other = now.variants.get("bf16")
-    if other is None or "step_seconds" not in now.plan.totals:
+    ratio = now.ratio("bf16")
+    if ratio is None:
         return None
-    ratio = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
     busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     return _remedy(
         now, "precision", "Train in bf16", Effect.ROUNDING, "rounding differs: compare the loss of the first steps",
@@ -100,10 +107,9 @@ def _precision(now: Observed) -> Remedy | None:
 
 def _batch(now: Observed) -> Remedy | None:
     """Merge the micro-batches of a step, or with one of them take larger steps: the gain is for the same samples."""
-    other = now.variants.get("larger_batch")
-    if other is None or "step_seconds" not in now.plan.totals:
+    per_sample = now.ratio("larger_batch")
+    if per_sample is None:
         return None
-    per_sample = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
     accumulation = int(now.run.facts.get("accumulation") or 1)
     busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     merged = accumulation > 1
