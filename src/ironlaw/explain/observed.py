@@ -89,7 +89,9 @@ def _add_ranks(run_dir: Path, run: Ledger) -> None:
         return
     # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
     apart = all(Phase.COMMUNICATION in r.phase_seconds for r in ranks)
-    phases = tuple(phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION) if apart else ALONE
+    phases: tuple[Phase, ...] = ALONE
+    if apart:
+        phases = tuple(phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION)
     own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
     if _share_cores(ranks):
