@@ -22,10 +22,12 @@ from torch import Tensor
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.data.batches import Batches, Windows
+from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import merged, traffic
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel import experts
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
@@ -38,7 +40,19 @@ LLAMA = GPT | {
     "name": "llama", "ffn": 48, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
-FAMILIES = {"gpt": GPT, "llama": LLAMA}
+# Experts of every kind: a dense layer, shared ones, a loss or a bias, with a capacity and without.
+MIXTRAL = LLAMA | {"name": "mixtral", "ffn": 24, "moe": {"experts": 4, "experts_per_token": 2, "balance_loss": 0.1}}
+DEEPSEEK = LLAMA | {
+    "name": "deepseek", "moe": {
+        "experts": 8, "experts_per_token": 3, "expert_ffn": 16, "shared_experts": 1, "shared_gate": True,
+        "dense_layers": 1, "score": "sigmoid", "balance": "bias", "bias_rate": 0.01,
+    },
+}  # fmt: skip
+SWITCH = GPT | {
+    "name": "switch", "bias": False,
+    "moe": {"experts": 4, "experts_per_token": 1, "capacity_factor": 1.0, "every": 2, "balance_loss": 0.1},
+}  # fmt: skip
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "switch": SWITCH}
 # Every token is likely followed by the next one: something to learn, so that losses move.
 _chance = np.random.default_rng(0)
 TOKENS = (np.arange(4000) + _chance.integers(0, 3, 4000).cumsum()) % 300
@@ -85,6 +99,8 @@ class Run:
             results.append(self.step.agree(loss, self.config.train.clip)[:2])
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.config.model.moe:
+                experts.balance(self.applied.model, self.ranks)
         return results
 
 
@@ -108,8 +124,11 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
         optimizer.step()
         optimizer.zero_grad()
+        if config.model.moe:
+            update_routing(model)
         results.append((total, float(norm)))
-    return results, {name: p.detach() for name, p in model.named_parameters()}
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("router.bias")}
+    return results, {name: p.detach() for name, p in model.named_parameters()} | biases
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
@@ -119,6 +138,7 @@ def weights_of(run: Run) -> dict[str, Tensor]:
     for name, parameter in run.applied.model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().clone()
+    found |= {name: bias for name, bias in run.applied.model.named_buffers() if name.endswith("router.bias")}
     for name in [name for name in found if ".qkv.query." in name]:
         parts = [found.pop(name.replace("query", part)) for part in sizes]
         found[name.replace(".query.", ".")] = torch.cat(parts)
@@ -184,7 +204,10 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     with counted(run.ranks) as found:
         run.step.forward_backward(batch.inputs, batch.targets, run.step.samples(2))
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
-    planned = traffic(run.config.model, layout, sequence=run.config.sequence, global_batch=8)[run.ranks.index("pp")]
+    planned = traffic(
+        run.config.model, layout, sequence=run.config.sequence, global_batch=8,
+        counted_batch=run.config.micro_batch,
+    )[run.ranks.index("pp")]  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}

@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import stages_of
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import pipeline, tensor
+from ironlaw.train.parallel import experts, pipeline, tensor
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.optimizers import OptimizerConfig, assign
@@ -33,6 +34,7 @@ class Applied:
     plain: dict[int, Transformer]
     partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
 
     @property
     def model(self) -> Transformer:
@@ -66,6 +68,10 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     if layout.tp > 1 or layout.zero > 0:
         tensor.split_projections(model)
 
+    # Whom experts count and exchange with: every layer asks, wherever it comes to lie.
+    if config.model.moe is not None:
+        experts.share(model, config, ranks)
+
     # Stages before anything else is divided: no rank should divide, or hold, layers that are not its own.
     plain = {0: model}
     if layout.pp > 1:
@@ -78,12 +84,17 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
         for part in plain.values():
             tensor.parallelize(part, ranks.mesh["tp"], layout.sp)
 
+    # Experts likewise, over the ranks that exchange rows and over tp.
+    if layout.tp > 1 or layout.ep > 1:
+        for layer in (layer for part in plain.values() for layer in expert_layers(part)):
+            experts.divide(layer.experts, ranks)
+
     for part in plain.values():
         part.to(ranks.device)
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
-    if layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp > 1):
+    if layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp * layout.ep > 1):
         for part in plain.values():
             shard(part, ranks)
     elif ranks.size_of("replicate") > 1:
@@ -101,7 +112,8 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     copied = None
     if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
         copied = cast(nn.Parameter, last.head.weight)
-    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied)
+    exchanged = [p for part in plain.values() for layer in expert_layers(part) for p in layer.experts.parameters()]
+    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [])
 
 
 def shard(part: Transformer, ranks: Ranks) -> None:
@@ -112,6 +124,14 @@ def shard(part: Transformer, ranks: Ranks) -> None:
     """
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     again = ranks.config.zero == 3
+    for layer in expert_layers(part) if ranks.experts is not None else ():
+        # Their gradients are averaged over the ranks that hold the same ones, fewer than there are replicas.
+        holders = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
+        assert ranks.experts is not None
+        fully_shard(
+            layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again,
+            shard_placement_fn=experts.hidden_dimension(layer.experts),
+        )  # fmt: skip
     for block in part.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight

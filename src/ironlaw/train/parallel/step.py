@@ -123,12 +123,15 @@ class DistributedStep:
 
     def _finish_gradients(self) -> None:
         """What neither autograd nor FSDP adds up."""
+        layout = self.ranks.config
         for parameter in self.applied.parameters():
             gradient = parameter.grad
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue
             if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if self.applied.exchanged:  # averaged over the holders of the same experts; tokens of ep ranks are in it
+            torch._foreach_div_([_local(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
         if self.applied.partial:
             _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.ranks.group("tp"))
         if self.ranks.config.pp > 1 and self.config.model.tied:
@@ -183,16 +186,11 @@ class DistributedStep:
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks of one stage that hold the same elements."""
-        copies = 1
-        placed: dict[str, Any] = {}
+        parts = 1
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
-            placed = dict(zip(names, parameter.placements, strict=True))
-        for name in ("replicate", "shard", "tp"):
-            placement = placed.get(name)
-            if placement is None or placement.is_replicate():
-                copies *= self.ranks.size_of(name)
-        return copies
+            sizes = parameter.device_mesh.shape
+            parts = math.prod(n for n, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
+        return self.ranks.size // self.ranks.config.pp // parts
 
     # -- evaluation ------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def _members(args: Any) -> Members:
 def counted(ranks: Ranks) -> Iterator[Traffic]:
     """Count while the block runs."""
     traffic = Traffic()
-    groups = {name: ranks.group(name) for name in ("replicate", "shard", "tp", "pp")}
+    groups = {name: ranks.group(name) for name in ("replicate", "shard", "tp", "pp")} | ranks.groups
     if ranks.context is not None:
         groups["cp"] = ranks.context.get_group()
     dimensions: dict[Members, tuple[str, int]] = {}
