@@ -65,7 +65,9 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
             block.attention.place = place
 
     # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
-    if layout.tp > 1 or layout.zero > 0:
+    replicas = ranks.size_of("replicate") > 1
+    fsdp = layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
+    if layout.tp > 1 or fsdp:
         tensor.split_projections(model)
 
     # Whom experts count and exchange with: every layer asks, wherever it comes to lie.
@@ -94,10 +96,10 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
-    if layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp * layout.ep > 1):
+    if fsdp:
         for part in plain.values():
             shard(part, ranks)
-    elif ranks.size_of("replicate") > 1:
+    elif replicas:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")
         with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11

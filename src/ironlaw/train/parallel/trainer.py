@@ -18,6 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.model.linear import use_onednn
+from ironlaw.model.moe import Load
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
 from ironlaw.train import checkpoint
@@ -28,6 +29,7 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel import experts
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
@@ -64,7 +66,7 @@ class DistributedTrainer(Trainer):
     def __init__(self, *arguments: Any, ranks: Ranks, **named: Any) -> None:
         self.ranks = ranks
         self._stop_agreed = False
-        self._expert_load = None  # a mixture of experts is refused
+        self._expert_load: Load | None = None
         super().__init__(*arguments, **named)
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
@@ -128,6 +130,8 @@ class DistributedTrainer(Trainer):
                 set_learning_rate(self.optimizer, learning_rate(config, self.step))
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
+                if config.model.moe:
+                    self._expert_load = experts.balance(self.model, self.ranks)
         if stop and self._interrupted is None:
             self._interrupted = "SIGTERM"  # another rank was told to stop
         self._stop_agreed = stop
@@ -166,7 +170,7 @@ class DistributedTrainer(Trainer):
         return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
 
     def _step_metrics(self) -> dict[str, Any]:
-        return {}
+        return {} if self._expert_load is None else self._expert_load.metrics()
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """All ranks have decided alike, from the same numbers; rank 0 drops the lines, then all read what is left."""
