@@ -143,7 +143,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "global_batch": config.train.global_batch,
         "steps": config.train.steps,
     }
-    _add_totals(ledger, config, profile, measured)
+    add_totals(ledger, config, profile, measured)
     return ledger
 
 
@@ -197,7 +197,8 @@ def _dispatch(lines: list[Line], machine: MeasuredMachine) -> list[Line]:
     return result
 
 
-def _add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: str) -> None:
+def add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: str) -> None:
+    """What the lines and the memory of a planned ledger come to."""
     calculated, tokens = Origin.CALCULATED, config.tokens_per_step
     step = sum(line.seconds or 0.0 for line in ledger.lines)
     low, high, basis = time_interval(profile)

@@ -125,15 +125,15 @@ def traffic(
     `counted_batch`: sequences over which the load of experts is counted, the config's micro-batch, where that is more
     than the layout's, which no replica's can exceed.
     """
-    together = max(1, (counted_batch or 1) // (global_batch // layout.dp)) * layout.cp
+    together = max(1, (counted_batch or 1) // (global_batch // layout.dp))
     micro_batches = global_batch // (layout.dp * layout.micro_batch)
     tables = []
     for rank in range(layout.pp):
         total: Counter[tuple[str, str, str]] = Counter()
         for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank):
-            lines = [*_stage(model, layout, sequence, micro_batches, stage)]
-            lines += _experts(model, layout, sequence, micro_batches, stage, together)
-            for dimension, kind, count, size in lines:
+            for dimension, kind, count, size in stage_lines(
+                model, layout, sequence, micro_batches, stage, together
+            ):  # fmt: skip
                 total[dimension, kind, "count"] += count
                 total[dimension, kind, "bytes"] += size
         keys = sorted({(dimension, kind) for dimension, kind, _ in total})
@@ -155,7 +155,13 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
 Line = tuple[str, str, int, int]
 
 
-def _stage(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int) -> Iterable[Line]:
+def stage_lines(
+    model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int, together: int = 1
+) -> Iterable[Line]:
+    """(dimension, kind, count, bytes) of one stage in a step, a line for each size of buffer.
+
+    `together`: replicas that count the load of experts together.
+    """
     tokens = layout.micro_batch * sequence // layout.cp
     parameters = stage_parameters(model, layout, stage)
     yield from _data_parallel(model, layout, parameters, micro_batches)
@@ -166,6 +172,8 @@ def _stage(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int
         gathered = 2 * layout.micro_batch * sequence * model.key_value_size // layout.tp * FP32
         yield "cp", "all_gather", blocks * micro_batches, blocks * micro_batches * gathered
         yield "cp", "reduce_scatter", blocks * micro_batches, blocks * micro_batches * gathered
+    if model.moe is not None:
+        yield from _experts(model, layout, sequence, micro_batches, stage, together * layout.cp)
     if layout.pp > 1:
         yield from _pipeline(model, layout, parameters, tokens, micro_batches, stage)
 
@@ -179,7 +187,7 @@ def _data_parallel(
     # A pipeline reduces when its schedule is through, whatever the stage of ZeRO.
     reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
     plain = layout.tp * layout.pp * layout.ep == 1 and not sharded
-    for unit, tensors in _units(model, layout, parameters).items():
+    for unit, tensors in units_of(model, parameters, layout.ep).items():
         if unit.endswith(".experts"):
             yield from _expert_parallel_data(layout, tensors, reductions, micro_batches)
             continue
@@ -210,7 +218,7 @@ def _expert_parallel_data(
     yield "expert_shard", "reduce_scatter", reductions, reductions * size
 
 
-def _units(model: ModelConfig, layout: Layout, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
+def units_of(model: ModelConfig, parameters: list[Parameter], ep: int = 1) -> dict[str, list[Parameter]]:
     """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest.
 
     Expert parallel experts are divided over other ranks than the rest of their block, and gathered apart.
@@ -224,7 +232,7 @@ def _units(model: ModelConfig, layout: Layout, parameters: list[Parameter]) -> d
         unit = "root"
         if parameter.name.startswith("blocks."):
             unit = ".".join(parameter.name.split(".")[:2])
-            if layout.ep > 1 and _of_experts(parameter):
+            if ep > 1 and _of_experts(parameter):
                 unit += ".experts"
         elif parameter.name in apart:
             unit = parameter.name
@@ -271,8 +279,7 @@ def _experts(
 ) -> Iterable[Line]:
     """Rows to their experts and back, forward and backward, and what is counted together. Per tensor parallel rank."""
     moe = model.moe
-    if moe is None:
-        return
+    assert moe is not None
     stages = layout.pp * layout.virtual_stages
     layers = sum(moe.in_layer(layer) for layer in layers_of(model.layers, stages, layout.virtual_stages)[stage])
     passes = layers * micro_batches

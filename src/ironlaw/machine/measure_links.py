@@ -1,0 +1,224 @@
+"""Two processes of this machine, timed while they talk over gloo and while they compute side by side.
+
+    costs = measure_links(profile)      # about ten seconds; `ironlaw measure` and the first run on several ranks do it
+
+The two are forked from a process that has only imported PyTorch, with the group on this machine's own addresses. Every
+figure is a low quantile over interleaved rounds, of the slower rank: what the machine repeats when nobody disturbs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.errors import UserError
+from ironlaw.machine.links import MEASURED_RANKS, RankCosts
+from ironlaw.machine.profile import Curve, Profile
+
+SIZES = (2**8, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+ROUNDS = 7
+QUANTILE = 25
+BLOCKS, WIDTH, ROWS = 6, 16, 8  # so small that what a wrapper adds to them is its own work
+Call = Callable[[], Any]
+
+
+def measure_links(profile: Profile, timeout_seconds: float = 240.0) -> RankCosts:
+    """UserError when two processes of this machine cannot reach each other."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = [sys.executable, "-W", "ignore", "-m", "ironlaw.machine.measure_links"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        done = subprocess.run(
+            [*program, folder, str(profile.threads)], env=environment, capture_output=True, text=True,
+            timeout=timeout_seconds, check=False,
+        )  # fmt: skip
+        try:
+            found = [json.loads(Path(folder, f"rank{rank}.json").read_text("utf-8")) for rank in range(MEASURED_RANKS)]
+        except (OSError, json.JSONDecodeError):
+            last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise UserError(f"two processes of this machine could not be timed together: {last}") from None
+    return costs_of(profile, found)
+
+
+def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
+    """From each rank's samples by name (`json` of what `_samples` returns)."""
+    # A collective is through when the last of its ranks is: the slower one of each round.
+    best = {
+        name: float(np.percentile(np.max([rank["samples"][name] for rank in found], axis=0), QUANTILE))
+        for name in found[0]["samples"]
+    }
+    curves = {}
+    for kind in COLLECTIVES:
+        # Smaller buffers never take more: what says so was disturbed. A send was timed there and back.
+        seconds = np.minimum.accumulate([best[f"{kind} {size}"] for size in reversed(SIZES)])[::-1]
+        seconds = seconds / (2 if kind == "send" else 1)
+        curves[kind] = Curve(tuple(float(size) for size in SIZES), tuple(float(s) for s in seconds))
+    costs = RankCosts(
+        profile.machine, profile.created, found[0]["cores"], curves,
+        {kind: max(1.0, best[f"{kind} shared"] / best[f"{kind} alone"]) for kind in ("compute", "memory")},
+        0.0, 0.0, 0.0,
+    )  # fmt: skip
+    unit = 4 * 4 * WIDTH * WIDTH * 2
+
+    def own(kind: str, collectives: dict[str, tuple[int, int]], calls: int) -> float:
+        talking = sum(n * costs.collective_seconds(k, size, MEASURED_RANKS) for k, (n, size) in collectives.items())
+        return max(0.0, best[kind] - best["plain"] - talking) / calls
+
+    fsdp = own("fsdp", {"all_gather": (2 * BLOCKS, unit), "reduce_scatter": (BLOCKS, unit)}, 3 * BLOCKS)
+    tensor = own("tensor", {"all_reduce": (2 * BLOCKS, 4 * ROWS * WIDTH)}, 2 * BLOCKS)
+    passes = own("pipeline", {"send": (4, 4 * ROWS * WIDTH)}, 2 * 2 * 4)
+    return RankCosts(**vars(costs) | {"unit_seconds": fsdp, "dtensor_seconds": tensor, "pass_seconds": passes})
+
+
+# -- in the two processes ------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, folder: str, threads: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(max(1, threads // MEASURED_RANKS))
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=MEASURED_RANKS)
+    calls = _collectives(rank) | _kernels("shared") | _wrappers(rank)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    repeats = {name: _repeats(call) for name, call in calls.items()}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            dist.barrier()
+            samples[name].append(_timed(call, repeats[name]))
+    torch.set_num_threads(threads)
+    for name, call in _kernels("alone").items():
+        samples[name] = []
+        for turn in range(MEASURED_RANKS):  # while one computes with all threads, the other waits
+            for _ in range(ROUNDS):
+                dist.barrier()
+                if turn == rank:
+                    samples[name].append(_timed(call, 3))
+                dist.barrier()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    document = {"samples": samples, "cores": cores}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(document), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _repeats(call: Call) -> int:
+    """As many for both ranks: agreed over the group."""
+    import torch
+    import torch.distributed as dist
+
+    call()
+    start = time.perf_counter()
+    call()
+    wanted = torch.tensor(int(2e-3 / max(1e-6, time.perf_counter() - start)))
+    dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
+    return max(1, min(20, int(wanted)))
+
+
+def _timed(call: Call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def _collectives(rank: int) -> dict[str, Call]:
+    import torch
+    import torch.distributed as dist
+
+    def exchange(kind: str, size: int) -> Call:
+        buffer = torch.zeros(size // 4)
+        half = torch.zeros(size // 8)
+
+        def send() -> None:  # there and back: twice one message
+            dist.send(buffer, 1 - rank) if rank == 0 else dist.recv(buffer, 1 - rank)
+            dist.recv(buffer, 1 - rank) if rank == 0 else dist.send(buffer, 1 - rank)
+
+        return {
+            "all_reduce": lambda: dist.all_reduce(buffer),
+            "all_gather": lambda: dist.all_gather_into_tensor(buffer, half),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, buffer),
+            "all_to_all": lambda: dist.all_to_all_single(buffer, buffer.clone()),
+            "broadcast": lambda: dist.broadcast(buffer, 0),
+            "send": send,
+        }[kind]
+
+    return {f"{kind} {size}": exchange(kind, size) for kind in COLLECTIVES for size in SIZES}
+
+
+def _kernels(how: str) -> dict[str, Call]:
+    """A product of matrices and a pass over memory: the two kinds that a plan tells apart."""
+    import torch
+
+    left, right = torch.randn(1024, 512), torch.randn(512, 512)
+    wide = torch.randn(2**21)
+    return {f"compute {how}": lambda: left @ right, f"memory {how}": lambda: torch.nn.functional.gelu(wide)}
+
+
+def _wrappers(rank: int) -> dict[str, Call]:
+    """Forward and backward of tiny layers, plain and under each wrapper: the difference is the wrapper's own work."""
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (MEASURED_RANKS,))
+    rows = torch.randn(ROWS, WIDTH)
+
+    def layers(count: int) -> nn.Sequential:
+        pairs = [nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)]
+        return nn.Sequential(*(nn.Sequential(*(type(p)(p.in_features, p.out_features, False) for p in pairs))
+                               for _ in range(count)))  # fmt: skip
+
+    def trained(model: nn.Module) -> Call:
+        def call() -> None:
+            model(rows).sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        return call
+
+    plain, sharded, divided = layers(BLOCKS), layers(BLOCKS), layers(BLOCKS)
+    for block in sharded:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    for block in divided:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    part = layers(BLOCKS // 2)
+    micro = torch.zeros(ROWS // 4, WIDTH, requires_grad=True)
+    with contextlib.redirect_stderr(None):
+        stage = PipelineStage(part, rank, 2, torch.device("cpu"), input_args=micro, output_args=micro)
+    schedule: Any = Schedule1F1B(stage, 4, loss_fn=lambda output, target: output.sum())
+
+    def piped() -> None:
+        given: dict[str, Tensor] = {"target": rows} if rank else {}
+        schedule.step(*(() if rank else (rows,)), **given)
+        for parameter in part.parameters():
+            parameter.grad = None
+
+    return {"plain": trained(plain), "fsdp": trained(sharded), "tensor": trained(divided), "pipeline": piped}
+
+
+def main() -> None:
+    import torch.multiprocessing as processes
+
+    processes.start_processes(_rank, (sys.argv[1], int(sys.argv[2])), MEASURED_RANKS, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Bytes of tensors one rank holds over a step: its stage walked pass by pass, gathered weights and buffers included.
+
+    peak = rank_peak(config, layout, position, shape)       # `shape`: the rank's own (`rank_work.local_shape`)
+    peak.total, peak.where, peak.components
+
+What lasts: the rank's weights, its optimizer's state, DDP's buckets, a pipeline's buffers for messages. What comes and
+goes: activations between forward and backward, temporaries, gradients, and what FSDP2 gathers and reduces: a buffer of
+the whole unit beside the weights copied out of it, kept until the next unit's is there; backward, the next unit is
+gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ironlaw.config import RunConfig
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.rank_passes import Pass, passes
+from ironlaw.plan.traffic import layers_of, stage_parameters, stages_of, units_of
+from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
+from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
+from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.transformer import FP32, INDEX, Shape
+
+COMPONENTS = (
+    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages", "batch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """The highest moment of a rank's step, in bytes by component."""
+
+    where: str
+    components: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.components.values())
+
+
+@dataclass
+class Walk:
+    """What is held now, and the highest moment so far."""
+
+    now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0.0))
+    peak: RankPeak = RankPeak("start", {})
+
+    def add(self, component: str, size: float, where: str) -> None:
+        self.now[component] += size
+        if size > 0:
+            self.look(where)
+
+    def look(self, where: str) -> None:
+        if sum(self.now.values()) > self.peak.total:
+            self.peak = RankPeak(where, dict(self.now))
+
+    def run(self, operations: Iterable[Operation], gradients: str, factor: float = 1.0) -> None:
+        """`gradients`: the component that holds new ones; "" where they are added to what is there, and freed."""
+        now = self.now
+        for op in operations:
+            now["activations"] += op.saved_bytes * factor
+            now["temporaries"] += op.temporary_bytes * factor
+            now[gradients or "temporaries"] += op.gradient_bytes
+            self.look(f"{op.name}, {op.phase}")
+            if not gradients:
+                now["temporaries"] -= op.gradient_bytes
+            now["activations"] -= op.frees_saved_bytes * factor
+            now["temporaries"] -= op.frees_temporary_bytes * factor
+
+
+def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape) -> RankPeak:
+    """The peak of a rank at a pipeline position."""
+    return _Rank(config, layout, position, shape).peak()
+
+
+class _Rank:
+    def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape) -> None:
+        self.config, self.layout, self.position, self.shape = config, layout, position, shape
+        self.micro_batches = config.train.global_batch // (layout.dp * layout.micro_batch)
+        self.stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
+        self.last = layout.pp * layout.virtual_stages - 1
+        self.parameters = {s: stage_parameters(config.model, layout, s) for s in self.stages}
+        self.fsdp = layout.zero > 0 or (layout.tp * layout.pp > 1 and layout.dp * layout.cp > 1)
+        self.ddp = not self.fsdp and layout.dp * layout.cp > 1
+        self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+        self.units = {s: units_of(config.model, self.parameters[s]) for s in self.stages}
+        self.walk = Walk()
+        self.gathered: set[tuple[int, str]] = set()
+        self.reduced: set[tuple[int, str]] = set()
+        self.has_gradients: set[int] = set()
+        self.waiting_buffer = 0.0  # of the last reduction
+        self.last_gather = 0.0  # buffer of the last gather, forward
+        self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
+
+    # -- sizes -------------------------------------------------------------------------------------------------
+
+    def padded(self, tensors: list[Parameter]) -> float:
+        """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
+        rows = (math.ceil(p.shape[0] / self.ranks) * self.ranks * math.prod(p.shape[1:]) for p in tensors)
+        return float(sum(rows) * FP32)
+
+    def whole(self, stage: int) -> float:
+        return float(sum(p.elements for p in self.parameters[stage]) * FP32)
+
+    def shards(self) -> list[Parameter]:
+        """What this rank updates."""
+        found = []
+        for stage in self.stages:
+            for p in self.parameters[stage]:
+                found.append(Parameter(p.name, (math.ceil(p.shape[0] / self.ranks), *p.shape[1:]), p.embedding))
+        return found
+
+    @property
+    def stream(self) -> float:
+        """One residual stream as stages hand it on."""
+        tokens = self.layout.micro_batch * self.config.sequence // self.layout.cp
+        return tokens * self.config.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def peak(self) -> RankPeak:
+        config, walk = self.config, self.walk
+        mine = self.shards()
+        walk.now["weights"] = sum(self.padded(self.parameters[s]) / self.ranks for s in self.stages)
+        model = config.model
+        if model.positions == "rope":
+            walk.now["weights"] += model.context * model.size_of_head * FP32
+        walk.now["optimizer"] = state_bytes(mine, config.optimizer)
+        walk.now["batch"] = self.micro_batches * self.layout.micro_batch * config.sequence * 2 * INDEX
+        if self.ddp:
+            walk.now["gradients"] = self.whole(self.stages[0])
+        walk.look("start")
+        if self.layout.pp > 1:
+            self._pipelined()
+        else:
+            for m in range(self.micro_batches):
+                self._forward(0, m)
+                self._backward(0, m, last=m == self.micro_batches - 1, piped=False)
+        self._finish()
+        walk.add("temporaries", update_temporary_bytes(mine, config.optimizer), "update, optimizer")
+        return walk.peak
+
+    def _pipelined(self) -> None:
+        order = self._order()
+        for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last and s not in self.stages]
+            self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
+        self.walk.look("messages")
+        left = dict.fromkeys(self.stages, self.micro_batches)
+        for p in order:
+            if p.kind == "F":
+                self._forward(p.stage, p.micro_batch)
+            elif p.kind in ("B", "W"):
+                left[p.stage] -= 1
+                self._backward(p.stage, p.micro_batch, last=False, piped=True)
+        for stage in self.stages if self.fsdp else ():
+            self._reduce_all(stage)
+
+    def _order(self) -> list[Pass]:
+        layout = self.layout
+        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches)[self.position]
+
+    def _blocks(self, stage: int) -> list[str]:
+        layers = layers_of(self.config.model.layers, self.last + 1, self.layout.virtual_stages)[stage]
+        return [f"blocks.{layer}" for layer in layers]
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        shape, walk = self.shape, self.walk
+        self._gather(stage, "root")
+        if stage == 0:
+            self._gather(stage, "embedding.weight")
+            walk.run(embedding(shape), "gradients")
+            self._release(stage, "embedding.weight")
+        for unit in self._blocks(stage):
+            self._gather(stage, unit)
+            walk.run(block(shape), "gradients")
+            self._release(stage, unit)
+        if stage == self.last:
+            self._gather(stage, "head.weight")
+            walk.run(head(shape), "gradients")
+            self._release(stage, "head.weight")
+        walk.add("gathered", -self.last_gather, "")
+        self.last_gather = 0.0
+
+    def _backward(self, stage: int, micro_batch: int, last: bool, piped: bool) -> None:
+        shape, walk = self.shape, self.walk
+        adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
+        kept = "" if self.ddp or adding else "gradients"
+        blocks = self._blocks(stage)[::-1]
+        order = (["head.weight"] if stage == self.last else []) + blocks
+        order += ["embedding.weight"] if stage == 0 else []
+        work: dict[str, list[Operation]] = {unit: block_backward(shape) for unit in blocks}
+        work |= {"head.weight": head_backward(shape), "embedding.weight": embedding_backward(shape)}
+        if stage != self.last:
+            walk.add("temporaries", self.stream, "gradient of the output")
+        for index, unit in enumerate(order):
+            self._regather(stage, unit, order[index + 1 :][:1])
+            walk.run(work[unit], kept)
+            self._after_backward(stage, unit, last, piped)
+        if stage != 0:
+            walk.now["temporaries"] -= self.stream
+            walk.now["activations"] += self.stream  # the input is a buffer for messages
+        if stage != self.last:
+            walk.now["activations"] -= self.stream  # the output
+        self.has_gradients.add(stage)
+        if self.fsdp and not piped:
+            self._after_backward(stage, "root", last, piped)
+            walk.now["reducing"] -= self.waiting_buffer
+            self.waiting_buffer = 0.0
+
+    # -- what FSDP does ----------------------------------------------------------------------------------------
+
+    def _gather(self, stage: int, unit: str) -> None:
+        tensors = self.units[stage].get(unit)
+        if not self.fsdp or tensors is None or (stage, unit) in self.gathered:
+            return
+        self.gathered.add((stage, unit))
+        size = self.padded(tensors)
+        if self.ranks > 1:
+            self.walk.add("gathered", size, f"gathering {unit}")
+            self.walk.now["gathered"] -= self.last_gather
+            self.last_gather = size
+        self.walk.add("gathered", size, f"weights of {unit}")
+
+    def _release(self, stage: int, unit: str) -> None:
+        if self.layout.zero == 3 and (stage, unit) in self.gathered:
+            self.gathered.remove((stage, unit))
+            self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
+
+    def _regather(self, stage: int, unit: str, following: list[str]) -> None:
+        """Backward: the unit's weights out of the buffer that was gathered ahead, and the next one's buffer."""
+        if not self.fsdp or self.layout.zero != 3:
+            return
+        walk = self.walk
+        for which in [unit, *following]:
+            tensors = self.units[stage].get(which)
+            if tensors is None or (stage, which) in self.gathered:
+                continue
+            size = self.padded(tensors)
+            if (stage, which) not in self.ahead:
+                self.ahead[stage, which] = size
+                walk.add("gathered", size, f"gathering {which}")
+            if which == unit:
+                walk.add("gathered", size, f"weights of {which}")
+                walk.now["gathered"] -= self.ahead.pop((stage, which))
+                self.gathered.add((stage, which))
+
+    def _after_backward(self, stage: int, unit: str, last: bool, piped: bool) -> None:
+        tensors = self.units[stage].get(unit)
+        if not self.fsdp or tensors is None or piped:
+            return
+        zero = self.layout.zero
+        if (last or zero == 3) and (stage, unit) in self.gathered:
+            self.gathered.remove((stage, unit))
+            self.walk.now["gathered"] -= self.padded(tensors)
+        if last or zero >= 2:
+            self._reduce(stage, unit, tensors)
+
+    def _reduce(self, stage: int, unit: str, tensors: list[Parameter]) -> None:
+        walk, size = self.walk, self.padded(tensors)
+        walk.now["reducing"] -= self.waiting_buffer
+        walk.add("reducing", size, f"gradients of {unit} copied")
+        self.waiting_buffer = size
+        walk.now["gradients"] -= sum(p.elements for p in tensors) * FP32
+        first = (stage, unit) not in self.reduced
+        walk.add("gradients", size / self.ranks, f"reducing {unit}")
+        if not first:
+            walk.now["gradients"] -= size / self.ranks
+        self.reduced.add((stage, unit))
+
+    def _reduce_all(self, stage: int) -> None:
+        """A pipeline's gradients, when its passes are through."""
+        for unit in reversed(list(self.units[stage])):
+            if (stage, unit) in self.gathered:
+                self.gathered.remove((stage, unit))
+                self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
+            self._reduce(stage, unit, self.units[stage][unit])
+        self.walk.now["reducing"] -= self.waiting_buffer
+        self.waiting_buffer = 0.0
+
+    def _finish(self) -> None:
+        """Gradients of a tied weight are exchanged between the ends of a pipeline."""
+        if self.layout.pp > 1 and self.config.model.tied and {0, self.last} & set(self.stages):
+            table = next(p for s in self.stages for p in self.parameters[s] if p.name in ENDS)
+            size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
+            self.walk.add("temporaries", size, "gradient of the tied weight")
+            self.walk.now["temporaries"] -= size
+
+
+ENDS = ("embedding.weight", "head.weight")

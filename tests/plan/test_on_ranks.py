@@ -1,0 +1,111 @@
+"""Plans of several CPU ranks: what they compute adds up to the model's work, and slow links cost what they carry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ironlaw.config import RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
+from ironlaw.machine.profile import Curve, Profile
+from ironlaw.plan.estimate import plan_run
+from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.plan.on_ranks import RanksPlan, plan_ranks
+from ironlaw.plan.rank_passes import most_in_flight, passes, play, pytorch_passes
+from ironlaw.plan.traffic import traffic
+
+GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
+LLAMA = GPT | {
+    "name": "llama", "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
+    "bias": False, "tied": False,
+}  # fmt: skip
+CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))
+COSTS = RankCosts("this", "today", 2, dict.fromkeys(KINDS, CURVE), {"compute": 1.9, "memory": 1.5}, 1e-4, 1e-4, 1e-4)
+LAYOUTS = [
+    "dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "tp=2 sp=1", "cp=2", "pp=2", "pp=2 virtual_stages=2",
+    "pp=2 virtual_stages=2 schedule=zbv", "dp=2 pp=2 zero=1", "dp=2 tp=2 sp=1 zero=3", "dp=2 tp=2 pp=2",
+]  # fmt: skip
+
+
+def config(model: dict[str, Any] = GPT) -> RunConfig:
+    return build_config({"model": model, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32"}})
+
+
+def planned(profile: Profile, layout: str | Layout, fabric: Fabric | None = None, **model: Any) -> RanksPlan:
+    chosen = parse_layout(layout + " micro_batch=2") if isinstance(layout, str) else layout
+    return plan_ranks(config(GPT | model), profile, chosen.accelerators, chosen, fabric or Fabric(COSTS))
+
+
+@pytest.mark.parametrize("family", [GPT, LLAMA])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_share_the_models_work_and_send_what_traffic_says(
+    family: dict[str, Any], layout: str, machine_profile: Profile
+) -> None:
+    chosen = parse_layout(layout + " micro_batch=2")
+    plan = plan_ranks(config(family), machine_profile, chosen.accelerators, chosen, Fabric(COSTS))
+    ledger = plan.ledger()
+    alone = plan_run(config(family), machine_profile)
+    assert ledger.totals["flops_per_step"].value == pytest.approx(alone.totals["flops_per_step"].value, rel=1e-3)
+    tables = traffic(config(family).model, chosen, sequence=64, global_batch=16)
+    for stage, table in zip(plan.stages, tables, strict=True):
+        sent = {(t.dimension, t.kind): t.bytes for t in stage.communication if t.dimension != "world"}
+        assert sent == {key: value.bytes for key, value in table.items()}
+        assert sum(stage.phase_seconds.values()) == pytest.approx(plan.step_seconds, rel=1e-6)
+        assert all(seconds >= -1e-9 for seconds in stage.phase_seconds.values())
+    assert sum(ledger.seconds_by_phase().values()) == pytest.approx(plan.step_seconds, rel=1e-6)
+
+
+def test_a_link_costs_its_bytes_and_its_latency(machine_profile: Profile) -> None:
+    slow = Link(latency_seconds=1e-3, bytes_per_second=1e6)
+    apart = Fabric(COSTS, ranks_per_host=1, between=slow)
+    near, far = planned(machine_profile, "dp=2 zero=3"), planned(machine_profile, "dp=2 zero=3", apart)
+    found = {t.name: t for t in far.stages[0].communication}
+    gather = found["shard all_gather"]
+    # Half of every gathered buffer comes over the link, and each round waits for its latency.
+    assert gather.seconds == pytest.approx(gather.bytes / 2 / 1e6 + gather.count * (1e-3 + 1e-4), rel=0.01)
+    scatter = found["shard reduce_scatter"]
+    assert scatter.seconds == pytest.approx(scatter.bytes / 1e6 + scatter.count * (2e-3 + 1e-4), rel=0.01)
+    talking = sum(t.seconds for t in far.stages[0].communication) - sum(t.seconds for t in near.stages[0].communication)
+    assert far.step_seconds - near.step_seconds == pytest.approx(talking, rel=0.3)  # a host each: cores of their own
+    two_hosts = planned(machine_profile, "dp=4", Fabric(COSTS, ranks_per_host=2, between=slow))
+    assert two_hosts.step_seconds < planned(machine_profile, "dp=4", apart).step_seconds + 0.1
+
+
+def test_ddp_hides_reductions_behind_the_backward_pass_only_where_a_link_is_slow(machine_profile: Profile) -> None:
+    link = Link(latency_seconds=0.0, bytes_per_second=2e8)
+    plan = planned(machine_profile, "dp=2", Fabric(COSTS, ranks_per_host=1, between=link), hidden=512, layers=8)
+    (reduce,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
+    assert 0 < reduce.exposed_seconds < 0.9 * reduce.seconds
+    here = planned(machine_profile, "dp=2", hidden=512, layers=8)
+    (reduce,) = [t for t in here.stages[0].communication if t.dimension == "replicate"]
+    assert reduce.exposed_seconds == pytest.approx(reduce.seconds, rel=0.2)
+
+
+def test_passes_are_those_of_pytorch() -> None:
+    ours = passes("1f1b", 4, 1, 6)
+    theirs = pytorch_passes("1f1b", 4, 1, 6)
+    assert [most_in_flight(order) for order in ours] == [4, 3, 2, 1] == [most_in_flight(o) for o in theirs]
+    for schedule, virtual in (("gpipe", 1), ("1f1b", 2), ("zb", 1), ("zbv", 2), ("dualpipe", 2)):
+        for order in passes(schedule, 2, virtual, 8):
+            kinds = [p.kind for p in order]
+            assert kinds.count("F") == 8 * virtual == kinds.count("B") + kinds.count("W")
+
+
+def test_a_pipeline_of_equal_stages_idles_as_the_formula_says() -> None:
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    for micro_batches in (4, 8):
+        played = play(passes("1f1b", 4, 1, micro_batches), lambda p: seconds[p.kind], lambda a, b: 0.0)
+        assert max(played.ends) == pytest.approx(3.0 * (micro_batches + 3))
+        assert played.busy == pytest.approx([3.0 * micro_batches] * 4)
+    # Two cores for four stages: nothing is idle but at the ends.
+    played = play(passes("1f1b", 4, 1, 8), lambda p: seconds[p.kind], lambda a, b: 0.0, cores=lambda rank: (0, 2.0))
+    assert max(played.ends) >= 4 * 8 * 3.0 / 2
+    slow = play(passes("1f1b", 2, 1, 8), lambda p: seconds[p.kind], lambda a, b: 5.0)
+    assert max(slow.ends) > 8 * 5.0
+
+
+def test_what_cannot_be_planned_is_said(machine_profile: Profile) -> None:
+    with pytest.raises(UserError, match="accelerators, the cluster has 4"):
+        plan_ranks(config(), machine_profile, 4, Layout(dp=2, micro_batch=2), Fabric(COSTS))
