@@ -133,7 +133,9 @@ class Transformer(nn.Module):
     place: Place = WHOLE
     dropout_seed = 0  # of masks that are drawn by sample
     loss_chunk = 0  # tokens whose logits exist at a time; 0: all
-    loss_factor: float = 1.0  # of a pipeline's loss, which stages without one need to know for balancing losses
+    loss_factor: Tensor | float = (
+        1.0  # of a pipeline's loss, which stages without one need to know for balancing losses
+    )
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 from ironlaw.config import RunConfig, build_config
+from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
@@ -32,7 +33,9 @@ from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
+from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
+from ironlaw.workload.recompute import policies as layer_policies
 
 STEPS = 20
 GPT = {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
@@ -66,6 +69,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             "optimizer": {"lr": 3e-3} | case.get("optimizer", {}),
             "schedule": {"warmup_steps": 2},
             "layout": case["layout"],
+            **case.get("tables", {}),
         }
     )
 
@@ -74,6 +78,15 @@ def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
     windows = Windows(TOKENS, config.sequence, seed, size)
     return Batches(windows, config.sequence, size, seed, rank, world)
+
+
+def in_documents(config: RunConfig, batch: Batch[Tensor]) -> Batch[Tensor]:
+    """The same rows as if they were cut into documents and padded, unevenly, where the config says so."""
+    if not config.data.mask_documents:
+        return batch
+    inputs = batch.inputs
+    padded = torch.arange(inputs.shape[1]) >= inputs.shape[1] - inputs[:, :1] % 9
+    return Batch(inputs, batch.targets.masked_fill(padded, IGNORED), (inputs % 5 == 0).cumsum(1).int())
 
 
 class Run:
@@ -85,19 +98,24 @@ class Run:
         torch.manual_seed(config.train.seed)
         model = Transformer(config.model)
         mark_fused(model)
-        self.applied = layouts.apply(model, config, self.ranks)
+        model.loss_chunk = 24 if config.train.loss == "chunked" else 0
+        policies = layer_policies(config.recompute, config.model)
+        self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")
         self.optimizer = layouts.build(self.applied, config.optimizer)
-        self.step = DistributedStep(self.applied, config)
+        kind = config.train.precision
+        self.step = DistributedStep(self.applied, config, lambda: autocast(self.ranks.device, kind), kind)
         self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
         results = []
         for step in range(first, last):
-            batch = self.batches.batch(step).map(torch.from_numpy)
-            loss = self.step.forward_backward(batch.inputs, batch.targets, self.step.samples(step))
+            batch = in_documents(self.config, self.batches.batch(step).map(torch.from_numpy))
+            samples = self.step.samples(step)
+            loss = self.step.forward_backward(batch.inputs, batch.targets, samples, documents=batch.documents)
             set_learning_rate(self.optimizer, learning_rate(self.config, step))
             results.append(self.step.agree(loss, self.config.train.clip)[:2])
-            self.optimizer.step()
+            if not self.step.overflowed:
+                self.optimizer.step()
             self.optimizer.zero_grad()
             if self.config.model.moe:
                 experts.balance(self.applied.model, self.ranks)
@@ -111,18 +129,25 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
     model.dropout_seed = config.train.seed
     optimizer = build_optimizer(model, config.optimizer)
     size = config.train.global_batch
+    scaler = LossScale(torch.device("cpu"), config.train.precision, config.scaler)
     batches, results = batches_of(config), []
     for step in range(config.train.steps):
-        batch = batches.batch(step).map(torch.from_numpy)
+        batch = in_documents(config, batches.batch(step).map(torch.from_numpy))
         samples, total = torch.arange(size) + step * size, 0.0
         for first in range(0, size, config.micro_batch):
-            rows = slice(first, first + config.micro_batch)
-            loss = model(batch.inputs[rows], batch.targets[rows], samples[rows]) / config.accumulation
-            loss.backward()
+            micro, here = (
+                batch.rows(slice(first, first + config.micro_batch)),
+                samples[first : first + config.micro_batch],
+            )
+            share = (micro.targets != IGNORED).sum() / (batch.targets != IGNORED).sum()
+            with autocast(torch.device("cpu"), config.train.precision):
+                loss = model(micro.inputs, micro.targets, here, micro.documents) * share
+            scaler.scale(loss).backward()
             total += float(loss.detach())
+        scaler.unscale(optimizer)
         set_learning_rate(optimizer, learning_rate(config, step))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-        optimizer.step()
+        scaler.step(optimizer)
         optimizer.zero_grad()
         if config.model.moe:
             update_routing(model)
@@ -157,6 +182,7 @@ def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
         "norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(found, expected, strict=True)),
         "weights": max(float((value - (tied | weights)[name]).abs().max()) for name, value in ours.items()),
         "learned": expected[0][0] - found[-1][0],
+        "skipped": run.step.scale.skipped_steps,
     }
 
 

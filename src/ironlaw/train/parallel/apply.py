@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,6 +22,8 @@ from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import experts, pipeline, tensor
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.recompute import recompute_blocks
+from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 
@@ -52,8 +55,13 @@ class Applied:
         return [parameter for part in self.plain.values() for parameter in part.parameters()]
 
 
-def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
-    """Divide `model`, the same on every rank, as the layout says."""
+def apply(
+    model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False
+) -> Applied:
+    """Divide `model`, the same on every rank, as the layout says.
+
+    `policies`: what each layer recomputes; `compiled`: blocks go through torch.compile.
+    """
     layout = ranks.config
     model.dropout_seed = config.train.seed
 
@@ -90,6 +98,14 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     if layout.tp > 1 or layout.ep > 1:
         for layer in (layer for part in plain.values() for layer in expert_layers(part)):
             experts.divide(layer.experts, ranks)
+
+    # Then what a block keeps and how it runs: FSDP gathers around the block, for the recomputation too.
+    for part in plain.values():
+        layers = [int(name) for name, _ in part.blocks.named_children()]
+        recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())
+        if compiled:
+            for compiling in part.blocks:
+                compiling.forward = torch.compile(compiling.forward)
 
     for part in plain.values():
         part.to(ranks.device)
@@ -140,7 +156,7 @@ def shard(part: Transformer, ranks: Ranks) -> None:
     if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
         if part.embedding is not None:
             fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again)
-        if part.head is not None:
+        if part.head is not None and not part.loss_chunk:  # whose weight the chunked loss takes by itself
             fully_shard(part.head, mesh=mesh, reshard_after_forward=again)
     fully_shard(part, mesh=mesh, reshard_after_forward=False)
 

@@ -74,7 +74,7 @@ class SharedPlace(Place):
             rows = torch.arange(end - chunk, end, device=query.device)
             here = rows[:, None] >= torch.arange(end, device=query.device)
         else:
-            here = mask[index * chunk : (index + 1) * chunk, :end]
+            here = mask[..., index * chunk : (index + 1) * chunk, :end]
         assert end <= sequence
         return F.scaled_dot_product_attention(
             query, key[:, :, :end], value[:, :, :end], attn_mask=here, dropout_p=dropout,

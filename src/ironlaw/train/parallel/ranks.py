@@ -106,11 +106,6 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
-    if size > 1 and (config.data.masks_documents or config.data.packing == "best_fit"):
-        raise UserError(
-            'this trainer does not mask documents or pad rows on several ranks yet: use data.packing = "concat"'
-            " without a document mask"
-        )
     if model.moe is not None:
         _check_experts(config, layout)
     return layout

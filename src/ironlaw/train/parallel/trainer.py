@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ironlaw.config import RunConfig
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
@@ -21,7 +21,7 @@ from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
-from ironlaw.train import checkpoint
+from ironlaw.train import checkpoint, precision
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
@@ -33,6 +33,7 @@ from ironlaw.train.parallel import experts
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.recompute import solved_policies
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
@@ -71,7 +72,7 @@ class DistributedTrainer(Trainer):
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
         config, ranks = self.config, self.ranks
-        _check_supported(config, self.precision)
+        _check_supported(config, ranks.config, self.precision)
         host.keep_freed_memory()
         torch.set_num_threads(threads_per_rank(self.profile.threads))
         self.device = ranks.device
@@ -82,10 +83,20 @@ class DistributedTrainer(Trainer):
         model = Transformer(config.model)
         use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
-        self.applied = layouts.apply(model, config, ranks)
+        precision.prepare(model, model.blocks, self.device, self.precision)
+        # Divided logits are small already.
+        model.loss_chunk = self.plan.facts.get("loss_chunk", 0) if ranks.config.tp == 1 else 0
+        wanted = config.train.compile
+        self.compiled = (
+            self._can_compile() if wanted == "on" or (wanted == "auto" and self.device.type == "cuda") else False
+        )
+        self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled)
         self.model = self.applied.model
         self.optimizer = layouts.build(self.applied, config.optimizer)
+        self.distributed = DistributedStep(self.applied, config, self._autocast, self.precision)
         self.states = {"optimizer": self.optimizer, "random": RandomState()}
+        if self.distributed.scale.enabled:
+            self.states["loss scale"] = self.distributed.scale
         group = dist.new_group(backend="gloo")
         self.store = ShardedFiles(group)
         self.checkpointer = Checkpointer(
@@ -99,8 +110,6 @@ class DistributedTrainer(Trainer):
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
-        self.distributed = DistributedStep(self.applied, config, self._autocast)
-        self.compiled = False
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
         self._spike_known = False
         self._digested: Any = None
@@ -111,6 +120,21 @@ class DistributedTrainer(Trainer):
         dist.barrier()  # the others read what rank 0's journal leaves of an earlier session
         self.recovery.start_over(self.run.metrics())
 
+    def _can_compile(self) -> bool:
+        """On every rank or on none, or they would wait for each other: a small function shows whether there is a
+        compiler at all."""
+        problem = None
+        try:
+            torch.compile(lambda x: x.cos() + 1)(torch.zeros(8, device=self.device))
+        except Exception as error:  # it fails in many ways
+            problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, problem)
+        first = next((reason for reason in found if reason is not None), None)
+        if first is not None:
+            self.say(f"torch.compile failed, training without it: {first}")
+        return first is None
+
     def _enough_steps_left(self) -> bool:
         return False  # the profiler's reader knows one process: nothing is recorded
 
@@ -120,7 +144,7 @@ class DistributedTrainer(Trainer):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
             loss = self.distributed.forward_backward(
-                batch.inputs, batch.targets, self.distributed.samples(self.step), clock=clock
+                batch.inputs, batch.targets, self.distributed.samples(self.step), clock, batch.documents
             )
             with clock.phase(Phase.COMMUNICATION):
                 # One all-reduce: every rank knows the same loss and norm, and stops at the same step.
@@ -128,7 +152,8 @@ class DistributedTrainer(Trainer):
                 self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop)
             with clock.phase(Phase.OPTIMIZER):
                 set_learning_rate(self.optimizer, learning_rate(config, self.step))
-                self.optimizer.step()
+                if not self.distributed.overflowed:
+                    self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
                 if config.model.moe:
                     self._expert_load = experts.balance(self.model, self.ranks)
@@ -159,7 +184,7 @@ class DistributedTrainer(Trainer):
                 if step.schedule is not None and len(batches[0].inputs) < size:
                     break  # less text than one batch of the pipeline
                 batch = self.to_device(batches[mine] if counts else batches[0])
-                losses, tokens = step.evaluate(batch.inputs, batch.targets)
+                losses, tokens = step.evaluate(batch.inputs, batch.targets, batch.documents)
                 if counts:
                     total += torch.tensor([losses, tokens], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -170,7 +195,11 @@ class DistributedTrainer(Trainer):
         return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
 
     def _step_metrics(self) -> dict[str, Any]:
-        return {} if self._expert_load is None else self._expert_load.metrics()
+        result: dict[str, Any] = {} if self._expert_load is None else self._expert_load.metrics()
+        scale = self.distributed.scale
+        if scale.enabled:
+            result |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped_steps}
+        return result
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """All ranks have decided alike, from the same numbers; rank 0 drops the lines, then all read what is left."""
@@ -190,18 +219,16 @@ class DistributedTrainer(Trainer):
             super()._probe_sometimes()
 
 
-def _check_supported(config: RunConfig, precision: str) -> None:
+def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) -> None:
     """One process does these; several do not yet."""
     train = config.train
     unsupported = {
-        f'train.compile = "{train.compile}"': train.compile in ("on", "graphs"),
-        f'train.precision = "{precision}"': precision not in ("fp32", "bf16"),
-        f'recompute.mode = "{config.recompute.mode}"': config.recompute.mode != "none",
-        'train.loss = "chunked"': train.loss == "chunked",
+        'train.compile = "graphs"': train.compile == "graphs",
+        f'train.precision = "{precision}"': precision not in ("fp32", "tf32", "bf16", "fp16"),
+        'train.loss = "chunked" with layout.tp > 1': train.loss == "chunked" and layout.tp > 1,
         "train.average_decay": train.average_decay is not None,
         "train.noise_scale_every": train.noise_scale_every > 0,
         f'train.offload = "{train.offload}"': train.offload != "none",
-        "attention within documents (data.mask_documents, data.packing)": config.data.masks_documents,
     }
     for setting, wanted in unsupported.items():
         if wanted:
