@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +19,7 @@ from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import stages_of
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import experts, pipeline, tensor
+from ironlaw.train.parallel import experts, pipeline, savers, tensor
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
@@ -38,6 +38,7 @@ class Applied:
     partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
     exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
+    compressor: savers.PowerSGD | None = None
 
     @property
     def model(self) -> Transformer:
@@ -112,17 +113,19 @@ def apply(
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
+    compressor = None
     if fsdp:
         for part in plain.values():
-            shard(part, ranks)
+            shard(part, ranks, savers.reduction(config.communication))
     elif replicas:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")
         with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
             warnings.simplefilter("ignore", FutureWarning)
-            parts[0] = DistributedDataParallel(
+            replica = DistributedDataParallel(
                 model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
             )
+        parts[0], compressor = replica, savers.hook(replica, config.communication)
 
     # Read only now: FSDP has put its own parameters in place of the model's.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
@@ -131,10 +134,12 @@ def apply(
     if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
         copied = cast(nn.Parameter, last.head.weight)
     exchanged = [p for part in plain.values() for layer in expert_layers(part) for p in layer.experts.parameters()]
-    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [])
+    return Applied(
+        ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [], compressor
+    )
 
 
-def shard(part: Transformer, ranks: Ranks) -> None:
+def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 (arXiv 2304.11277): a block is gathered at a time, the ends of the model for themselves.
 
     ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
@@ -147,18 +152,18 @@ def shard(part: Transformer, ranks: Ranks) -> None:
         holders = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
         fully_shard(
-            layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again,
+            layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again, mp_policy=policy,
             shard_placement_fn=experts.hidden_dimension(layer.experts),
         )  # fmt: skip
     for block in part.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
     if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
         if part.embedding is not None:
-            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again)
+            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
         if part.head is not None and not part.loss_chunk:  # whose weight the chunked loss takes by itself
-            fully_shard(part.head, mesh=mesh, reshard_after_forward=again)
-    fully_shard(part, mesh=mesh, reshard_after_forward=False)
+            fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")

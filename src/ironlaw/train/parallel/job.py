@@ -16,7 +16,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.layout import Layout
 from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight, session
-from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, start, world_size
+from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, world_size
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ def job(config: RunConfig, memory_bytes: float) -> Iterator[Job]:
     # Before anybody waits for anybody.
     layout = check(config, size) if os.environ.get("RANK") == "0" else _quietly(config, size)
     try:
-        ranks = start(layout)
+        ranks = start(layout, sites=sites_of(config, layout))
         preflight.check(preflight.facts(config))
         yield Job(config, ranks)
     finally:

@@ -50,9 +50,13 @@ class DistributedStep:
                 autocast,
             )  # fmt: skip
         self.scale = LossScale(self.ranks.device, precision, config.scaler)
-        self._norm = 0.0
+        self._norms = [0.0] * self.ranks.sites
         self.overflowed = False  # of the last step's gradient: the weights stay as they are
         self.has_loss = applied.stages - 1 in applied.plain
+        if applied.compressor is not None:
+            (part,) = applied.parts.values()
+            tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.ranks.device)
+            applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
         self._copies = {id(p): self._copies_of(p) for p in applied.parameters()}
 
     # -- forward and backward --------------------------------------------------------------------------------
@@ -210,6 +214,7 @@ class DistributedStep:
         on every rank. Clips by the norm.
 
         One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
+        Sites that train by themselves have a norm each, and clip by it; the first one's is returned.
         """
         layout, device = self.ranks.config, self.ranks.device
         weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
@@ -220,21 +225,24 @@ class DistributedStep:
                 norm = torch.linalg.vector_norm(_local(parameter.grad))
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
-        together = torch.stack([loss.detach().double() * weight, square, flag])
+        squares = torch.zeros(self.ranks.sites, device=device, dtype=torch.float64)
+        squares[self.ranks.index("site")] = square
+        together = torch.stack([loss.detach().double() * weight, *squares, flag])
         dist.all_reduce(together)
-        mean, total, flags = together.tolist()
+        mean, *totals, flags = together.tolist()
         scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
-        norm = math.sqrt(total) / scale
+        norms = [math.sqrt(total) / scale for total in totals]
+        norm = norms[self.ranks.index("site")]
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
         if shrink != 1.0 and gradients:
             torch._foreach_mul_(gradients, shrink)
-        if self.scale.enabled:  # from one number, so that no rank skips alone
-            self.overflowed = not math.isfinite(norm)
+        if self.scale.enabled:  # from the same numbers, so that no rank skips alone
+            self.overflowed = not all(map(math.isfinite, norms))
             self.scale.decided(self.overflowed)
-            norm = self._norm if self.overflowed else norm  # which is no news of the gradient
-            self._norm = norm
-        return mean, norm, flags > 0
+            norms = self._norms if self.overflowed else norms  # which is no news of the gradient
+            self._norms = norms
+        return mean, norms[0], flags > 0
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks of one stage that hold the same elements."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import experts
+from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
@@ -97,6 +99,9 @@ class DistributedTrainer(Trainer):
         self.states = {"optimizer": self.optimizer, "random": RandomState()}
         if self.distributed.scale.enabled:
             self.states["loss scale"] = self.distributed.scale
+        self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
+        self.states |= {"outer": self.outer} if self.outer else {}
+        self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
         group = dist.new_group(backend="gloo")
         self.store = ShardedFiles(group)
         self.checkpointer = Checkpointer(
@@ -157,6 +162,9 @@ class DistributedTrainer(Trainer):
                 self.optimizer.zero_grad(set_to_none=True)
                 if config.model.moe:
                     self._expert_load = experts.balance(self.model, self.ranks)
+            if self.outer is not None:
+                with clock.phase(Phase.COMMUNICATION):
+                    self.outer.after(self.step + 1)
         if stop and self._interrupted is None:
             self._interrupted = "SIGTERM"  # another rank was told to stop
         self._stop_agreed = stop
@@ -176,7 +184,7 @@ class DistributedTrainer(Trainer):
         wanted = config.evaluation.batches * config.train.global_batch
         batches = list(self.loader.validation(size, -(-wanted // size)))
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with step.evaluating():
+        with step.evaluating(), self.outer.evaluating() if self.outer else nullcontext():
             for first in range(0, len(batches), ranks.dp):
                 # Collectives need every rank: one without a batch of its own works on another's and does not count it.
                 mine = first + ranks.index("dp")
