@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -104,7 +105,9 @@ class Hosts:
         """`command` in a host, on its core; hosts share cores where there are fewer."""
         core = sorted(os.sched_getaffinity(0))[host % len(os.sched_getaffinity(0))]
         words = ["ip", "netns", "exec", self.names[host], "taskset", "-c", str(core), *map(str, command)]
-        return subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **named)
+        return subprocess.Popen(
+            words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **named
+        )
 
     def torchrun(self, arguments: Sequence[str | Path], folder: Path, timeout_seconds: float = 150) -> None:
         """`python -m torch.distributed.run ... ARGUMENTS` with one rank per host; RuntimeError with what it said."""
@@ -121,7 +124,7 @@ class Hosts:
         finally:
             for process in running:
                 if process.poll() is None:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # torchrun and the rank it started
         for process, words in zip(running, said, strict=True):
             if process.returncode:
                 raise RuntimeError(words[-3000:])
@@ -162,8 +165,12 @@ def document(workload: str, layout: str) -> dict[str, Any]:
     chosen = parse_layout(layout)
     tables = {"dp": chosen.dp, "zero": chosen.zero, "pp": chosen.pp}
     given = WORKLOADS[workload]
+    # Only a pipeline wants many micro-batches.
+    train = {"steps": STEPS} | given["train"]
+    if chosen.pp == 1:
+        train["micro_batch"] = train["global_batch"] // chosen.dp
     return given | {
-        "train": given["train"] | {"steps": STEPS, "precision": "fp32", "profile_steps": 0, "compile": "off"},
+        "train": train | {"precision": "fp32", "profile_steps": 0, "compile": "off"},
         "schedule": {"warmup_steps": 1},
         "evaluation": {"every": 0, "batches": 1}, "checkpoint": {"every": 0}, "layout": tables,
     }  # fmt: skip
