@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,46 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
     return {"found": plain(found.sent), "planned": plain(merged(planned, found.aliases))}
+
+
+def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The most bytes of tensors this rank holds in its third step, everything allocated since its start counted."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from ironlaw.observe.events import recorded_allocations
+    from ironlaw.plan.estimate import training_shape
+    from ironlaw.plan.rank_memory import rank_peak
+    from ironlaw.plan.rank_work import local_shape
+
+    config = config_of(case)
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    recorded.start()
+    run = Run(config)
+    run.train(0, 2)
+    begin = time.time_ns()
+    run.train(2, 3)
+    end = time.time_ns()
+    recorded.stop()
+    held, peak, moment = 0, 0, 0
+    live: dict[int, int] = {}
+    for allocation in recorded_allocations(recorded):
+        if allocation.bytes > 0:
+            live[allocation.address] = allocation.bytes
+        elif allocation.address not in live:
+            continue  # older than the recording
+        else:
+            del live[allocation.address]
+        held += allocation.bytes
+        if begin <= allocation.moment <= end and held > peak:
+            peak, moment = held, allocation.moment
+    layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
+    shape = local_shape(training_shape(config, "fp32"), layout)
+    planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
+    document = {"found": peak, "planned": planned.total, "components": planned.components, "where": planned.where}
+    if "curve" in case:
+        document["curve"] = [(a.moment - begin, a.bytes) for a in recorded_allocations(recorded)]
+        document["moment"] = moment - begin
+    return document
 
 
 def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:
