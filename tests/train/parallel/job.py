@@ -195,42 +195,35 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The most bytes of tensors this rank holds in its third step, everything allocated since its start counted."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from ironlaw.observe.events import recorded_allocations
+    from ironlaw.observe.clock import StepClock
+    from ironlaw.observe.held import recording
     from ironlaw.plan.estimate import training_shape
     from ironlaw.plan.rank_memory import rank_peak
     from ironlaw.plan.rank_work import local_shape
+    from ironlaw.train.parallel.lasting import lasting_bytes
+    from ironlaw.train.parallel.waiting import watching
 
     config = config_of(case)
-    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    recorded.start()
-    run = Run(config)
-    run.train(0, 2)
-    begin = time.time_ns()
-    run.train(2, 3)
-    end = time.time_ns()
-    recorded.stop()
-    held, peak, moment = 0, 0, 0
-    live: dict[int, int] = {}
-    for allocation in recorded_allocations(recorded):
-        if allocation.bytes > 0:
-            live[allocation.address] = allocation.bytes
-        elif allocation.address not in live:
-            continue  # older than the recording
-        else:
-            del live[allocation.address]
-        held += allocation.bytes
-        if begin <= allocation.moment <= end and held > peak:
-            peak, moment = held, allocation.moment
+    with recording() as recorded:
+        run = Run(config)
+        with watching(run.ranks) as waits, waits.counting(StepClock()):
+            waits.settle = True
+            run.train(0, 2)
+            begin = time.time_ns()
+            run.train(2, 3)
+    peak = recorded.peak_bytes(begin)
+    lasting = lasting_bytes(run.applied, run.optimizer, run.step.schedule)
+    with watching(run.ranks) as waits, waits.counting(StepClock()):
+        waits.settle = True
+        with recording() as again:
+            run.train(3, 4)
+    batch = 2 * 8 * run.step.share * config.sequence
+    inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
     shape = local_shape(training_shape(config, "fp32"), layout)
     planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
-    document = {"found": peak, "planned": planned.total, "components": planned.components, "where": planned.where}
-    if "curve" in case:
-        document["curve"] = [(a.moment - begin, a.bytes) for a in recorded_allocations(recorded)]
-        document["moment"] = moment - begin
-    return document
+    document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
+    return document | {"where": planned.where}
 
 
 def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:

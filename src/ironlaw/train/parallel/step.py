@@ -20,7 +20,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
-from ironlaw.train.parallel import pipeline
+from ironlaw.train.parallel import pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
 
@@ -40,10 +40,11 @@ class DistributedStep:
             )
         self.micro_batches = self.share // self.micro_batch
         self.schedule = None
+        self._clock = StepClock()
         if layout.pp > 1:
             self.schedule = pipeline.build_schedule(
                 applied.parts, self.ranks, self.micro_batches, self.micro_batch, config.sequence, config.model.hidden,
-                autocast,
+                autocast, lambda phase: self._clock.phase(phase),
             )  # fmt: skip
         self.has_loss = applied.stages - 1 in applied.plain
         self._copies = {id(p): self._copies_of(p) for p in applied.parameters()}
@@ -71,14 +72,14 @@ class DistributedStep:
 
         `clock` is told of forward and backward, which a pipeline mixes.
         """
-        clock = clock or StepClock()
+        clock = self._clock = clock or StepClock()
         inputs, targets = self.local(inputs), self.local(targets)
         with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
             if self.schedule is not None:
                 loss = self._pipelined(inputs, targets, samples)
             else:
                 loss = self._plain(inputs, targets, samples, clock)
-        with clock.phase(Phase.COMMUNICATION):
+        with clock.phase(Phase.BACKWARD if self.ranks.device.type == "cpu" else Phase.COMMUNICATION):
             self._finish_gradients()
         return loss
 
@@ -93,6 +94,7 @@ class DistributedStep:
                     loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) / self.micro_batches
                 with clock.phase(Phase.BACKWARD):
                     loss.backward()
+                    waiting.backward_done()
             losses.append(loss.detach())
             del loss
         return torch.stack(losses).sum()
@@ -116,7 +118,8 @@ class DistributedStep:
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
-        self.schedule.step(*first, return_outputs=False, **more)
+        with self._clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
+            self.schedule.step(*first, return_outputs=False, **more)
         if not losses:
             return torch.zeros((), device=self.ranks.device)
         return torch.stack([loss.detach() for loss in losses]).mean()

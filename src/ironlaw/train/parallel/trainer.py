@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -20,17 +21,21 @@ from ironlaw.machine import host
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
+from ironlaw.observe.held import recording
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.loop import Trainer
+from ironlaw.train.loop import Outcome, Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel.lasting import lasting_bytes
+from ironlaw.train.parallel.merged import merge, seen
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
@@ -64,6 +69,8 @@ class DistributedTrainer(Trainer):
     def __init__(self, *arguments: Any, ranks: Ranks, **named: Any) -> None:
         self.ranks = ranks
         self._stop_agreed = False
+        self._watching = contextlib.ExitStack()
+        self.peak_bytes: int | None = None
         self._expert_load = None  # a mixture of experts is refused
         super().__init__(*arguments, **named)
 
@@ -80,7 +87,11 @@ class DistributedTrainer(Trainer):
         model = Transformer(config.model)
         use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
-        self.applied = layouts.apply(model, config, ranks)
+        self.waits = self._watching.enter_context(watching(ranks))
+        with timed_hooks(self.waits):
+            self.applied = layouts.apply(model, config, ranks)
+        for part in self.applied.parts.values():
+            watch_replica(part, self.waits)
         self.model = self.applied.model
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.states = {"optimizer": self.optimizer, "random": RandomState()}
@@ -109,18 +120,37 @@ class DistributedTrainer(Trainer):
         dist.barrier()  # the others read what rank 0's journal leaves of an earlier session
         self.recovery.start_over(self.run.metrics())
 
+    def train(self) -> Outcome:
+        with self._watching:
+            return super().train()
+
     def _enough_steps_left(self) -> bool:
-        return False  # the profiler's reader knows one process: nothing is recorded
+        return self.device.type == "cpu" and self.config.train.steps - self.step >= 3
+
+    def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
+        """One step whose allocations are counted. By operation nothing is recorded: that reader knows one process."""
+        began = time.perf_counter()
+        lasting = lasting_bytes(self.applied, self.optimizer, self.distributed.schedule)
+        self.waits.settle = True
+        with recording() as recorded:
+            times = self._timed_step(batches, recording=True)
+        self.waits.settle = False
+        batch = 2 * 8 * self.distributed.share * self.config.sequence
+        self.peak_bytes = lasting + batch + recorded.peak_bytes()
+        self.waits.start_over()
+        self._after_step(times, recorded=True)
+        self.observed.wall_seconds["profiling"] = time.perf_counter() - began
 
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         config, clock = self.config, self.clock
-        with clock.step() as times:
+        with clock.step() as times, self.waits.counting(clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
             loss = self.distributed.forward_backward(
                 batch.inputs, batch.targets, self.distributed.samples(self.step), clock=clock
             )
-            with clock.phase(Phase.COMMUNICATION):
+            # Clipping; what is waited for in it counts as communication.
+            with clock.phase(Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION):
                 # One all-reduce: every rank knows the same loss and norm, and stops at the same step.
                 stop = self._interrupted is not None
                 self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop)
@@ -179,7 +209,16 @@ class DistributedTrainer(Trainer):
         self._spike_known = False
 
     def _finish(self) -> Ledger:
-        return super()._finish() if self.ranks.first else Ledger("run")
+        """Rank 0 puts together what all have seen."""
+        ranks = self.ranks
+        mine = seen(self.observed, self.waits, self.peak_bytes, ranks.rank, ranks.index("pp"))
+        everybodys: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everybodys, mine)
+        if not ranks.first:
+            return Ledger("run")
+        ledger = super()._finish()
+        merge(ledger, everybodys, self.plan)
+        return ledger
 
     def _probe_sometimes(self) -> None:
         if self.ranks.first:
