@@ -88,6 +88,14 @@ def test_params_tell_a_gated_network_from_a_plain_one(tmp_path):
     assert run.columns["gated"] == 0  # four times the width: a plain network
 
 
+def test_a_degree_that_the_row_leaves_open_follows_from_the_others(tmp_path):
+    for said, degree in (({"tp": "", "pp": "2", "dp": "2"}, "tp"), ({"tp": "4", "pp": "", "dp": "1"}, "pp")):
+        run, _ = read(tmp_path, **said)
+        assert run.columns[degree] == 2 and any(note.startswith(f"{degree} = 2") for note in run.assumed)
+    _, reason = read(tmp_path, tp="", pp="", dp="2")  # either could be 4
+    assert "is not the 8 accelerators" in reason
+
+
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [

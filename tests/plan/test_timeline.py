@@ -72,6 +72,13 @@ def test_materialised_scores_cost_more_than_flash_at_length():
     assert standard > 1.5 * flash
 
 
+def test_attention_without_a_fused_kernel_is_as_slow_as_matmuls():
+    slow = replace(ENGINE, attention_slowdown=3.0)
+    plain, same = (planned("dp=8 micro_batch=4", engine=e, flash=False).step_seconds for e in (ENGINE, slow))
+    fused, slower = (planned("dp=8 micro_batch=4", engine=e).step_seconds for e in (ENGINE, slow))
+    assert plain == same and slower > fused
+
+
 def test_jobs_are_independent_of_what_they_are_planned_with():
     layouts = ("dp=8", "dp=2 tp=4", "pp=4 dp=2", "dp=8 zero=3")
     together = planned(*layouts).step_seconds

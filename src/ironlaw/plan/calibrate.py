@@ -56,6 +56,7 @@ CONSTANTS = (
     Constant("streaming_traffic", 0.7, 6.0, 0.4),
     Constant("shard_traffic", 0.7, 6.0, 0.3),
     Constant("score_traffic", 0.5, 6.0, 0.3),
+    Constant("loss_traffic", 0.5, 8.0, 0.4),
     Constant("optimizer_traffic", 0.5, 6.0, 0.4),
     # Shares: nothing or everything hidden.
     Constant("tp_hidden", 0.0, 0.95, 0.15, False),

@@ -29,7 +29,7 @@ from ironlaw.plan.layout import Layout, budget_bytes
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, peak_memory
 from ironlaw.plan.stages import stage_layers
-from ironlaw.plan.timeline import Times, assemble
+from ironlaw.plan.timeline import Times, assemble, attention_slowdown_of
 from ironlaw.plan.update_cost import update_cost
 
 DEFAULT_ENGINE = "nemo"
@@ -208,6 +208,7 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     matmul = (at(parts.layer_matmul_forward), at(parts.layer_matmul_backward))
     attention = (at(parts.layer_attention_forward), at(parts.layer_attention_backward))
     scores = at(parts.layer_scores_forward) * engine.score_traffic
+    slowdown = at(attention_slowdown_of(jobs, engine))
     lines: list[Line] = []
     phases = (Phase.FORWARD, Phase.BACKWARD)
     whole = (at(times.forward), at(times.backward))
@@ -215,7 +216,7 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
         phases, matmul, attention, (scores, 2 * scores), (1, 2), whole, strict=True
     ):
         m_seconds = repeats * mm * engine.matmul_slowdown
-        a_seconds = repeats * (att * engine.attention_slowdown + sc)
+        a_seconds = repeats * (att * slowdown + sc)
         head = at(times.head) * share / 3
         again = at(times.recomputed) if phase is Phase.BACKWARD else 0.0
         rest = total - m_seconds - a_seconds - head - again

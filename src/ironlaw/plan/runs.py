@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,7 +182,9 @@ def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
             "ep > 1 is a mixture of experts, and the columns do not say how many experts, nor how many work: "
             "experts, experts_per_token and expert_ffn would"
         )
-    tp, pp, cp = cells.given("tp", 1), cells.given("pp", 1), cells.given("cp", 1)
+    rest = _unsaid_degree(cells, count)
+    tp, pp = (cells.given(name, *rest.get(name, (1.0,))) for name in ("tp", "pp"))
+    cp = cells.given("cp", 1)
     model_parallel = tp * pp * cp
     if count % model_parallel:
         raise UserError(f"tp {tp:g} x pp {pp:g} x cp {cp:g} does not divide the {count:g} accelerators of the run")
@@ -214,6 +217,16 @@ def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
         "ep": ep,
         "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
     }  # fmt: skip
+
+
+def _unsaid_degree(cells: _Cells, count: float) -> dict[str, tuple[float, str]]:
+    """What is left for tp or pp where the row gives dp and the other one; nothing where both or neither are open."""
+    said = {name: words.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
+    unsaid = [name for name in ("tp", "pp") if said[name] is None]
+    if said["dp"] is None or len(unsaid) != 1:
+        return {}
+    others = math.prod(value or 1.0 for value in said.values())
+    return {} if count % others else {unsaid[0]: (count / others, "accelerators / the other degrees")}
 
 
 def _model(cells: _Cells) -> dict[str, float]:

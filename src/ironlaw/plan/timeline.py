@@ -58,6 +58,11 @@ class Times:
     recomputed: Array  # part of backward
 
 
+def attention_slowdown_of(jobs: Jobs, engine: Engine) -> Array:
+    """Without a fused kernel attention is two batched matmuls, as fast or slow as any other."""
+    return np.where(jobs.flash > 0, engine.attention_slowdown, engine.matmul_slowdown)
+
+
 def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
     """Idle time of a pipeline over the time that the other stages spend on one micro-batch.
 
@@ -90,11 +95,12 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
 
     streaming_forward = parts.layer_streaming_forward * engine.streaming_traffic
     streaming_forward = streaming_forward + parts.layer_shard_forward * engine.shard_traffic
-    core = parts.layer_attention_forward * engine.attention_slowdown + parts.layer_scores_forward * engine.score_traffic
+    attention_slowdown = attention_slowdown_of(jobs, engine)
+    core = parts.layer_attention_forward * attention_slowdown + parts.layer_scores_forward * engine.score_traffic
     forward = parts.layer_matmul_forward * engine.matmul_slowdown + core + streaming_forward
     backward = (
         parts.layer_matmul_backward * engine.matmul_slowdown
-        + parts.layer_attention_backward * engine.attention_slowdown
+        + parts.layer_attention_backward * attention_slowdown
         + 2 * parts.layer_scores_forward * engine.score_traffic
         + parts.layer_streaming_backward * engine.streaming_traffic
         + parts.layer_shard_backward * engine.shard_traffic
