@@ -1,7 +1,7 @@
 """The measured ledger of a job: what every rank saw, put together by rank 0 at the end of a run.
 
-mine = seen(observed, waits, memory, rank)                # on every rank
-merge(ledger, everybodys, plan)                           # on rank 0: phases of a mean rank, lines of communication
+mine = seen(observed, chosen, waits, peak_bytes, rank, position)     # on every rank
+merge(ledger, everybodys)                                            # on rank 0
 """
 
 from __future__ import annotations

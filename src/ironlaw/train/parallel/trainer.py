@@ -31,7 +31,7 @@ from ironlaw.train.loop import Outcome, Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel.lasting import lasting_bytes
-from ironlaw.train.parallel.merged import merge, seen
+from ironlaw.train.parallel.merged import merge, seen, typical_steps
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
@@ -211,13 +211,15 @@ class DistributedTrainer(Trainer):
     def _finish(self) -> Ledger:
         """Rank 0 puts together what all have seen."""
         ranks = self.ranks
-        mine = seen(self.observed, self.waits, self.peak_bytes, ranks.rank, ranks.index("pp"))
+        chosen = [typical_steps(self.observed)]
+        dist.broadcast_object_list(chosen)
+        mine = seen(self.observed, chosen[0], self.waits, self.peak_bytes, ranks.rank, ranks.index("pp"))
         everybodys: list[Any] = [None] * ranks.size
         dist.all_gather_object(everybodys, mine)
         if not ranks.first:
             return Ledger("run")
         ledger = super()._finish()
-        merge(ledger, everybodys, self.plan)
+        merge(ledger, everybodys)
         return ledger
 
     def _probe_sometimes(self) -> None:

@@ -12,6 +12,7 @@ collectives run behind the host's back: there only counts and bytes are known.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,7 +209,10 @@ def watching(ranks: Ranks) -> Iterator[Waits]:
 
     for name, (kind, place, keyword) in CALLS.items():
         replace(dist, name, partial(_call, waits, kind=kind, place=place, keyword=keyword))
-    replace(dist, "batch_isend_irecv", lambda plain: _messages(waits, plain))
+    for name in ("isend", "irecv"):  # under both names: what is asked of neighbours is checked to be one of the two
+        message = _message(waits, getattr(dist, name), sends=name == "isend")
+        for owner in (dist, dist.distributed_c10d):
+            replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
     pending: dict[int, tuple[tuple[str, str], float]] = {}
     for name, kind in FUNCTIONAL.items():
         replace(functional, name, partial(_functional, waits, kind=kind, pending=pending))
@@ -275,18 +279,16 @@ def _call(waits: Waits, plain: Any, kind: str, place: int, keyword: str) -> Any:
     return timed
 
 
-def _messages(waits: Waits, plain: Any) -> Any:
-    def timed(operations: list[Any]) -> list[Any]:
-        works: list[Any] = plain(operations)
-        if not waits.active or len(works) != len(operations):
-            return works
-        result: list[Any] = []
-        for operation, work in zip(operations, works, strict=True):
-            key = (waits.dimension(operation.group)[0], "send")
-            if operation.op is dist.isend:
-                waits.called(key, operation.tensor.numel() * operation.tensor.element_size()).seconds = None
-            result.append(_Timed(work, waits, key))
-        return result
+def _message(waits: Waits, plain: Any, sends: bool) -> Any:
+    @functools.wraps(plain)
+    def timed(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+        work = plain(tensor, *arguments, **named)
+        if not waits.active or work is None:
+            return work
+        key = (waits.dimension(named.get("group"))[0], "send")
+        if sends:
+            waits.called(key, tensor.numel() * tensor.element_size()).seconds = None
+        return _Timed(work, waits, key)
 
     return timed
 
