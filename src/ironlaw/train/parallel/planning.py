@@ -82,14 +82,17 @@ def _between(local: int) -> Link:
 def choose_layout(config: RunConfig, profile: Profile, size: int) -> Choice:
     """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
 
-    def runnable(layout: Layout) -> bool:
-        try:
-            check(with_layout(config, layout), size)
-        except UserError:
-            return False
-        return True
+    fabric = Fabric(costs_here(profile), local_ranks(size))
+    return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
 
-    return best_layout(config, profile, size, Fabric(costs_here(profile), local_ranks(size)), runnable)
+
+def runs(config: RunConfig, layout: Layout) -> bool:
+    """Whether this trainer runs `config` in this layout."""
+    try:
+        check(with_layout(config, layout), layout.accelerators)
+    except UserError:
+        return False
+    return True
 
 
 def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
