@@ -1,4 +1,4 @@
-"""What the ranks of a job sent and held beside their plan: the part of an explanation that one process does not have."""
+"""What the ranks of a job sent and held beside their plan: what one process has no need to say."""
 
 from __future__ import annotations
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
@@ -22,6 +25,7 @@ from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
+AGREED, CHOOSING_SECONDS = "planned layout", 900.0  # measuring the machine may be part of it
 
 
 def costs_here(profile: Profile) -> RankCosts:
@@ -100,3 +104,20 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     words = {name: getattr(layout, name) for name in LayoutConfig.model_fields if hasattr(layout, name)}
     train = config.train.model_copy(update={"micro_batch": layout.micro_batch})
     return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
+
+
+def agreed(config: RunConfig, store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
+    """What rank 0 chooses, on every rank, before there is a process group. Its UserError ends all; it says it."""
+    if rank:
+        store.wait([AGREED], datetime.timedelta(seconds=CHOOSING_SECONDS))
+        told = store.get(AGREED).decode()
+        if not told:
+            raise SystemExit(2)
+        return build_config(json.loads(told))
+    try:
+        chosen = choose()
+    except UserError:
+        store.set(AGREED, "")
+        raise
+    store.set(AGREED, json.dumps(chosen.model_dump(mode="json", exclude_none=True)))
+    return chosen
