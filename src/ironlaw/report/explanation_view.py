@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ironlaw import units
 from ironlaw.report import words
+from ironlaw.report.ranks_view import show_ranks_explained
 from ironlaw.report.tables import bar, heading, paragraph, show, table
 from ironlaw.report.waterfall_view import show_energy, show_timeline, show_waterfall
 
@@ -37,6 +38,7 @@ def show_explanation(console: Console, document: Document) -> None:
     if document["memory"]["components"]:
         heading(console, "Memory at the peak")
         _rows(console, document["memory"]["components"], document["memory"]["peak"], units.bytes_)
+    show_ranks_explained(console, document.get("ranks"))
     _wall(console, time.get("wall"))
     show_energy(console, document)
     if any(value is not None for value in document["losses"].values()):

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,39 @@ def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
         "first": found[0][0], "last": found[-1][0], "expected": expected[-1][0],
         "apart": float((torch.stack(everybodys) - everybodys[0]).abs().max()),
     }  # fmt: skip
+
+
+def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The most bytes of tensors this rank holds in its third step, everything allocated since its start counted."""
+    from ironlaw.observe.clock import StepClock
+    from ironlaw.observe.held import recording
+    from ironlaw.plan.estimate import training_shape
+    from ironlaw.plan.rank_memory import rank_peak
+    from ironlaw.plan.rank_work import local_shape
+    from ironlaw.train.parallel.lasting import lasting_bytes
+    from ironlaw.train.parallel.waiting import watching
+
+    config = config_of(case)
+    with recording() as recorded:
+        run = Run(config)
+        with watching(run.ranks) as waits, waits.counting(StepClock()):
+            waits.settle = True
+            run.train(0, 2)
+            begin = time.time_ns()
+            run.train(2, 3)
+    peak = recorded.peak_bytes(begin)
+    lasting = lasting_bytes(run.applied, run.optimizer, run.step.schedule)
+    with watching(run.ranks) as waits, waits.counting(StepClock()):
+        waits.settle = True
+        with recording() as again:
+            run.train(3, 4)
+    batch = 2 * 8 * run.step.share * config.sequence
+    inside = lasting + batch + again.peak_bytes()
+    layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
+    shape = local_shape(training_shape(config, "fp32"), layout)
+    planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
+    document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
+    return document | {"where": planned.where}
 
 
 def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:

@@ -140,23 +140,27 @@ class _Permute(torch.autograd.Function):
         return gradients[0].index_select(0, back), None, None
 
 
-def share(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
-    """Tell every layer of experts whom it computes with."""
-    counting = None
+def form_groups(config: RunConfig, ranks: Ranks) -> None:
+    """The process groups of a model with experts, where there are none yet."""
+    if ranks.groups or config.model.moe is None:
+        return
     together = replicas_per_micro_batch(config, ranks.dp) * ranks.config.cp
     if together > 1:
         others = ranks.dp * ranks.config.cp // together
         shape = (ranks.config.pp, others, together, ranks.config.tp)
         names = ("pp", "others", "micro_batch", "tp")
-        counting = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names).get_group("micro_batch")
-        ranks.groups["micro_batch"] = counting
-    exchanging = None
+        mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+        ranks.groups["micro_batch"] = mesh.get_group("micro_batch")
     if ranks.experts is not None:
-        exchanging = ranks.experts.get_group("ep")
         for dimension in ("expert_replicate", "expert_shard", "ep"):
             ranks.groups[dimension] = ranks.experts.get_group(dimension)
+
+
+def share(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
+    """Tell every layer of experts whom it computes with."""
+    form_groups(config, ranks)
     for layer in expert_layers(model):
-        layer.peers = SharedPeers(counting, exchanging, ranks, config.sequence)
+        layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
 
 
 def divide(experts: Experts, ranks: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.layout import V_SHAPED
@@ -87,8 +89,12 @@ def build_schedule(
     sequence: int,
     hidden: int,
     autocast: Callable[[], Any],
+    phase: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
 ) -> Any:
-    """The schedule over this rank's `parts` (stage number to module). Shapes are given, so none need be exchanged."""
+    """The schedule over this rank's `parts` (stage number to module). Shapes are given, so none need be exchanged.
+
+    `phase` is told of every pass.
+    """
     config = ranks.config
     stages = config.pp * config.virtual_stages
     here = sequence // config.cp
@@ -106,9 +112,29 @@ def build_schedule(
                 group=ranks.group("pp"),
             )
         )  # fmt: skip
+    for stage in built:
+        for name, which in PASSES.items():
+            setattr(stage, name, _within(getattr(stage, name), phase, which))
     kind = _kind(config.schedule, config.virtual_stages)
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss)
+
+
+PASSES = {
+    "forward_one_chunk": Phase.FORWARD,
+    "backward_one_chunk": Phase.BACKWARD,
+    "backward_weight_one_chunk": Phase.BACKWARD,
+}
+
+
+def _within(
+    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
+) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        with phase(which):
+            return function(*arguments, **named)
+
+    return timed
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:

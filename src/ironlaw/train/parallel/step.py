@@ -21,7 +21,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
-from ironlaw.train.parallel import pipeline
+from ironlaw.train.parallel import pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.precision import LossScale
@@ -44,10 +44,11 @@ class DistributedStep:
             )
         self.micro_batches = self.share // self.micro_batch
         self.schedule = None
+        self._clock = StepClock()
         if layout.pp > 1:
             self.schedule = pipeline.build_schedule(
                 applied.parts, self.ranks, self.micro_batches, self.micro_batch, config.sequence, config.model.hidden,
-                autocast,
+                autocast, lambda phase: self._clock.phase(phase),
             )  # fmt: skip
         self.scale = LossScale(self.ranks.device, precision, config.scaler)
         self._norms = [0.0] * self.ranks.sites
@@ -84,7 +85,7 @@ class DistributedStep:
 
         `clock` is told of forward and backward, which a pipeline mixes. `documents` (B, S) as `Batch` has them.
         """
-        clock = clock or StepClock()
+        clock = self._clock = clock or StepClock()
         inputs, targets = self.local(inputs), self.local(targets)
         by_row = {"samples": samples, "documents": documents}
         factor: Tensor | float = 1.0 if self.schedule is not None else 1.0 / self.micro_batches
@@ -102,7 +103,7 @@ class DistributedStep:
                 loss = self._pipelined(inputs, targets, factor, rows | more)
             else:
                 loss = self._plain(inputs, targets, factor, rows, more, clock)
-        with clock.phase(Phase.COMMUNICATION):
+        with clock.phase(Phase.BACKWARD if self.ranks.device.type == "cpu" else Phase.COMMUNICATION):
             self._finish_gradients()
         return loss / scale
 
@@ -138,6 +139,7 @@ class DistributedStep:
                     loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) * factor
                 with clock.phase(Phase.BACKWARD):
                     loss.backward()
+                    waiting.backward_done()
             losses.append(loss.detach())
             del loss
         return torch.stack(losses).sum()
@@ -164,7 +166,8 @@ class DistributedStep:
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
-        self.schedule.step(*first, return_outputs=False, **more)
+        with self._clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
+            self.schedule.step(*first, return_outputs=False, **more)
         if not losses:
             return torch.zeros((), device=self.ranks.device)
         return torch.stack([loss.detach() for loss in losses]).mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -22,19 +23,23 @@ from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
+from ironlaw.observe.held import recording
 from ironlaw.train import checkpoint, precision
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.loop import Trainer
+from ironlaw.train.loop import Outcome, Trainer
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import experts
+from ironlaw.train.parallel.lasting import lasting_bytes
+from ironlaw.train.parallel.merged import merge, seen, typical_steps
 from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.recompute import solved_policies
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.schedule import learning_rate
@@ -70,6 +75,8 @@ class DistributedTrainer(Trainer):
         self.ranks = ranks
         self._stop_agreed = False
         self._expert_load: Load | None = None
+        self._watching = contextlib.ExitStack()
+        self.peak_bytes: int | None = None
         super().__init__(*arguments, **named)
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
@@ -92,7 +99,11 @@ class DistributedTrainer(Trainer):
         self.compiled = (
             self._can_compile() if wanted == "on" or (wanted == "auto" and self.device.type == "cuda") else False
         )
-        self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled)
+        self.waits = self._watching.enter_context(watching(ranks))
+        with timed_hooks(self.waits):
+            self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled)
+        for part in self.applied.parts.values():
+            watch_replica(part, self.waits)
         self.model = self.applied.model
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.distributed = DistributedStep(self.applied, config, self._autocast, self.precision)
@@ -140,18 +151,37 @@ class DistributedTrainer(Trainer):
             self.say(f"torch.compile failed, training without it: {first}")
         return first is None
 
+    def train(self) -> Outcome:
+        with self._watching:
+            return super().train()
+
     def _enough_steps_left(self) -> bool:
-        return False  # the profiler's reader knows one process: nothing is recorded
+        return self.device.type == "cpu" and self.config.train.steps - self.step >= 3
+
+    def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
+        """One step whose allocations are counted. By operation nothing is recorded: that reader knows one process."""
+        began = time.perf_counter()
+        lasting = lasting_bytes(self.applied, self.optimizer, self.distributed.schedule)
+        self.waits.settle = True
+        with recording() as recorded:
+            times = self._timed_step(batches, recording=True)
+        self.waits.settle = False
+        batch = 2 * 8 * self.distributed.share * self.config.sequence
+        self.peak_bytes = lasting + batch + recorded.peak_bytes()
+        self.waits.start_over()
+        self._after_step(times, recorded=True)
+        self.observed.wall_seconds["profiling"] = time.perf_counter() - began
 
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         config, clock = self.config, self.clock
-        with clock.step() as times:
+        with clock.step() as times, self.waits.counting(clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
             loss = self.distributed.forward_backward(
                 batch.inputs, batch.targets, self.distributed.samples(self.step), clock, batch.documents
             )
-            with clock.phase(Phase.COMMUNICATION):
+            # Clipping; what is waited for in it counts as communication.
+            with clock.phase(Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION):
                 # One all-reduce: every rank knows the same loss and norm, and stops at the same step.
                 stop = self._interrupted is not None
                 self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop)
@@ -220,7 +250,18 @@ class DistributedTrainer(Trainer):
         self._spike_known = False
 
     def _finish(self) -> Ledger:
-        return super()._finish() if self.ranks.first else Ledger("run")
+        """Rank 0 puts together what all have seen."""
+        ranks = self.ranks
+        chosen = [typical_steps(self.observed)]
+        dist.broadcast_object_list(chosen)
+        mine = seen(self.observed, chosen[0], self.waits, self.peak_bytes, ranks.rank, ranks.index("pp"))
+        everybodys: list[Any] = [None] * ranks.size
+        dist.all_gather_object(everybodys, mine)
+        if not ranks.first:
+            return Ledger("run")
+        ledger = super()._finish()
+        merge(ledger, everybodys)
+        return ledger
 
     def _probe_sometimes(self) -> None:
         if self.ranks.first:
