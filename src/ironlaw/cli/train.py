@@ -74,7 +74,6 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
 
 def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: bool) -> None:
     """One rank of a job that torchrun started. A restarted job goes on where it was."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
@@ -86,7 +85,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: b
     from ironlaw.train.run_directory import default_name
 
     say = messages()
-    with job(settings, host.memory_bytes()) as here:
+    with job(settings, host.memory_bytes(), resume) as here:
         folder = here.first_does(lambda: out or default_name(settings.model.name))
         if not here.first_does(lambda: profile_path().is_file()):
             here.first_does(measure_and_keep)
@@ -94,9 +93,9 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: b
         live = LiveRun(say, folder)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:
-                live.say(f"{here.ranks.size} ranks: {here.layout}")
+                live.say(here.title)
             outcome = here.train(
-                folder, profile, resume=resume or restarted,
+                folder, profile, resume=resume or here.meeting.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.first:
