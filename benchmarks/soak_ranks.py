@@ -3,7 +3,7 @@
     python benchmarks/soak_ranks.py --kills 30 --out benchmarks/results/soak_ranks.md       # `make soak-ranks`
 
 One run on 4 gloo ranks under `torchrun --max-restarts`, nothing else. In every start of the job one rank, drawn by
-chance, kills itself (SIGKILL): by the clock within 20 steps, some milliseconds after a checkpoint began to be written,
+chance, kills itself (SIGKILL): by the clock within 8 steps, some milliseconds after a checkpoint began to be written,
 or before or after one of the calls that change the disk. Batches are logged with their numbers; losses and gradient
 norms must be those of the same job that nobody killed, to the bit: gloo adds up in a fixed order.
 """
@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-RANKS, STEPS = 4, 600
-MOST_STEPS = 20  # of one start: the run must not end before its kills
+RANKS, STEPS = 4, 240
+MOST_STEPS = 8  # of one start: the run must not end before its kills
 BENCHMARKS = Path(__file__).parent
 LAYOUT = {"zero": 2}
 
@@ -53,7 +53,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
         return {"kind": kind, "step": chance.randint(1, MOST_STEPS), "seconds": chance.uniform(0, 0.05)}
     if kind == "call":
         return {"kind": kind, "number": chance.randint(1, 40), "after": chance.random() < 0.5}
-    return {"kind": kind, "write": chance.randint(1, 3), "seconds": chance.choice((0.0, 0.01, 0.05)) * chance.random()}
+    return {"kind": kind, "write": chance.randint(1, 2), "seconds": chance.choice((0.0, 0.01, 0.05)) * chance.random()}
 
 
 def _arm(kill: dict[str, Any], log: Path) -> None:
@@ -109,7 +109,7 @@ def soak_ranks(folder: Path, kills: int, seed: int = 0, steps: int = STEPS, rank
     config = soak.soak_config(
         soak.write_corpus(folder / "corpus"), folder / "data",
         train={"steps": steps, "micro_batch": 2, "profile_steps": 0},
-        checkpoint={"every": 5, "keep": 2, "keep_best": 0}, evaluation={"every": 0}, tracking={"batch_digests": True},
+        checkpoint={"every": 3, "keep": 2, "keep_best": 0}, evaluation={"every": 0}, tracking={"batch_digests": True},
     )  # fmt: skip
     file = folder / "config.toml"
     file.write_text(config.to_toml(), encoding="utf-8")
@@ -176,7 +176,7 @@ PyTorch {torch.__version__}, {machine}, {result["ranks"]} gloo ranks on {os.cpu_
 {result["seconds_killed"]:.0f} s with the kills, {result["seconds_whole"]:.0f} s without, on a machine shared with other
 work.
 
-One run of {result["steps"]} steps with a checkpoint every 5. In every start of the job one rank, drawn by chance,
+One run of {result["steps"]} steps with a checkpoint every 3. In every start of the job one rank, drawn by chance,
 kills itself with SIGKILL; torchrun starts all ranks again, which go on from the last checkpoint. Half of the kills
 come within 50 ms of the moment at which a checkpoint begins to be written, a quarter before or after a call that
 changes the disk, a quarter by the clock. What is compared with the undisturbed job, to the bit: loss, gradient norm,

@@ -403,7 +403,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     finally:
         session.Watcher = plain_watcher  # type: ignore[misc]
     dist.barrier()
-    return seen | {"said": said, "events": read_lines(folder / "run" / "events.jsonl")}
+    return seen | {"said": said, "events": read_lines(folder / "run" / "events.jsonl"), "run": str(folder / "run")}
 
 
 def task_preflight(case: dict[str, Any], folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ CASES = {
 
 @pytest.mark.slow
 def test_faults_on_one_of_two_ranks(
-    tiny_file: Callable[..., Path], on_ranks: Callable[..., Any], user_cache: Path
+    tiny_file: Callable[..., Path], on_ranks: Callable[..., Any], ironlaw_here: Callable[..., Any]
 ) -> None:
     config = tiny_file(
         {"dropout": 0.1, "layers": 2, "heads": 4}, layout={}, train={"steps": 34, "micro_batch": 4},
@@ -163,6 +164,11 @@ def test_faults_on_one_of_two_ranks(
     (event,) = [event for event in first["events"] if event["event"] == "slow_rank"]
     assert event["rank"] == 1 and event["share"] > 0.15 and event["step"] == 8
     assert [line.startswith("rank 1 on ") and "is slow" in line for line in first["said"]].count(True) == 1
+
+    code, out, _ = ironlaw_here("explain", first["run"], "--json")
+    assert code == 0
+    (finding,) = [rule for rule in json.loads(out)["findings"] if rule["name"] == "straggler"]
+    assert "slowest_rank 1" in str(finding) or "'slowest_rank': 1" in str(finding)
 
     # What differs from rank 0 is refused, by rank 0 in one line.
     for name, words in {

@@ -32,10 +32,10 @@ def soaked(folder: Path, kills: int, steps: int, ranks: int, timeout_seconds: fl
 
 @pytest.mark.slow
 def test_a_killed_rank_changes_nothing(user_cache: Path, tmp_path: Path) -> None:
-    soaked(tmp_path, kills=1, steps=40, ranks=2, timeout_seconds=280)
+    soaked(tmp_path, kills=1, steps=20, ranks=2, timeout_seconds=280)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_thirty_killed_ranks_change_nothing(user_cache: Path, tmp_path: Path) -> None:
-    soaked(tmp_path, kills=30, steps=600, ranks=4, timeout_seconds=3500)
+    soaked(tmp_path, kills=30, steps=240, ranks=4, timeout_seconds=3500)

@@ -1,7 +1,7 @@
 """A collective that some rank never enters: who is missing, where it is instead, and who waits for it where.
 
-Each rank leaves a `Note` of what it does in the job's store every second (`watcher.py`). The first whose collective
-has waited too long reads all of them and says it in one line. The decision is a function of the notes.
+Each rank leaves a `Note` of what it does in the job's store every few seconds (`watcher.py`). The first whose
+collective has waited too long reads all of them and says it in one line. The decision is a function of the notes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ironlaw.train.parallel.recorder import Operation
 
-STALE_SECONDS = 10.0  # of a note that should be a second old: its process is stopped, or gone
+STALE_SECONDS = 10.0  # of a note that should be younger: its process is stopped, or gone
 
 
 @dataclass(frozen=True)

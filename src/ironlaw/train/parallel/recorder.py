@@ -33,8 +33,7 @@ class Operation:
 
 def switch_on() -> None:
     """Before the first process group: the buffer is made with it."""
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # its name now, and before
-        os.environ.setdefault(name, str(KEPT))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # how long each kernel took
 
 
