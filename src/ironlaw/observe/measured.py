@@ -34,6 +34,7 @@ class Observations:
     resident_peak_bytes: int | None = None
     cuda_peak_bytes: int | None = None
     joules: float | None = None
+    joules_basis: str = "RAPL counters of the whole package"
     wall_seconds: dict[str, float] = field(default_factory=dict)
     checkpoint_copy_bytes: int = 0  # of the state, in the memory that the steps use
 
@@ -110,7 +111,7 @@ def measured_ledger(
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
     if observed.joules is not None:
-        totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, "RAPL counters of the whole package")
+        totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, observed.joules_basis)
     return ledger
 
 

@@ -31,6 +31,7 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
+from ironlaw.observe.board import find_board
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
@@ -176,7 +177,8 @@ class Trainer:
 
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
-        energy = EnergyMeter()
+        accelerated = self.device.type == "cuda"
+        energy = EnergyMeter(accelerated=accelerated, board=find_board(self.device.index or 0) if accelerated else None)
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         self._warm_until = self.step + warmup_steps(config.train.steps)
@@ -223,7 +225,7 @@ class Trainer:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
                 self._probe_sometimes()
-                observed.joules = energy.joules()
+                observed.joules, observed.joules_basis = energy.joules(), energy.basis
             self.data_facts = self.loader.facts() | prefetcher.facts()
 
     def _stopping(self) -> bool:
@@ -406,6 +408,9 @@ class Trainer:
         facts = self.plan.facts | {
             "compile": self.compiled,
             "machine_slowdown": interference.middle(observed.probes),
+            "other_load": interference.others(observed.probes),
+            "virtual": host.is_virtual(),
+            "skipped_updates": self.one_step.scale.skipped_steps,
             "data": self.data_facts,
             "steps_done": self.step,
             "interrupted": self._interrupted,

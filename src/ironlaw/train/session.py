@@ -127,5 +127,8 @@ def check_start(
 def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:
     """A complete run adds to what the next plan's interval is learned from."""
     measured = outcome.ledger.totals.get("step_seconds")
+    others = outcome.ledger.facts.get("other_load") or 0.0  # a run beside other programs says nothing of the planner
+    if others > interference.MOST_OTHERS:
+        return
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)
