@@ -1,7 +1,7 @@
 """Step time over slow links, measured and planned: every rank a host of its own, a network namespace on this machine.
 
     python benchmarks/shaped_links.py [--rates 1gbit 100mbit] [--layouts dp=2 "dp=2 zero=3" pp=2] [--json FILE]
-    python benchmarks/shaped_links.py --collectives        # what gloo puts on the wire for each collective
+    python benchmarks/shaped_links.py --collectives [--hosts 4]     # what gloo puts on the wire
 
 A host is a namespace with one core, one veth interface behind a bridge and its own address; what leaves it is shaped
 by a token bucket (`tc tbf`), and delayed by `tc netem` where --delay-ms is given and the kernel has it. Root, `ip` and
@@ -212,12 +212,13 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--collectives", action="store_true", help="bytes and seconds of each collective instead")
+    parser.add_argument("--hosts", type=int, default=2, help="how many, for --collectives")
     parser.add_argument("--json", type=Path, help="append what was found to this file, a line each")
     chosen = parser.parse_args()
     problem = unsupported(delay=bool(chosen.delay_ms))
     if problem:
         raise SystemExit(problem)
-    with tempfile.TemporaryDirectory() as name, hosts(2) as made:
+    with tempfile.TemporaryDirectory() as name, hosts(chosen.hosts) as made:
         if chosen.collectives:
             made.torchrun([Path(__file__).with_name("shaped_collectives.py"), Path(name) / "found.json"], Path(name))
             print((Path(name) / "found.json").read_text(encoding="utf-8"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.catalog import accelerator, cpu_power, grid
+from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
-from ironlaw.explain.device import catalogued
 from ironlaw.ledger import Ledger
 
 JOULES_PER_KWH = 3.6e6

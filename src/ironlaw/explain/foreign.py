@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ironlaw.catalog import accelerator, peak
+from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
-from ironlaw.explain.device import catalogued
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.explanation import NOT_PLANNED, Explanation

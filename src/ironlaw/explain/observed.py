@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
+from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
-from ironlaw.explain.device import catalogued
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics

@@ -45,6 +45,7 @@ from ironlaw.observe.profile import (
 )
 from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
+from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
@@ -112,6 +113,7 @@ class Trainer:
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
         self.data_facts: dict[str, Any] = {}
+        self.attention: str | None = None  # by which kernel
         self.train_loss = self.validation_loss = float("nan")
         self.average: WeightAverage | None = None
         self._interrupted: str | None = None
@@ -132,6 +134,8 @@ class Trainer:
         self.one_step = Step(config, self.plan, self.profile, self.device, fresh=start is None)
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.average = self.one_step.average
+        self.attention = attention_kernel(self.model, config, self.device, self.precision)
+        self.say(f"Attention  {self.attention}")
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -407,6 +411,8 @@ class Trainer:
             observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
         facts = self.plan.facts | {
             "compile": self.compiled,
+            "attention": self.attention,
+            "host_bytes": self.one_step.host_bytes(),
             "machine_slowdown": interference.middle(observed.probes),
             "other_load": interference.others(observed.probes),
             "virtual": host.is_virtual(),

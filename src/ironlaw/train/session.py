@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ironlaw.config import RunConfig
+from ironlaw.data import supply
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
@@ -95,6 +96,7 @@ def _train_alone(
     outcome.ledger.save(run.ledger_file)
     interference.remember(profile, trainer.observed.probes)
     _remember(plan, outcome, profile, run)
+    supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
 
 
