@@ -31,9 +31,8 @@ def measure(
 
 
 def measure_and_keep(threads: int | None = None) -> Profile:
-    """Measure with a progress bar, and keep the profile and what it saw of interference. `train` does it too."""
+    """Measure with a progress bar, and keep the profile. `train` does it too."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
-    from ironlaw.machine import interference
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.profile import earlier_profile, save_profile
 
@@ -45,5 +44,4 @@ def measure_and_keep(threads: int | None = None) -> Profile:
             progress=lambda what, fraction: update(fraction, what),
         )
     save_profile(profile)
-    interference.remember(profile, interference.rounds(profile))
     return profile

@@ -176,6 +176,20 @@ def making(final: Path) -> Iterator[Path]:
         raise cannot_write(final.parent, error, kept=(partial / PROGRESS).exists()) from None
 
 
+def in_the_making(final: Path) -> bool:
+    """Whether a process is making `final` now. Without locks on this file system: never."""
+    try:
+        import fcntl
+
+        with (final.parent / f".lock-{final.name}").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
+
+
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
     """Advisory, released by the system when the process dies. Without locks on this file system: none."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw import units
 from ironlaw.data import building, megatron, shards
 from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
@@ -31,6 +32,7 @@ from ironlaw.errors import UserError
 __all__ = ["Dataset", "Say", "Statistics", "open_dataset", "prepare"]
 
 Say = Callable[[str], None]
+_SCAN_LINE_SECONDS = 5.0
 _MOCK_TOKENS = 2**24
 _MOCK_DOCUMENT = 512  # tokens, on average: where documents are masked, so is mock data
 
@@ -87,7 +89,8 @@ def prepare_source(
             if place != folder:
                 _build(config, vocab, source, corpus, given, place, progress, say)
     try:
-        dataset = open_dataset(folder, reused=reused)
+        # What was written just now was hashed on its way: only sizes are looked at.
+        dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)
     except shards.DamagedShards as damage:
         say(str(damage).split(":")[0] + ": making them again")
         _remake(config, corpus, folder, damage)
@@ -142,7 +145,7 @@ def _build(
     """Fill `folder` with everything `open_dataset` reads."""
     spent: defaultdict[str, float] = defaultdict(float)
     start = time.perf_counter()
-    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed, progress=_scanning(say))
     if not corpus.files:
         raise corpora.no_text(source.path, corpus)
     spent["read"] += time.perf_counter() - start
@@ -176,6 +179,19 @@ def _build(
         folder / shards.INDEX,
         {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
     )
+
+
+def _scanning(say: Say) -> shards.Progress:
+    """Told of a first reading of everything, says a line now and then: a few seconds' worth of text needs none."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SCAN_LINE_SECONDS:
+            last = time.monotonic()
+            say(f"Reading {units.bytes_(done)} of {units.bytes_(total)} to find which documents are held out")
+
+    return progress
 
 
 def _tokenizer(

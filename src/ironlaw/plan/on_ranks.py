@@ -162,7 +162,8 @@ def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, positi
             found[dimension, kind] = Talk(dimension, kind, known.count + count, known.bytes + size, seconds, seconds)
 
     for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):
-        for dimension, kind, count, size in stage_lines(config.model, layout, config.sequence, micro_batches, stage):
+        lines = stage_lines(config.model, layout, config.sequence, micro_batches, stage, config.communication)
+        for dimension, kind, count, size in lines:
             if count:
                 seconds = count * _seconds(fabric, ranks, layout, dimension, kind, size / count)
             else:

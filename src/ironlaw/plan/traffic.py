@@ -7,7 +7,8 @@ Exact for replicas, ZeRO, FSDP and tensor parallel layouts, and checked there ag
 (`tests/train/parallel`). Bytes are those of the whole buffer: what is reduced, what is gathered, what is sent; a ring
 moves 2 (n-1)/n of the first and (n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer
 holds them. Dimensions are those of the trainer's mesh: `replicate` (copies of the state), `shard` (ranks that share
-one), `tp`, `cp`, `pp`. The loss and the gradient norm are one all-reduce of 24 bytes over all ranks, not listed.
+one), `tp`, `cp`, `pp`, and `site` where sites average their weights. The loss and the gradient norm are one all-reduce
+of 24 bytes (and 8 more per further site) over all ranks, not listed.
 
 FSDP2 gathers a block at a time, each tensor padded to a multiple of the ranks in its first dimension.
 """
@@ -17,18 +18,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ironlaw.config import CommunicationConfig
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
 from ironlaw.workload.parameters import Parameter, model_parameters
 
 FP32 = 4
+BF16 = 2
 
 
 @dataclass(frozen=True)
 class Sent:
-    """`count` collectives with buffers of `bytes` in all. DDP's buckets are not counted: `count` is 0 there."""
+    """`count` collectives with buffers of `bytes` in all. DDP's buckets and a meeting's chunks are not counted: 0."""
 
     count: int
     bytes: int
@@ -99,14 +102,29 @@ def _local_shape(parameter: Parameter, tp: int) -> tuple[int, ...]:
     return shape
 
 
-def traffic(model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int) -> list[Table]:
-    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch."""
+PLAIN = CommunicationConfig()
+
+
+def traffic(
+    model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int, communication: CommunicationConfig = PLAIN,
+    meeting: bool = False,
+) -> list[Table]:  # fmt: skip
+    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch.
+
+    `communication` may send gradients as less than fp32, PowerSGD's from its start step on. With local updates the
+    step is one between meetings, or one at whose end the sites meet.
+    """
     micro_batches = global_batch // (layout.dp * layout.micro_batch)
+    if communication.local_steps:
+        layout = replace(layout, dp=layout.dp // (communication.sites or layout.dp))  # of one site
     tables = []
     for rank in range(layout.pp):
         total: Counter[tuple[str, str, str]] = Counter()
         for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank):
-            for dimension, kind, count, size in stage_lines(model, layout, sequence, micro_batches, stage):
+            lines = [*stage_lines(model, layout, sequence, micro_batches, stage, communication)]
+            if meeting and communication.local_steps:
+                lines += _meeting(model, layout, stage, communication)
+            for dimension, kind, count, size in lines:
                 total[dimension, kind, "count"] += count
                 total[dimension, kind, "bytes"] += size
         keys = sorted({(dimension, kind) for dimension, kind, _ in total})
@@ -128,11 +146,14 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
 Line = tuple[str, str, int, int]
 
 
-def stage_lines(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int) -> Iterable[Line]:
+def stage_lines(
+    model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int,
+    communication: CommunicationConfig = PLAIN,
+) -> Iterable[Line]:  # fmt: skip
     """(dimension, kind, count, bytes) of one stage in a step, a line for each size of buffer."""
     tokens = layout.micro_batch * sequence // layout.cp
     parameters = stage_parameters(model, layout, stage)
-    yield from _data_parallel(model, layout, parameters, micro_batches)
+    yield from _data_parallel(model, layout, parameters, micro_batches, communication)
     if layout.tp > 1:
         yield from _tensor_parallel(model, layout, parameters, tokens, micro_batches, stage)
     blocks = len({p.name.split(".")[1] for p in parameters if p.name.startswith("blocks.")})
@@ -145,8 +166,9 @@ def stage_lines(model: ModelConfig, layout: Layout, sequence: int, micro_batches
 
 
 def _data_parallel(
-    model: ModelConfig, layout: Layout, parameters: list[Parameter], micro_batches: int
-) -> Iterable[Line]:
+    model: ModelConfig, layout: Layout, parameters: list[Parameter], micro_batches: int,
+    communication: CommunicationConfig,
+) -> Iterable[Line]:  # fmt: skip
     sharded = layout.zero > 0
     ranks = (layout.shard or layout.dp) * layout.cp if sharded else 1
     copies = layout.dp // (layout.shard or layout.dp) if sharded else layout.dp * layout.cp
@@ -154,15 +176,34 @@ def _data_parallel(
     reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
     plain = layout.tp * layout.pp == 1 and not sharded
     for unit, tensors in units_of(model, parameters).items():
-        padded = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors) * FP32
+        elements = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors)
+        padded, gradients = elements * FP32, elements * (BF16 if communication.gradients == "bf16" else FP32)
+        if communication.gradients == "powersgd":
+            gradients = sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32
         gathers = 1
         if layout.zero == 3:
             gathers = micro_batches * (1 if unit == "root" else 2)
         if ranks > 1:
             yield "shard", "all_gather", gathers, gathers * padded
-            yield "shard", "reduce_scatter", reductions, reductions * padded
+            yield "shard", "reduce_scatter", reductions, reductions * gradients
         if copies > 1:
-            yield "replicate", "all_reduce", 0 if plain else reductions, reductions * padded // ranks
+            yield "replicate", "all_reduce", 0 if plain else reductions, reductions * gradients // ranks
+
+
+def compressed_elements(shape: tuple[int, ...], rank: int) -> int:
+    """What PowerSGD sends of a gradient: two matrices of `rank` columns, or all of it where that saves less than half
+    (PyTorch's `min_compression_rate` of 2)."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    thin = (rows + columns) * min(rows, columns, rank)
+    return thin if 2 * thin < rows * columns else rows * columns
+
+
+def _meeting(model: ModelConfig, layout: Layout, stage: int, communication: CommunicationConfig) -> Iterable[Line]:
+    """Each rank's part of the weights, once, to the same rank of the other sites; the largest where parts differ."""
+    ranks = (layout.shard or layout.dp) * layout.cp if layout.zero > 0 else 1
+    parameters = stage_parameters(model, layout, stage)
+    elements = sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in parameters)
+    yield "site", "all_reduce", 0, elements * (BF16 if communication.gradients == "bf16" else FP32)
 
 
 def units_of(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:

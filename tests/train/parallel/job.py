@@ -36,6 +36,7 @@ from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import preflight, session
 from ironlaw.train.parallel import ranks as world
+from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
@@ -62,6 +63,7 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             "optimizer": {"lr": 3e-3} | case.get("optimizer", {}),
             "schedule": {"warmup_steps": 2},
             "layout": case["layout"],
+            "communication": case.get("communication", {}),
         }
     )
 
@@ -77,7 +79,8 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.ranks = world.start(world.check(config, dist.get_world_size()))
+        layout = world.check(config, dist.get_world_size())
+        self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         model = Transformer(config.model)
         mark_fused(model)
@@ -85,6 +88,10 @@ class Run:
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.step = DistributedStep(self.applied, config)
         self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
+        self.outer = Outer(self.applied, config) if self.ranks.sites > 1 else None
+        self.states: dict[str, Any] = {"optimizer": self.optimizer}
+        self.states |= {"outer": self.outer} if self.outer else {}
+        self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
         results = []
@@ -95,6 +102,8 @@ class Run:
             results.append(self.step.agree(loss, self.config.train.clip)[:2])
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.outer is not None:
+                self.outer.after(step + 1)
         return results
 
 
@@ -195,13 +204,74 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batch = run.batches.batch(2).map(torch.from_numpy)
     with counted(run.ranks) as found:
         run.step.forward_backward(batch.inputs, batch.targets, run.step.samples(2))
+        if run.outer is not None:
+            run.outer.after(3)
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
-    planned = traffic(run.config.model, layout, sequence=run.config.sequence, global_batch=8)[run.ranks.index("pp")]
+    planned = traffic(
+        run.config.model, layout, sequence=run.config.sequence, global_batch=8, communication=run.config.communication,
+        meeting=case.get("meeting", False),
+    )[run.ranks.index("pp")]  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
     return {"found": plain(found.sent), "planned": plain(merged(planned, found.aliases))}
+
+
+def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Six steps with a checkpoint after the fourth, and the last two again from it: losses and weights of both."""
+    config = config_of(case)
+    store = ShardedFiles(dist.new_group(backend="gloo"))
+    first, results = Run(config), []
+    first.train(0, case.get("saved", 4))
+    store_at(store, folder, first)
+    for run in (first, Run(config)):
+        if run is not first:
+            store.read(folder, run.applied.model, run.states)
+        losses = run.train(case.get("saved", 4), 9)
+        weights = torch.cat([w.flatten() for w in weights_of(run).values()])
+        results.append(
+            {"losses": losses, "weights": float(weights.double().square().sum()), "some": weights[:9].tolist()}
+        )
+    return {"straight": results[0], "resumed": results[1]}
+
+
+def store_at(store: ShardedFiles, folder: Path, run: Run) -> None:
+    store.write(folder, store.take(run.applied.model, run.states))
+    dist.barrier()
+
+
+def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """DiLoCo that meets after every step with a plain outer step of 1, and weights averaged every step by hand."""
+    run = Run(config_of(case))
+    found = run.train(0, 6)
+    other = Run(config_of(case))
+    other.outer = None
+    expected = []
+    for step in range(6):
+        expected += other.train(step, step + 1)
+        for parameter in other.applied.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+    ours, theirs = weights_of(run), weights_of(other)
+    return {
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)),
+        "weights": max(float((ours[name] - theirs[name]).abs().max()) for name in ours),
+    }
+
+
+def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Losses of 20 steps beside those with whole gradients at every step, and whether ranks end with one model."""
+    run = Run(config_of(case))
+    found = run.train(0, STEPS)
+    expected = Run(config_of(case | {"communication": {}})).train(0, STEPS)
+    some = torch.cat([w.flatten() for w in weights_of(run).values()]).double().square().sum()
+    everybodys = [torch.zeros_like(some) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, some)
+    return {
+        "first": found[0][0], "last": found[-1][0], "expected": expected[-1][0],
+        "apart": float((torch.stack(everybodys) - everybodys[0]).abs().max()),
+    }  # fmt: skip
 
 
 def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +17,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import stages_of
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import pipeline, tensor
+from ironlaw.train.parallel import pipeline, savers, tensor
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.optimizers import OptimizerConfig, assign
@@ -33,6 +33,7 @@ class Applied:
     plain: dict[int, Transformer]
     partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+    compressor: savers.PowerSGD | None = None
 
     @property
     def model(self) -> Transformer:
@@ -83,17 +84,19 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
+    compressor = None
     if layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp > 1):
         for part in plain.values():
-            shard(part, ranks)
+            shard(part, ranks, savers.reduction(config.communication))
     elif ranks.size_of("replicate") > 1:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")
         with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
             warnings.simplefilter("ignore", FutureWarning)
-            parts[0] = DistributedDataParallel(
+            replica = DistributedDataParallel(
                 model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
             )
+        parts[0], compressor = replica, savers.hook(replica, config.communication)
 
     # Read only now: FSDP has put its own parameters in place of the model's.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
@@ -101,10 +104,10 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     copied = None
     if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
         copied = cast(nn.Parameter, last.head.weight)
-    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied)
+    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied, compressor)
 
 
-def shard(part: Transformer, ranks: Ranks) -> None:
+def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 (arXiv 2304.11277): a block is gathered at a time, the ends of the model for themselves.
 
     ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
@@ -113,14 +116,14 @@ def shard(part: Transformer, ranks: Ranks) -> None:
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     again = ranks.config.zero == 3
     for block in part.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
     if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
         if part.embedding is not None:
-            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again)
+            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
         if part.head is not None:
-            fully_shard(part.head, mesh=mesh, reshard_after_forward=again)
-    fully_shard(part, mesh=mesh, reshard_after_forward=False)
+            fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")

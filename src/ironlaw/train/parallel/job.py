@@ -26,6 +26,7 @@ from ironlaw.train.parallel.ranks import (
     check,
     micro_batch_of,
     planned_layout,
+    sites_of,
     start,
     usable,
     world_size,
@@ -81,7 +82,8 @@ def job(config: RunConfig, memory_bytes: float, resume: bool = False) -> Iterato
         raise SystemExit(0)
     try:
         timeout = config.recovery.collective_seconds + SPARE_SECONDS
-        ranks = start(check(config, used), timeout, meeting=meeting, size=used)
+        layout = check(config, used)
+        ranks = start(layout, timeout, meeting=meeting, size=used, sites=sites_of(config, layout))
         preflight.check(preflight.facts(config))
         yield Job(config, ranks, meeting)
         if ranks.first:

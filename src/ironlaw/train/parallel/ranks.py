@@ -26,7 +26,8 @@ TIMEOUT_SECONDS = 360.0
 @dataclass(frozen=True)
 class Ranks:
     """`mesh` has the dimensions pp, replicate, shard, tp; shard covers context parallel ranks too when state is sharded
-    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence."""
+    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
+    groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others."""
 
     config: LayoutConfig
     rank: int
@@ -34,6 +35,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     context: DeviceMesh | None
+    sites: int = 1
 
     @property
     def dp(self) -> int:
@@ -46,10 +48,14 @@ class Ranks:
         return self.rank == 0
 
     def index(self, dimension: str) -> int:
-        """Coordinate along tp, cp, dp or pp."""
-        c = self.config
-        inner = {"tp": 1, "cp": c.tp, "dp": c.tp * c.cp, "pp": c.tp * c.cp * self.dp}[dimension]
-        return self.rank // inner % getattr(c, dimension)
+        """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
+        c, per_site, dp = self.config, self.size // self.sites, self.dp // self.sites
+        site, rank = divmod(self.rank, per_site)
+        if dimension == "site":
+            return site
+        inner = {"tp": 1, "cp": c.tp, "dp": c.tp * c.cp, "pp": c.tp * c.cp * dp}[dimension]
+        here = rank // inner % (dp if dimension == "dp" else int(getattr(c, dimension)))
+        return here + site * dp if dimension == "dp" else here
 
     def group(self, dimension: str) -> dist.ProcessGroup:
         return self.mesh.get_group(dimension)
@@ -82,6 +88,33 @@ def planned_layout(config: LayoutConfig, micro_batch: int) -> Layout:
     return Layout(**config.model_dump() | {"dp": config.dp or 1}, micro_batch=micro_batch)
 
 
+def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
+    """Groups of ranks that average weights now and then, not gradients at every step; 1 without local updates."""
+    communication = config.communication
+    assert layout.dp is not None
+    return (communication.sites or layout.dp) if communication.local_steps else 1
+
+
+def _check_communication(config: RunConfig, layout: LayoutConfig) -> None:
+    communication, sites = config.communication, sites_of(config, layout)
+    assert layout.dp is not None
+    if communication.local_steps and (layout.dp % sites or sites == 1):
+        raise UserError(
+            f"communication.local_steps needs at least two sites, and dp = {layout.dp} replicas to be shared out "
+            f"equally among {sites}: change communication.sites or layout.dp"
+        )
+    if layout.zero > 0 and layout.shard and layout.dp // sites % layout.shard:
+        raise UserError(
+            f"layout.shard = {layout.shard} replicas do not lie within a site of {layout.dp // sites}: use a divisor"
+        )
+    plain = layout.zero == 0 and layout.tp * layout.pp == 1
+    if communication.gradients == "powersgd" and not plain:
+        raise UserError(
+            'communication.gradients = "powersgd" needs whole gradients on every rank: use dp alone with '
+            'layout.zero = 0, or "bf16"'
+        )
+
+
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """The settled layout of a run on `size` ranks. UserError for what cannot run, with what to write instead."""
     layout = settled(config.layout or LayoutConfig(), size)
@@ -92,6 +125,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
             f"use a multiple of {layout.dp}"
         )
+    _check_communication(config, layout)
     micro_batch = micro_batch_of(config, share)
     plan = planned_layout(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
@@ -140,8 +174,9 @@ def usable(config: RunConfig, size: int) -> int:
 
 
 def start(
-    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0
-) -> Ranks:
+    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0,
+    sites: int = 1,
+) -> Ranks:  # fmt: skip
     """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
 
     `meeting`: the ranks have met already; the first `size` of them take part.
@@ -162,14 +197,16 @@ def start(
     size = dist.get_world_size()
     config = settled(config, size)
     assert config.dp is not None
-    sharded = config.zero > 0
-    replicate = config.dp // (config.shard or config.dp) if sharded else config.dp * config.cp
-    shard = (config.shard or config.dp) * config.cp if sharded else 1
-    mesh = init_device_mesh(
-        device.type, (config.pp, replicate, shard, config.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
-    )
+    sharded, dp = config.zero > 0, config.dp // sites
+    replicate = dp // (config.shard or dp) if sharded else dp * config.cp
+    shard = (config.shard or dp) * config.cp if sharded else 1
+    shape: tuple[int, ...] = (config.pp, replicate, shard, config.tp)
+    names: tuple[str, ...] = ("pp", "replicate", "shard", "tp")
+    if sites > 1:
+        shape, names = (sites, *shape), ("site", *names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     context = None
     if config.cp > 1:
         shape = (config.pp * config.dp, config.cp, config.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
-    return Ranks(config, dist.get_rank(), size, device, mesh, context)
+    return Ranks(config, dist.get_rank(), size, device, mesh, context, sites)

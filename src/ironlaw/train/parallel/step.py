@@ -41,6 +41,10 @@ class DistributedStep:
                 autocast,
             )  # fmt: skip
         self.has_loss = applied.stages - 1 in applied.plain
+        if applied.compressor is not None:
+            (part,) = applied.parts.values()
+            tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.ranks.device)
+            applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
         self._copies = {id(p): self._copies_of(p) for p in applied.parameters()}
 
     # -- forward and backward --------------------------------------------------------------------------------
@@ -160,6 +164,7 @@ class DistributedStep:
         on every rank. Clips by the norm.
 
         One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
+        Sites that train by themselves have a norm each, and clip by it; the first one's is returned.
         `more`, as many on every rank, is added up with them and left in `self.added`.
         """
         layout, device = self.ranks.config, self.ranks.device
@@ -171,15 +176,18 @@ class DistributedStep:
                 norm = torch.linalg.vector_norm(_local(parameter.grad))
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
-        together = torch.stack([loss.detach().double() * weight, square, flag])
+        squares = torch.zeros(self.ranks.sites, device=device, dtype=torch.float64)
+        squares[self.ranks.index("site")] = square
+        together = torch.stack([loss.detach().double() * weight, flag, *squares])
         if more:
             together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
         dist.all_reduce(together)
-        mean, total, flags, *self.added = together.tolist()
-        norm = math.sqrt(total)
+        mean, flags, *rest = together.tolist()
+        norms, self.added = [math.sqrt(total) for total in rest[: self.ranks.sites]], rest[self.ranks.sites :]
+        norm = norms[self.ranks.index("site")]
         if clip < norm and gradients:  # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
             torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
-        return mean, norm, flags > 0
+        return mean, norms[0], flags > 0
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks of one stage that hold the same elements."""

@@ -9,6 +9,7 @@ Bytes are those of the whole buffer (nccl-tests' convention): what is reduced, w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -95,7 +96,8 @@ def _members(args: Any) -> Members:
 def counted(ranks: Ranks) -> Iterator[Traffic]:
     """Count while the block runs."""
     traffic = Traffic()
-    groups = {name: ranks.group(name) for name in ("replicate", "shard", "tp", "pp")}
+    names = ("replicate", "shard", "tp", "pp") + (("site",) if ranks.sites > 1 else ())
+    groups = {name: ranks.group(name) for name in names}
     if ranks.context is not None:
         groups["cp"] = ranks.context.get_group()
     dimensions: dict[Members, tuple[str, int]] = {}
@@ -104,5 +106,25 @@ def counted(ranks: Ranks) -> Iterator[Traffic]:
         if first != name and group.size() > 1:
             traffic.aliases[name] = first
     dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
-    with _Counter(dimensions, traffic):
+    with _Counter(dimensions, traffic), _other_threads(dimensions, traffic):
         yield traffic
+
+
+@contextmanager
+def _other_threads(dimensions: dict[Members, tuple[str, int]], traffic: Traffic) -> Iterator[None]:
+    """What callbacks reduce on threads of the backend, where a dispatch mode does not reach: PowerSGD's second half."""
+    here, plain = threading.get_ident(), dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *rest: Any, **named: Any) -> Any:
+        group = named.get("group")
+        if threading.get_ident() != here and group is not None:
+            dimension, size = dimensions.get(tuple(dist.get_process_group_ranks(group)), ("other", 2))
+            if size > 1:
+                traffic.add(dimension, "all_reduce", tensor.numel() * tensor.element_size())
+        return plain(tensor, *rest, **named)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from ironlaw.train.loop import Trainer, _due
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel.first import first_does
+from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.ranks import Ranks, planned_layout
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
@@ -92,6 +94,9 @@ class DistributedTrainer(Trainer):
         self.model = self.applied.model
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.states = {"optimizer": self.optimizer, "random": RandomState()}
+        self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
+        self.states |= {"outer": self.outer} if self.outer else {}
+        self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
         group = dist.new_group(backend="gloo")
         self.store = ShardedFiles(group)
         self.checkpointer = Checkpointer(
@@ -143,6 +148,9 @@ class DistributedTrainer(Trainer):
                 set_learning_rate(self.optimizer, learning_rate(config, self.step))
                 self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
+            if self.outer is not None:
+                with clock.phase(Phase.COMMUNICATION):
+                    self.outer.after(self.step + 1)
         if stop and self._interrupted is None:
             self._interrupted = "SIGTERM"  # another rank was told to stop
         self._stop_agreed = stop
@@ -187,7 +195,7 @@ class DistributedTrainer(Trainer):
         wanted = config.evaluation.batches * config.train.global_batch
         batches = list(self.loader.validation(size, -(-wanted // size)))
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with step.evaluating():
+        with step.evaluating(), self.outer.evaluating() if self.outer else nullcontext():
             for first in range(0, len(batches), ranks.dp):
                 # Collectives need every rank: one without a batch of its own works on another's and does not count it.
                 mine = first + ranks.index("dp")
