@@ -276,3 +276,11 @@ def test_a_long_first_reading_says_how_far_it_is(corpus: Path, tmp_path: Path, m
     assert len(reading) == len(list(corpus.iterdir()))
     whole = reading[-1].removeprefix("Reading ").split(" to find")[0].split(" of ")
     assert whole[0] == whole[1]
+
+
+def test_the_baseline_counted_on_the_way_is_that_of_the_shards(corpus: Path, tmp_path: Path) -> None:
+    for tokens in (2**26, 2048):  # one shard, and many
+        config = DataConfig(path=str(corpus), cache=str(tmp_path / f"cache-{tokens}"), shard_tokens=tokens)
+        dataset = prepare(config, 300)
+        wanted = unigram_loss(dataset.train, dataset.validation, dataset.vocab)
+        assert dataset.unigram_loss == pytest.approx(wanted, rel=1e-12)
