@@ -216,6 +216,9 @@ class DistributedTrainer(Trainer):
     def _step_metrics(self) -> dict[str, Any]:
         return {}
 
+    def _step_facts(self) -> dict[str, Any]:
+        return {}
+
     def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
         """All ranks have found the spike in the same numbers; rank 0 looks at the disk, writes down what is done about
         it and drops checkpoints."""
