@@ -146,10 +146,12 @@ def run(case: str, out: Path) -> None:
         raise SystemExit(f"{case} failed")
 
 
-def closure(out: Path) -> dict[str, Any]:
+def closure(out: Path) -> dict[str, Any] | None:
     from ironlaw.explain.open import explain_path
 
     document = explain_path(out).to_json()
+    if document["time"]["step"]["measured"] is None:
+        return None
     parts = [row["measured"] for row in document["memory"]["components"] if row["measured"] is not None]
     peak, drops = document["memory"]["peak"]["measured"], document["waterfall"]["drops"]
     named = sum(d["seconds"] or 0.0 for d in drops) + (document["waterfall"]["ideal_seconds"] or 0.0)
@@ -220,6 +222,8 @@ def report(folder: Path) -> str:
         if not (folder / case / "ledger.json").is_file():
             continue
         r = closure(folder / case)
+        if r is None:  # interrupted before a step was timed
+            continue
         lines.append(
             f"| {what} | {1e3 * r['step']:.1f} | {100 * r['unattributed']:+.2f}% | {r['waterfall']:.4f} | "
             f"{r['peak'] / 1e6:.0f} | {r['parts']:.4f} |"

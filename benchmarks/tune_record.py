@@ -32,7 +32,7 @@ from ironlaw.explain.remedies import with_settings
 from ironlaw.machine import host
 from ironlaw.machine.profile import load_profile
 
-BATCH, TRIAL_SECONDS, LEAST_STEPS, ROUNDS, SAME = 48, 2.0, 10, 3, 42
+BATCH, TRIAL_SECONDS, LEAST_STEPS, ROUNDS, SAME = 24, 1.5, 10, 3, 42
 GPT = {"name": "gpt", "layers": 2, "hidden": 256, "heads": 4, "vocab": 4096, "context": 32, "positions": "rope"}
 MICRO = [m for m in range(1, BATCH + 1) if BATCH % m == 0]
 BAD: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def measure_all(record: Record) -> bool:
                 found = record.once(f"{what} {number}: {name}", record.run(with_settings(bad, settings)))
                 complete &= found is not None
     same = with_settings(
-        bad_config("fp32, one sequence at a time"), {"train.micro_batch": 24, "train.precision": "bf16"}
+        bad_config("fp32, one sequence at a time"), {"train.micro_batch": BATCH, "train.precision": "bf16"}
     )
     for number in range(SAME):
         complete &= record.once(f"same {number}", record.run(same)) is not None

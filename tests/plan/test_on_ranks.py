@@ -13,7 +13,7 @@ from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.estimate import plan_run
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.on_ranks import RanksPlan, plan_ranks
-from ironlaw.plan.rank_passes import most_in_flight, passes, play, pytorch_passes
+from ironlaw.plan.rank_passes import most_in_flight, passes, play
 from ironlaw.plan.traffic import traffic
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
@@ -97,10 +97,9 @@ def test_ddp_hides_reductions_behind_the_backward_pass_only_where_a_link_is_slow
     assert reduce.exposed_seconds == pytest.approx(reduce.seconds, rel=0.2)
 
 
-def test_passes_are_those_of_pytorch() -> None:
+def test_every_pass_is_there_and_first_stages_run_ahead() -> None:
     ours = passes("1f1b", 4, 1, 6)
-    theirs = pytorch_passes("1f1b", 4, 1, 6)
-    assert [most_in_flight(order) for order in ours] == [4, 3, 2, 1] == [most_in_flight(o) for o in theirs]
+    assert [most_in_flight(order) for order in ours] == [4, 3, 2, 1]
     for schedule, virtual in (("gpipe", 1), ("1f1b", 2), ("zb", 1), ("zbv", 2), ("dualpipe", 2)):
         for order in passes(schedule, 2, virtual, 8):
             kinds = [p.kind for p in order]

@@ -33,7 +33,9 @@ def measure(
 def measure_and_keep(threads: int | None = None) -> Profile:
     """Measure with a progress bar, and keep the profile. `train` does it too."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
+    from ironlaw.machine.links import save_costs
     from ironlaw.machine.measure import measure as measure_machine
+    from ironlaw.machine.measure_links import measure_links
     from ironlaw.machine.profile import earlier_profile, save_profile
 
     with progress("Measuring this machine") as update:
@@ -43,5 +45,8 @@ def measure_and_keep(threads: int | None = None) -> Profile:
             earlier=earlier_profile(),
             progress=lambda what, fraction: update(fraction, what),
         )
+        if profile.device == "cpu":
+            update(0.99, "two ranks")
+            save_costs(measure_links(profile))
     save_profile(profile)
     return profile

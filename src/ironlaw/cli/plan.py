@@ -9,7 +9,11 @@ import typer
 from ironlaw.cli.console import messages, output, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ironlaw.config import RunConfig
     from ironlaw.plan.answer import Answer
+    from ironlaw.plan.layout import Layout
 
 
 def plan(
@@ -33,6 +37,9 @@ def plan(
         typer.Option("--engine", "--profile", help="Whose constants: a framework's, or a name given to calibrate."),
     ] = None,
     layout: Annotated[str | None, typer.Option(help='Planned as given, such as "dp=8 zero=3 micro_batch=2".')] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="On this machine: so many processes, as torchrun starts them.")
+    ] = None,
     emit: Annotated[
         str | None, typer.Option(help="Print options for torchtitan, megatron, deepspeed, accelerate or ironlaw.")
     ] = None,
@@ -52,7 +59,8 @@ def plan(
 
     options = Options(
         Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()),
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), ranks=ranks,
+        runnable=_runnable() if ranks else None,
     )  # fmt: skip
     answer = plan_request(what, on=on, overrides=set_ or [], options=options)
     if json:
@@ -63,6 +71,13 @@ def plan(
         _show(answer, why)
     if not answer.fits:
         raise typer.Exit(1)
+
+
+def _runnable() -> Callable[[RunConfig, Layout], bool]:
+    """What the trainer would refuse is not planned."""
+    from ironlaw.train.parallel.planning import runs
+
+    return runs
 
 
 def _print_emitted(more: dict[str, Any]) -> None:
@@ -77,11 +92,13 @@ def _print_emitted(more: dict[str, Any]) -> None:
 def _show(answer: Answer, why: bool) -> None:
     from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
     from ironlaw.report.cluster_why import show_cluster_why
+    from ironlaw.report.ranks_view import show_ranks
     from ironlaw.report.terminal import show_plan, show_why
 
     console = output()
     if "cluster" not in answer.more:
         show_plan(console, answer.ledger, answer.fits)
+        show_ranks(console, answer.ledger, answer.more)
         show_assumed(console, answer.more.get("assumed", []))
         if why:
             show_why(console, answer.ledger)

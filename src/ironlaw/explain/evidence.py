@@ -48,8 +48,10 @@ class Evidence:
 
     @property
     def plan_is_of_another_machine(self) -> bool:
-        """Ranks on one processor share its cores, and each one's plan has them all: what exceeds it means nothing."""
-        return self.fact("device") == "cpu" and (self.fact("world_size") or 1) > 1
+        """What exceeds it means nothing: ranks on one processor share its cores, and each one's plan has them all; with
+        more threads than cores the plan is of as many as there are."""
+        ranks, threads, cores = (self.fact(name) or 1 for name in ("world_size", "threads", "cores"))
+        return self.fact("device") == "cpu" and (ranks > 1 or (self.fact("cores") is not None and threads > cores))
 
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)

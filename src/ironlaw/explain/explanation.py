@@ -14,6 +14,7 @@ from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.gap import Gap, Row, subtract_ledgers
+from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
 from ironlaw.explain.roofline import roofline
 from ironlaw.explain.waterfall import waterfall
@@ -151,6 +152,7 @@ class Explanation:
             },
             "waterfall": waterfall(self.plan, self.run, gap).to_json(),
             "roofline": roofline(self.plan, self.run),
+            "ranks": ranks_document(self.plan, self.run),
             "timeline": self.run.facts.get("timeline"),
             "memory_groups": self.run.facts.get("memory_groups"),
             "memory_curve": self.run.facts.get("memory_curve"),
@@ -172,7 +174,13 @@ class Explanation:
         }
 
 
-DRAWN = ("timeline", "memory_groups", "memory_curve")  # facts that have keys of their own in the document
+DRAWN = (
+    "timeline",
+    "memory_groups",
+    "memory_curve",
+    "by_rank",
+    "spread",
+)  # facts that have keys of their own in the document
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 

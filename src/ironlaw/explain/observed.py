@@ -13,7 +13,7 @@ from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import Observed, find_observed_remedies
+from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
@@ -23,6 +23,7 @@ from ironlaw.observe.trials import score_products
 
 GRADED = ("precision", "batch", "attention", "alignment", "threads")  # rules that rest on a remedy's gain
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
+WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
 
 
@@ -64,6 +65,8 @@ def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[s
     from ironlaw.workload.trace_store import trace_from_json
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
+    # The run as it was too, planned now: what is known of this machine may have changed since its plan was kept.
+    made[AS_IT_IS] = plan_trace(trace_from_json(document), profile, accumulation=accumulation)
     for name, variant in document.get("variants", {}).items():
         plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation)
         if name == "larger_batch":
@@ -86,9 +89,22 @@ def _add_ranks(run_dir: Path, run: Ledger) -> None:
         return
     # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
     apart = all(Phase.COMMUNICATION in r.phase_seconds for r in ranks)
-    phases = [phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION] if apart else ALONE
+    phases: tuple[Phase, ...] = ALONE
+    if apart:
+        phases = tuple(phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION)
     own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
+    if _share_cores(ranks):
+        phases = WAITING
+    run.facts["rank_removable_seconds"] = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
+
+
+def _share_cores(ranks: list[Ledger]) -> bool:
+    """Ranks on one processor with the same work compute at different speeds only because one comes late: meanwhile the
+    other has the cores to itself. Without the delay both would be as fast, and what is gained is the delay alone."""
+    places = {(r.facts.get("host"), r.facts.get("device")) for r in ranks}
+    work = {(r.facts.get("tokens_per_micro_batch"), r.facts.get("accumulation")) for r in ranks}
+    return len(places) == len(work) == 1 and ranks[0].facts.get("device") == "cpu"
 
 
 def _profile_of(run: Ledger) -> Profile | None:

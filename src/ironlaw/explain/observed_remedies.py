@@ -12,6 +12,7 @@ from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
 
+AS_IT_IS = "as it is"  # the variant that the others are compared with
 FULL_MEMORY = 0.85
 LEAST_PLANNED = 0.10
 FEWER = 10  # times, evaluations and checkpoints
@@ -34,6 +35,13 @@ class Observed:
     @property
     def steps(self) -> int:
         return int(self.run.facts.get("steps_done") or 1)
+
+    def ratio(self, variant: str) -> float | None:
+        """Planned step of a variant over that of the run as it was."""
+        one, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
+        if other is None or "step_seconds" not in one.totals:
+            return None
+        return other.totals["step_seconds"].value / one.totals["step_seconds"].value
 
     def phase(self, phase: Phase) -> float:
         return next((row.measured or 0.0 for row in self.gap.phases if row.name == str(phase)), 0.0)
@@ -85,10 +93,9 @@ def _threads(now: Observed) -> Remedy | None:
 
 
 def _precision(now: Observed) -> Remedy | None:
-    other = now.variants.get("bf16")
-    if other is None or "step_seconds" not in now.plan.totals:
+    ratio = now.ratio("bf16")
+    if ratio is None:
         return None
-    ratio = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
     busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     return _remedy(
         now, "precision", "Train in bf16", Effect.ROUNDING, "rounding differs: compare the loss of the first steps",
@@ -100,10 +107,9 @@ def _precision(now: Observed) -> Remedy | None:
 
 def _batch(now: Observed) -> Remedy | None:
     """Merge the micro-batches of a step, or with one of them take larger steps: the gain is for the same samples."""
-    other = now.variants.get("larger_batch")
-    if other is None or "step_seconds" not in now.plan.totals:
+    per_sample = now.ratio("larger_batch")
+    if per_sample is None:
         return None
-    per_sample = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
     accumulation = int(now.run.facts.get("accumulation") or 1)
     busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     merged = accumulation > 1
@@ -138,11 +144,12 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     roots = {root for root in roots if any(_under(line.operation, root, "bmm") for line in run.lines)}
     if not roots or now.profile is None:
         return None
-    own = ("bmm", "softmax", "masked_fill", "where", "div", "mul", "add", "dropout", "native_dropout", "copy", "clone")
-    spent = sum(
+    spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
         line.seconds or 0.0
         for line in run.lines
-        if line.phase in (Phase.FORWARD, Phase.BACKWARD) and any(_under(line.operation, r, *own) for r in roots)
+        if line.phase in (Phase.FORWARD, Phase.BACKWARD)
+        and line.operation.rpartition(".")[0] in roots
+        and line.operation.rpartition(".")[2] not in STAYS
     )
     products = [op for op in now.run.facts.get("score_products", []) if op]
     if not products:
@@ -157,6 +164,10 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     again = int(now.run.facts.get("accumulation") or 1)
     timed = now.run.facts.get("fused_attention_seconds")  # at the end of the run: the machine as it was then
     return spent, (fused if timed is None else timed) * again, scores
+
+
+# What cuts queries, keys and values out of one product, and puts heads together again: the fused kernel needs it too.
+STAYS = ("cat", "clone", "contiguous", "split", "chunk", "stack")
 
 
 def _under(operation: str, root: str, *names: str) -> bool:
@@ -218,7 +229,7 @@ def _syncs(now: Observed) -> Remedy | None:
 
 
 def _straggler(now: Observed) -> Remedy | None:
-    ranks = sorted(now.run.facts.get("rank_own_seconds") or [])
+    ranks = sorted(now.run.facts.get("rank_removable_seconds") or [])
     if len(ranks) < 2:
         return None
     return _remedy(

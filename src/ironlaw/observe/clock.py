@@ -19,6 +19,7 @@ class StepTimes:
     wall_seconds: float = 0.0
     phase_seconds: dict[Phase, float] = field(default_factory=dict)
     data_cpu_seconds: float = 0.0  # of the wait for data, how long this thread computed instead
+    waited_seconds: dict[str, float] = field(default_factory=dict)  # for other ranks, by what was waited for
 
     @property
     def unattributed_seconds(self) -> float:
@@ -35,6 +36,7 @@ class StepClock:
     def __init__(self, cuda: bool = False) -> None:
         self._cuda = cuda
         self._events: list[tuple[Phase, torch.cuda.Event, torch.cuda.Event]] = []
+        self._inside = 0.0  # seconds that belong to phases within phases
         self.times = StepTimes()
 
     @contextmanager
@@ -58,9 +60,17 @@ class StepClock:
             end.record()
             self._events.append((phase, begin, end))
             return
-        start = time.perf_counter()
+        start, inside = time.perf_counter(), self._inside
         yield
-        self._add(phase, time.perf_counter() - start)
+        elapsed = time.perf_counter() - start
+        self._add(phase, elapsed - (self._inside - inside))
+        self._inside = inside + elapsed
+
+    def waited(self, what: str, seconds: float) -> None:
+        """Of the phase around it, so much was waiting for other ranks: exposed communication."""
+        self._add(Phase.COMMUNICATION, seconds)
+        self.times.waited_seconds[what] = self.times.waited_seconds.get(what, 0.0) + seconds
+        self._inside += seconds
 
     def _add(self, phase: Phase, seconds: float) -> None:
         self.times.phase_seconds[phase] = self.times.phase_seconds.get(phase, 0.0) + seconds

@@ -342,6 +342,7 @@ class Watch:
             "machine_slowdown": interference.middle(self.probes),
             "other_load": interference.others(self.probes),
             "virtual": host.is_virtual(),
+            "host": platform.node(),
             "thread_gain": threads_too_many(
                 _inner(self.model), torch.get_num_threads(), host.usable_cores(),
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),

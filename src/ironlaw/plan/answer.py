@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.plan.budget import Prices
+from ironlaw.plan.layout import Layout
 from ironlaw.plan.work import Wishes
 
 
@@ -22,6 +25,8 @@ class Options:
     emit: str | None = None
     prices: Prices = field(default_factory=Prices)
     inputs: tuple[str, ...] = ()  # of a traced module: NAME=SIZES:DTYPE
+    ranks: int | None = None  # on this machine: CPU ranks that torchrun starts
+    runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
 
 
 @dataclass(frozen=True)

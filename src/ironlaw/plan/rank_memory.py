@@ -190,7 +190,8 @@ class _Rank:
     def _backward(self, stage: int, micro_batch: int, last: bool, piped: bool) -> None:
         shape, walk = self.shape, self.walk
         adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
-        kept = "" if self.ddp or adding else "gradients"
+        # DDP copies gradients into its buckets with the last micro-batch; until then they are tensors of their own.
+        kept = "" if adding or (self.ddp and self.micro_batches == 1) else "gradients"
         blocks = self._blocks(stage)[::-1]
         order = (["head.weight"] if stage == self.last else []) + blocks
         order += ["embedding.weight"] if stage == 0 else []

@@ -40,6 +40,8 @@ def plan_request(
     subject = resolve(what, overrides)
     if on == "this":
         return _on_this(subject, options)
+    if options.ranks:
+        raise UserError("--ranks are processes of this machine: for a cluster write --on COUNTxACCELERATOR")
     from ironlaw.plan.on_cluster import plan_on_cluster
 
     return plan_on_cluster(subject, on, options)
@@ -88,7 +90,7 @@ THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 
 
 def _on_this(subject: Subject, options: Options) -> Answer:
-    for name in ("layout", "engine", "emit"):
+    for name in ("engine", "emit") if options.ranks else ("layout", "engine", "emit"):
         if getattr(options, name):
             raise UserError(f"--{name} is for clusters: add --on, for example --on 8xh100-sxm-80gb")
     if options.precision not in (None, "fp32", "bf16"):
@@ -114,5 +116,11 @@ def _on_this(subject: Subject, options: Options) -> Answer:
     document["train"] |= changed
     if options.optimizer:
         document["optimizer"]["name"] = options.optimizer
-    answer = plan_on_this(build_config(document, where="the options"))
-    return replace(answer, more={"assumed": [assumption.to_json() for assumption in assumed]})
+    settled = build_config(document, where="the options")
+    if options.ranks:
+        from ironlaw.plan.ranks_answer import answer_on_ranks
+
+        answer = answer_on_ranks(settled, options)
+    else:
+        answer = plan_on_this(settled)
+    return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})

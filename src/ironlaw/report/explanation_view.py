@@ -14,6 +14,7 @@ from rich.text import Text
 from ironlaw import units
 from ironlaw.report import words
 from ironlaw.report.data_view import loaded_words, supply_words
+from ironlaw.report.ranks_view import show_ranks_explained
 from ironlaw.report.tables import bar, heading, paragraph, show, table
 from ironlaw.report.waterfall_view import show_energy, show_timeline, show_waterfall
 
@@ -38,6 +39,7 @@ def show_explanation(console: Console, document: Document) -> None:
     if document["memory"]["components"]:
         heading(console, "Memory at the peak")
         _rows(console, document["memory"]["components"], document["memory"]["peak"], units.bytes_)
+    show_ranks_explained(console, document.get("ranks"))
     _wall(console, time.get("wall"))
     _how(console, document["facts"])
     show_energy(console, document)

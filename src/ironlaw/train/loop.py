@@ -177,6 +177,12 @@ class Trainer:
     def _step_metrics(self) -> dict[str, Any]:
         return self.one_step.metrics()
 
+    def _step_facts(self) -> dict[str, Any]:
+        return {
+            "attention": self.attention, "host_bytes": self.one_step.host_bytes(),
+            "skipped_updates": self.one_step.scale.skipped_steps,
+        }  # fmt: skip
+
     # -- the loop --------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
@@ -409,22 +415,23 @@ class Trainer:
         total = sum(observed.wall_seconds.values())
         if self.device.type == "cuda":
             observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
-        facts = self.plan.facts | {
-            "compile": self.compiled,
-            "attention": self.attention,
-            "host_bytes": self.one_step.host_bytes(),
-            "machine_slowdown": interference.middle(observed.probes),
-            "other_load": interference.others(observed.probes),
-            "virtual": host.is_virtual(),
-            "skipped_updates": self.one_step.scale.skipped_steps,
-            "data": self.data_facts,
-            "steps_done": self.step,
-            "interrupted": self._interrupted,
-            "started": self.journal.sessions.facts()[0]["started"],
-            "finished": now(),
-            "sessions": self.journal.sessions.facts(),
-            "rollbacks": len(self.recovery.turns),
-        }
+        facts = (
+            self.plan.facts
+            | {
+                "compile": self.compiled,
+                "machine_slowdown": interference.middle(observed.probes),
+                "other_load": interference.others(observed.probes),
+                "virtual": host.is_virtual(),
+                "data": self.data_facts,
+                "steps_done": self.step,
+                "interrupted": self._interrupted,
+                "started": self.journal.sessions.facts()[0]["started"],
+                "finished": now(),
+                "sessions": self.journal.sessions.facts(),
+                "rollbacks": len(self.recovery.turns),
+            }
+            | self._step_facts()
+        )
         average = self.average
         ledger = measured_ledger(
             observed,

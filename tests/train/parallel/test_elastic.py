@@ -208,6 +208,7 @@ def test_a_killed_rank_and_then_a_lost_node(
     job.lose(1)
     assert job.agents[0].wait(timeout=600) == 0, job.log(0)[-3000:]
     assert [session["setting"]["layout"].split()[0] for session in job.sessions()] == ["dp=4", "dp=4", "dp=2"]
+    assert "rank 0 has lost the connection to another rank" in job.log(0)
     one, run = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         for name in ("one", "run")

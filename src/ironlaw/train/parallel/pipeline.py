@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.layout import V_SHAPED
@@ -42,6 +44,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     part = Transformer.__new__(Transformer)
     nn.Module.__init__(part)
     part.config, part.place, part.dropout_seed = model.config, model.place, model.dropout_seed
+    part.loss_chunk = model.loss_chunk
     first, last = stage == 0, stage == stages - 1
     part.embedding = model.embedding if first else None
     part.positions = model.positions if first else None
@@ -86,8 +89,12 @@ def build_schedule(
     sequence: int,
     hidden: int,
     autocast: Callable[[], Any],
+    phase: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
 ) -> Any:
-    """The schedule over this rank's `parts` (stage number to module). Shapes are given, so none need be exchanged."""
+    """The schedule over this rank's `parts` (stage number to module). Shapes are given, so none need be exchanged.
+
+    `phase` is told of every pass.
+    """
     config = ranks.config
     stages = config.pp * config.virtual_stages
     here = sequence // config.cp
@@ -99,15 +106,35 @@ def build_schedule(
     for number, part in parts.items():
         built.append(
             PipelineStage(
-                _under(part, autocast), number, stages, ranks.device,
+                _under(cast(Transformer, part), autocast), number, stages, ranks.device,
                 input_args=tokens if number == 0 else stream,
                 output_args=loss if number == stages - 1 else stream,
                 group=ranks.group("pp"),
             )
         )  # fmt: skip
+    for stage in built:
+        for name, which in PASSES.items():
+            setattr(stage, name, _within(getattr(stage, name), phase, which))
     kind = _kind(config.schedule, config.virtual_stages)
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss)
+
+
+PASSES = {
+    "forward_one_chunk": Phase.FORWARD,
+    "backward_one_chunk": Phase.BACKWARD,
+    "backward_weight_one_chunk": Phase.BACKWARD,
+}
+
+
+def _within(
+    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
+) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        with phase(which):
+            return function(*arguments, **named)
+
+    return timed
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -115,16 +142,16 @@ def _own_loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def _under(part: nn.Module, autocast: Callable[[], Any]) -> nn.Module:
+def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
     """The stage as the schedule calls it: targets reach the last one, and the loss leaves it with a dimension."""
     plain = part.forward
 
-    def forward(x: Tensor, targets: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
+    def forward(x: Tensor, targets: Tensor | None = None, **named: Any) -> Tensor:
         with autocast():
-            out: Tensor = plain(x, targets, samples)
+            out: Tensor = plain(x, targets, **named)
         if out.dim() == 0:
-            out = (out.full_tensor() if hasattr(out, "full_tensor") else out).reshape(1)
+            out = (out.full_tensor() if hasattr(out, "full_tensor") else out).reshape(1) * part.loss_factor
         return out
 
-    part.forward = forward
+    part.forward = forward  # type: ignore[method-assign, assignment]
     return part

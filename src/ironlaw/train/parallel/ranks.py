@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ TIMEOUT_SECONDS = 360.0
 class Ranks:
     """`mesh` has the dimensions pp, replicate, shard, tp; shard covers context parallel ranks too when state is sharded
     (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
-    groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others."""
+    groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others. `experts` has pp,
+    expert_replicate, expert_shard, ep, tp: dp and cp ranks by what they hold of the experts. `groups` are those that
+    the model adds, by name."""
 
     config: LayoutConfig
     rank: int
@@ -36,6 +38,8 @@ class Ranks:
     mesh: DeviceMesh
     context: DeviceMesh | None
     sites: int = 1
+    experts: DeviceMesh | None = None
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def dp(self) -> int:
@@ -138,14 +142,39 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
-    if size > 1 and (config.data.masks_documents or config.data.packing == "best_fit"):
-        raise UserError(
-            'this trainer does not mask documents or pad rows on several ranks yet: use data.packing = "concat"'
-            " without a document mask"
-        )
-    if layout.ep > 1 or (model.moe is not None and size > 1):
-        raise UserError("this trainer does not train a mixture of experts on several ranks yet: use one process")
+    if model.moe is not None:
+        _check_experts(config, layout)
     return layout
+
+
+def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
+    """Replicas whose sequences are one micro-batch of the config: more than one where theirs are fewer than that."""
+    return max(1, config.micro_batch // (config.train.global_batch // dp))
+
+
+def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
+    moe, batch, dp = config.model.moe, config.train.global_batch, layout.dp or 1
+    assert moe is not None
+    counted = moe.capacity_factor is not None or (moe.balance == "loss" and moe.balance_loss)
+    share = batch // dp
+    if counted and config.micro_batch > share and (config.micro_batch % share or batch % config.micro_batch):
+        raise UserError(
+            f"a micro-batch of {config.micro_batch} sequences, of which experts' load is counted, is not a whole "
+            f"number of replicas of {share}: use train.micro_batch = {share}"
+        )
+    if counted and config.micro_batch < share and share % config.micro_batch:
+        raise UserError(
+            f"a micro-batch of {config.micro_batch} sequences, of which experts' load is counted, does not divide the "
+            f"{share} of a replica: use train.micro_batch = {share}"
+        )
+    if config.communication.local_steps:
+        raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
+    holders = dp * layout.cp // layout.ep
+    if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
+        raise UserError(
+            f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {holders} "
+            f"ranks cannot share: use a multiple of {holders}"
+        )
 
 
 def micro_batch_of(config: RunConfig, share: int) -> int:
@@ -209,4 +238,10 @@ def start(
     if config.cp > 1:
         shape = (config.pp * config.dp, config.cp, config.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
-    return Ranks(config, dist.get_rank(), size, device, mesh, context, sites)
+    experts = None
+    if config.ep > 1:
+        holders = config.dp * config.cp // config.ep  # of the same experts
+        copies = (1, holders) if sharded else (holders, 1)
+        of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
+        experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)
+    return Ranks(config, dist.get_rank(), size, device, mesh, context, sites, experts)

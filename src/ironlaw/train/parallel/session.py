@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.estimate import plan_run
 from ironlaw.train.journal import write_event
 from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport
 from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.hang import Note
+from ironlaw.train.parallel.planning import plan_job
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.trainer import DistributedTrainer
 from ironlaw.train.parallel.watcher import Watcher
@@ -72,7 +73,7 @@ def _train(
     """The run directory is rank 0's alone."""
     there = first_does(run.path.is_dir)
     first_does(lambda: _lock(run, held) if there else None)
-    plan = first_does(lambda: plan_run(config, profile))
+    plan = _planned(config, profile, ranks)
     # Rank 0 prepares; the others then find everything in the cache.
     first_does(lambda: _prepared(config, data_progress, say))
     dataset = prepare(config.data, config.model.vocab)
@@ -101,6 +102,22 @@ def _train(
         outcome.ledger.save(run.ledger_file)
     dist.barrier()
     return outcome
+
+
+def _planned(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
+    """All of them plan, because two may have to be timed for it; what rank 0 found holds."""
+    plan, error = Ledger("plan"), None
+    try:
+        plan = plan_job(config, profile, ranks)
+    except UserError as problem:
+        error = problem
+
+    def told() -> Ledger:
+        if error is not None:
+            raise error
+        return plan
+
+    return first_does(told)
 
 
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:

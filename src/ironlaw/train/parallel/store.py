@@ -107,6 +107,8 @@ COPY = "#copy"
 
 def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of weights and optimizer state: views into what is there, parts of it under the layout's ranks."""
+    for name, buffer in saved_buffers(model):
+        yield f"weights/{name}", buffer
     for name, parameter in model.named_parameters():
         common, copy = _common(name, model)
         yield from _pieces(f"weights/{common}", parameter.detach(), parameter, copy)
@@ -115,6 +117,11 @@ def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield from _pieces(f"optimizer/{common}/{key}", value, parameter, copy)
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is moved by something else than gradients: the biases that keep experts' load even."""
+    return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
 
 
 def named_like(model: nn.Module, prefix: str, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:

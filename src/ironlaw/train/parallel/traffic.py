@@ -95,19 +95,26 @@ def _members(args: Any) -> Members:
 @contextmanager
 def counted(ranks: Ranks) -> Iterator[Traffic]:
     """Count while the block runs."""
-    traffic = Traffic()
+    dimensions, aliases = dimensions_of(ranks)
+    traffic = Traffic(aliases=aliases)
+    with _Counter(dimensions, traffic), _other_threads(dimensions, traffic):
+        yield traffic
+
+
+def dimensions_of(ranks: Ranks) -> tuple[dict[Members, tuple[str, int]], dict[str, str]]:
+    """Members of a group -> its mesh dimension and size; and dimensions that share a group with another."""
+    aliases: dict[str, str] = {}
     names = ("replicate", "shard", "tp", "pp") + (("site",) if ranks.sites > 1 else ())
-    groups = {name: ranks.group(name) for name in names}
+    groups = {name: ranks.group(name) for name in names} | ranks.groups
     if ranks.context is not None:
         groups["cp"] = ranks.context.get_group()
     dimensions: dict[Members, tuple[str, int]] = {}
     for name, group in groups.items():
         first, _ = dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
         if first != name and group.size() > 1:
-            traffic.aliases[name] = first
+            aliases[name] = first
     dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
-    with _Counter(dimensions, traffic), _other_threads(dimensions, traffic):
-        yield traffic
+    return dimensions, aliases
 
 
 @contextmanager

@@ -1,0 +1,53 @@
+"""The most bytes of tensors a process holds while something runs, from PyTorch's record of its allocator.
+
+Only this thread's calls are recorded. A tensor that another thread lets go of (gloo's, after a collective) seems to
+stay until its address is given out again, which the count takes as its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch.profiler import ProfilerActivity, profile
+
+from ironlaw.observe.events import Allocation, recorded_allocations
+from ironlaw.observe.profile import silent_stderr
+
+
+@dataclass
+class Recorded:
+    """`allocations` in order of time, once the block is through."""
+
+    allocations: list[Allocation] = field(default_factory=list)
+
+    def peak_bytes(self, begin: int = 0, end: int | None = None) -> int:
+        """Highest moment between two times in nanoseconds, above what was held when the recording began."""
+        return max((held for at, held in self.curve() if at >= begin and (end is None or at <= end)), default=0)
+
+    def curve(self) -> Iterable[tuple[int, int]]:
+        """(nanoseconds, bytes held) after every allocation."""
+        live: dict[int, int] = {}
+        held = 0
+        for allocation in self.allocations:
+            held -= live.pop(allocation.address, 0)
+            if allocation.bytes > 0:
+                live[allocation.address] = allocation.bytes
+                held += allocation.bytes
+                yield allocation.moment, held
+
+
+@contextmanager
+def recording() -> Iterator[Recorded]:
+    """Record this thread's allocations while the block runs."""
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    result = Recorded()
+    with silent_stderr():
+        recorder.start()
+    try:
+        yield result
+    finally:
+        with silent_stderr():
+            recorder.stop()
+        result.allocations = recorded_allocations(recorder)

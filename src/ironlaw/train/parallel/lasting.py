@@ -1,0 +1,36 @@
+"""Bytes of tensors a rank holds between steps: weights, optimizer state, DDP's buckets, buffers for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ironlaw.observe.measured import held_bytes
+from ironlaw.train.parallel.apply import Applied
+
+
+def lasting_bytes(applied: Applied, optimizer: torch.optim.Optimizer, schedule: Any) -> int:
+    """Before a step, when there are no gradients."""
+    total = sum(held_bytes(applied.model, optimizer).values())
+    for part in applied.parts.values():
+        if isinstance(part, DistributedDataParallel):  # gradients are views of the buckets, which stay
+            total += sum(p.numel() * p.element_size() for p in part.parameters() if p.requires_grad)
+    buffers = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _messages(schedule)}
+    return total + sum(buffers.values())
+
+
+def _messages(schedule: Any) -> Iterator[Tensor]:
+    """What stages receive into, a buffer for each micro-batch."""
+    if schedule is None:
+        return
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        for infos in (stage.args_recv_info, stage.grad_recv_info):
+            for info in infos.values():
+                for one in info:
+                    buffer = getattr(one, "buffer", None)
+                    if isinstance(buffer, Tensor) and buffer.device.type != "meta":
+                        yield buffer

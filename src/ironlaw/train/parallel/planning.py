@@ -1,0 +1,123 @@
+"""The plan of a job on its own ranks, and the layout that is planned where none is written."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ironlaw.config import LayoutConfig, RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
+from ironlaw.machine.measure_links import measure_links
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.estimate import plan_run
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.on_ranks import plan_ranks
+from ironlaw.plan.rank_search import Choice, best_layout
+from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
+
+SMALL_BYTES, LARGE_BYTES = 64, 2**19
+ROUNDS = 5
+AGREED, CHOOSING_SECONDS = "planned layout", 900.0  # measuring the machine may be part of it
+
+
+def costs_here(profile: Profile) -> RankCosts:
+    """What two ranks of this machine cost each other: measured once, for this machine as it was measured."""
+    try:
+        costs = load_costs()
+        if costs.machine == profile.machine:
+            return costs
+    except UserError:
+        pass
+    costs = measure_links(profile)
+    save_costs(costs)
+    return costs
+
+
+def local_ranks(size: int) -> int:
+    return min(size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
+
+
+def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
+    """On every rank together: two of them on different hosts may have to be timed. The plan is rank 0's."""
+    if ranks.device.type != "cpu":
+        return plan_run(config, profile)
+    local = local_ranks(ranks.size)
+    between = _between(local) if local < ranks.size else None
+    if not ranks.first:
+        return Ledger("plan")
+    fabric = Fabric(costs_here(profile), local, between)
+    share = config.train.global_batch // ranks.dp
+    layout = planned_layout(ranks.config, min(config.micro_batch, share))
+    return plan_ranks(config, profile, ranks.size, layout, fabric).ledger()
+
+
+def _between(local: int) -> Link:
+    """Messages between the first ranks of the first two hosts, timed over the job's own group."""
+    me, told = dist.get_rank(), [None]
+    seconds: dict[int, float] = {}
+    if me in (0, local):
+        other = local - me
+        for size in (SMALL_BYTES, LARGE_BYTES):
+            buffer = torch.zeros(size // 4)
+            times = []
+            for _ in range(ROUNDS):
+                began = time.perf_counter()
+                for sends in (me == 0, me != 0):
+                    dist.send(buffer, other) if sends else dist.recv(buffer, other)
+                times.append((time.perf_counter() - began) / 2)
+            seconds[size] = min(times[1:])
+    if me == 0:
+        rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
+        told = [(seconds[SMALL_BYTES], rate)]  # type: ignore[list-item]
+    dist.broadcast_object_list(told)
+    assert told[0] is not None
+    latency, rate = told[0]
+    return Link(latency, rate)
+
+
+def choose_layout(config: RunConfig, profile: Profile, size: int) -> Choice:
+    """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
+
+    fabric = Fabric(costs_here(profile), local_ranks(size))
+    return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
+
+
+def runs(config: RunConfig, layout: Layout) -> bool:
+    """Whether this trainer runs `config` in this layout."""
+    try:
+        check(with_layout(config, layout), layout.accelerators)
+    except UserError:
+        return False
+    return True
+
+
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """The config that trains in this layout, its micro-batch included."""
+    words = {name: getattr(layout, name) for name in LayoutConfig.model_fields if hasattr(layout, name)}
+    train = config.train.model_copy(update={"micro_batch": layout.micro_batch})
+    return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
+
+
+def agreed(config: RunConfig, store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
+    """What rank 0 chooses, on every rank, before there is a process group. Its UserError ends all; it says it."""
+    if rank:
+        store.wait([AGREED], datetime.timedelta(seconds=CHOOSING_SECONDS))
+        told = store.get(AGREED).decode()
+        if not told:
+            raise SystemExit(2)
+        return build_config(json.loads(told))
+    try:
+        chosen = choose()
+    except UserError:
+        store.set(AGREED, "")
+        raise
+    store.set(AGREED, json.dumps(chosen.model_dump(mode="json", exclude_none=True)))
+    return chosen
