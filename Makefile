@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test test-long soak lint clean
+.PHONY: demo test test-long soak soak-ranks lint clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,10 @@ test-long: $(VENV)/installed
 # 100 runs killed at random moments and resumed, each to the bit the run that nobody killed: some minutes.
 soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py --runs 100 --out benchmarks/results/soak.md
+
+# One run on 4 ranks, one of which is killed 30 times: some minutes.
+soak-ranks: $(VENV)/installed
+	$(BIN)/python benchmarks/soak_ranks.py --kills 30 --out benchmarks/results/soak_ranks.md
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

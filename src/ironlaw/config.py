@@ -108,6 +108,10 @@ class RecoveryConfig(_Section):
     skip_after: int = Field(32, ge=0)  # and after it; PaLM left out 200 to 500 in all (arXiv 2204.02311)
     strikes: int = Field(3, gt=0)  # the spike that stops the run
     forgive_steps: int = Field(1000, gt=0)  # without a spike, after which the count starts again
+    # Of runs on several ranks (train/parallel/watcher.py):
+    collective_seconds: float = Field(300.0, gt=0)  # a collective that waits longer hangs: the job ends, and says who
+    straggler_every: int = Field(10, ge=0)  # steps between comparisons of the ranks' own times; 0: none
+    straggler_threshold: float = Field(0.15, gt=0, lt=1)  # of the step: what a slow rank takes more than the others
 
 
 class TrackingConfig(_Section):

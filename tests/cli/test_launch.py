@@ -16,6 +16,11 @@ def test_a_slurm_job_starts_torchrun_once_per_node(
     assert "#SBATCH --nodes=16" in out and "#SBATCH --ntasks-per-node=1" in out
     assert "torchrun --nnodes 16 --nproc-per-node 8" in out
     assert "--resume" in out and "--set train.steps=7" in out
+    _, fewer, _ = ironlaw_here("launch", config, "--on", "slurm", "--nodes", "16", "--min-nodes", "12")
+    assert "torchrun --nnodes 12:16 --nproc-per-node 8" in fewer
+    code, _, err = ironlaw_here("launch", config, "--on", "slurm", "--nodes", "16", "--min-nodes", "17")
+    assert code == 2 and "--min-nodes 16 or fewer" in err
+    ironlaw_here("launch", config, "--on", "slurm", "--nodes", "16", "--set", "train.steps=7")
     job = tmp_path / "job.sbatch"
     assert job.read_text(encoding="utf-8") == out
     assert subprocess.run(["bash", "-n", str(job)], check=False).returncode == 0

@@ -12,8 +12,9 @@ from ironlaw.plan.engine import engine
 from ironlaw.plan.experts import IMBALANCE
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.layout_space import EXPERT_WALL
 from ironlaw.plan.runs import read_runs
-from ironlaw.plan.search import EXPERT_WALL, search
+from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")

@@ -9,9 +9,9 @@ from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan import search as searching
 from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.search import layouts, savings, search
+from ironlaw.plan.layout_space import NO_SAVING, layout_of, layouts, savings
+from ironlaw.plan.search import search
 
 TINY = ModelConfig.named("gpt2").model_copy(update={"layers": 6})
 EIGHT = parse_cluster("4xa100-sxm-80gb")
@@ -21,8 +21,8 @@ def brute_force(cluster, offload=False):
     """Every layout of the space, one at a time: (seconds, layout) of those that fit, fastest first; how many."""
     fitting, count = [], 0
     for row in layouts(TINY, 4, 1024, 4, {}):
-        for variant in (searching.NO_SAVING, *savings(TINY, offload=offload)):
-            layout = searching._layout((*row[:-3], *variant))
+        for variant in (NO_SAVING, *savings(TINY, offload=offload)):
+            layout = layout_of((*row[:-3], *variant))
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
             ledger = plan_cluster(TINY, cluster, layout, sequence=1024, global_batch=4, engine="megatron-core")
             count += 1
@@ -38,7 +38,7 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memo
     if memory_gib is not None:
         small = replace(EIGHT.accelerator, memory_bytes=Figure(memory_gib * 2**30, "test"))
         cluster = replace(EIGHT, accelerator=small)
-    monkeypatch.setattr(searching, "CHUNK", 64)
+    monkeypatch.setattr("ironlaw.plan.search.CHUNK", 64)
     found = search(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core", keep=5)
     fitting, count = brute_force(cluster)
     assert found.best[0].step_seconds == pytest.approx(fitting[0][0])
@@ -66,10 +66,10 @@ def test_nothing_to_plan_is_an_error_with_reasons():
 
 
 def test_gpt3_on_4096_accelerators_takes_seconds():
-    start = time.perf_counter()
+    start = time.process_time()  # of one core, whatever else the machine does
     found = search(
         ModelConfig.named("gpt3-175b"), parse_cluster("4096xa100-sxm-80gb"), sequence=2048, global_batch=4096
     )
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert found.planned > 10_000 and found.best[0].step_seconds <= found.best[-1].step_seconds
     assert found.best[-1].why_slower

@@ -187,13 +187,35 @@ def test_no_room_at_the_start_writes_nothing(
 
 def test_room_is_asked_for_what_will_be_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`keep` checkpoints and the one being written; those that are there already need no more."""
-    one = checkpoint.checkpoint_bytes(MODEL)
+    one = checkpoint.checkpoint_bytes(RunConfig(model=MODEL))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(2.5 * one)))
     checkpoint.check_space(tmp_path / "not" / "yet", one, count=1)
     with pytest.raises(UserError, match=r"lower checkpoint.keep"):
         checkpoint.check_space(tmp_path, one, count=2)
     (tmp_path / "step-00000001").mkdir()
     checkpoint.check_space(tmp_path, one, count=2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "average", "per_weight"),
+    [
+        ({}, None, 12), ({"name": "sgd"}, None, 4), ({"name": "momentum"}, None, 8), ({}, 0.99, 16),
+        ({"name": "muon"}, None, 0), ({"name": "adafactor"}, None, 0), ({"name": "sgd"}, 0.99, 8),
+    ],
+)  # fmt: skip
+def test_room_is_asked_for_what_this_optimizer_and_the_average_hold(
+    tiny_config: Config, train: Train, tmp_path: Path, optimizer: Any, average: float | None, per_weight: int
+) -> None:
+    """As many bytes as the files have, but for their headers, random states and the like."""
+    config = tiny_config(
+        train={"steps": 2} | ({"average_decay": average} if average else {}), optimizer=optimizer,
+        checkpoint={"every": 2},
+    )  # fmt: skip
+    expected = checkpoint.checkpoint_bytes(config)
+    assert per_weight in (0, round(expected / config.model.parameters, 1))
+    train(config, tmp_path / "run")
+    written = sum(path.stat().st_size for path in (tmp_path / "run").rglob("step-*/*"))
+    assert expected < written < expected + 40_000 + 0.02 * expected
 
 
 @pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_atomically", "publish"])

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ironlaw.config import RecoveryConfig, RunConfig
+from ironlaw.config import RecoveryConfig, RunConfig, ScalerConfig
 from ironlaw.errors import UserError
 from ironlaw.train import rollback
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.recovery import Measured, Recovery, Skips, Spike, find_spike
+from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -313,6 +315,34 @@ def test_with_nothing_to_go_back_to(
     with pytest.raises(UserError, match=r"the loss is not finite in step 36, and there is no checkpoint") as error:
         train(never, tmp_path / "nan")
     assert "\n" not in str(error.value)
+
+
+def test_an_fp16_step_that_overflows_is_no_fault(
+    config: RunConfig, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_metrics: Any
+) -> None:
+    """Its gradient is not finite and it changes nothing: the scale falls, and there is nothing to go back from."""
+    tables = {"train": config.train.model_copy(update={"precision": "fp16", "micro_batch": 4, "noise_scale_every": 1})}
+    half = config.model_copy(update=tables | {"scaler": ScalerConfig(initial=1024.0)})
+    plain = Step.update
+
+    def update(self: Step, number: int, recording: bool = False) -> float:
+        weight = next(self.model.parameters())
+        if number in (0, 33):
+            assert weight.grad is not None
+            weight.grad.view(-1)[0] = math.inf
+        before = weight.detach().clone()
+        norm = plain(self, number, recording)
+        assert torch.equal(before, weight) is (number in (0, 33))
+        return norm
+
+    monkeypatch.setattr(Step, "update", update)
+    train(half, tmp_path / "run")
+    assert not (tmp_path / "run" / "events.jsonl").exists()
+    entries = read_metrics(tmp_path / "run")
+    assert [entries[n]["skipped_steps"] for n in (0, 32, 33, 49)] == [1, 1, 2, 2]
+    assert entries[33]["loss_scale"] == entries[32]["loss_scale"] / 2
+    assert all(math.isfinite(float(e["loss"])) and math.isfinite(float(e["grad_norm"])) for e in entries)
+    assert math.isfinite(float(entries[-1].get("critical_batch", 0.0)))
 
 
 def test_switched_off(config: RunConfig, train: Train, tmp_path: Path, poison: Any) -> None:

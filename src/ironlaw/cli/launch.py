@@ -17,6 +17,9 @@ def launch(
     config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
     on: Annotated[str, typer.Option("--on", help="slurm, kubernetes or ssh.")],
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Go on with so many when nodes are lost; --nodes unless given.")
+    ] = None,
     per_node: Annotated[int, typer.Option(min=1, help="Accelerators per node, one rank each.")] = 8,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory on storage that all nodes see.")] = None,
@@ -29,6 +32,8 @@ def launch(
     settings = load_config(config, set_ or [])
     from ironlaw.train.parallel import launch as jobs
 
+    if min_nodes is not None and min_nodes > nodes:
+        raise UserError(f"--min-nodes {min_nodes} is more than --nodes {nodes}: use --min-nodes {nodes} or fewer")
     if on not in jobs.KINDS:
         raise UserError(f"--on {on}: {did_you_mean(on, jobs.KINDS)}")
     if settings.layout is not None:
@@ -38,7 +43,7 @@ def launch(
     name = "ironlaw-" + re.sub(r"[^a-z0-9-]+", "-", settings.model.name.lower()).strip("-")
     request = jobs.Request(
         name, config, out or Path("runs") / name, nodes, per_node, tuple(set_ or ()),
-        tuple(host for host in (hosts or "").split(",") if host), image, claim,
+        tuple(host for host in (hosts or "").split(",") if host), image, claim, min_nodes,
     )  # fmt: skip
     text = jobs.script(on, request)
     path = Path(jobs.KINDS[on])

@@ -14,6 +14,7 @@ from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
+    from ironlaw.machine.profile import Profile
     from ironlaw.report.live import LiveRun
     from ironlaw.train.loop import Outcome
 
@@ -74,7 +75,6 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
 
 def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: bool) -> None:
     """One rank of a job that torchrun started. A restarted job goes on where it was."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
 
@@ -83,20 +83,30 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: b
     from ironlaw.machine.profile import load_profile, profile_path
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
+    from ironlaw.train.parallel.planning import choose_layout, with_layout
     from ironlaw.train.run_directory import default_name
 
     say = messages()
-    with job(settings, host.memory_bytes()) as here:
+
+    def profile_here() -> Profile:
+        if not profile_path().is_file():
+            measure_and_keep()
+        return load_profile()
+
+    def choose(config: RunConfig, ranks: int) -> RunConfig:
+        choice = choose_layout(config, profile_here(), ranks)
+        say.print(f"Layout     {choice.reason}", markup=False)
+        return with_layout(config, choice.best.layout)
+
+    with job(settings, host.memory_bytes(), resume, None if host.has_gpu() else choose) as here:
         folder = here.first_does(lambda: out or default_name(settings.model.name))
-        if not here.first_does(lambda: profile_path().is_file()):
-            here.first_does(measure_and_keep)
-        profile = here.first_does(load_profile)
+        profile = here.first_does(profile_here)
         live = LiveRun(say, folder)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:
-                live.say(f"{here.ranks.size} ranks: {here.layout}")
+                live.say(here.title)
             outcome = here.train(
-                folder, profile, resume=resume or restarted,
+                folder, profile, resume=resume or here.meeting.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.first:

@@ -108,6 +108,10 @@ def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed
         name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
     elif known:
         name, reason = known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"
+    elif acc.vendor == "google":
+        name, reason = "paxml", "JAX, which runs on TPUs; its constants are of H100s"
+    elif acc.vendor != "nvidia":
+        name, reason = "generic", f"no runs on {acc.generation} are known"
     else:
         name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
     assumed.append(Assumption("engine", name, reason, "--engine"))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
@@ -27,20 +26,14 @@ from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.intervals import interval_factors
-from ironlaw.plan.jobs import OFFLOAD, RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
-from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
+from ironlaw.plan.jobs import RECOMPUTE, Jobs, jobs_of_table
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout_space import COLUMNS, GRID_WALLS, MAX_TP, layout_of, layouts, savings
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory
 from ironlaw.plan.update_cost import update_cost
 
 CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
-MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
-MAX_CP = 64
-MAX_MICRO_BATCH = 64
-_COLUMNS = (
-    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "ep", "micro_batch", "recompute", "every",
-    "offload",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,139 +60,11 @@ class Found:
     safest: Candidate | None = None  # the fastest of which even the upper end of the memory interval fits
 
 
-GRID_WALLS = (
-    "tensor parallelism across the network",
-    "heads or feed-forward width not divisible by tp",
-    "key/value heads not divisible by tp",
-    "more pipeline stages than layers",
-    "sequence too short for cp",
-    "global batch not divisible by dp",
-)
-"""Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
-
-
 Entry = tuple[float, float, np.ndarray, dict[str, float]]
-"""Step seconds, peak bytes, row of `_COLUMNS`, terms."""
+"""Step seconds, peak bytes, row of `COLUMNS`, terms."""
 
 BEATEN = "slower than what was found, before saving memory"
 """Reason that rules out recomputing and offloading variants of a layout."""
-
-
-EXPERT_WALL = "experts not divisible by ep"
-"""The same for a grid with one degree of expert parallelism."""
-
-
-def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
-def grids(
-    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int
-) -> Iterator[tuple[int, ...]]:
-    """Every (dp, tp, pp, cp) whose product is `count` and that can run; the others are counted by reason."""
-    for tp, pp, cp in product(divisors(count), repeat=3):
-        if count % (tp * pp * cp):
-            continue
-        dp = count // (tp * pp * cp)
-        if tp > widest_tp:
-            reason = GRID_WALLS[0]
-        elif model.heads % tp or any(width % tp for width in _ffn_widths(model)):
-            reason = GRID_WALLS[1]
-        elif model.key_value_heads % tp and tp % model.key_value_heads:
-            reason = GRID_WALLS[2]
-        elif pp > model.layers:
-            reason = GRID_WALLS[3]
-        elif sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1):
-            reason = GRID_WALLS[4]
-        elif global_batch % dp:
-            reason = GRID_WALLS[5]
-        else:
-            yield dp, tp, pp, cp
-            continue
-        ruled_out[reason] = ruled_out.get(reason, 0) + 1
-
-
-def layouts(
-    model: ModelConfig,
-    count: int,
-    sequence: int,
-    global_batch: int,
-    ruled_out: dict[str, int],
-    widest_tp: int = MAX_TP,
-    groups: bool = True,
-) -> Iterator[tuple[int, ...]]:
-    """Rows of `_COLUMNS`: every combination that can run, without what saves memory for time (`savings`)."""
-    for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
-        per_replica = global_batch // dp
-        sharding = _shardings(dp, cp, groups)
-        expert_parallel = _expert_parallel(model, dp * cp, ruled_out)
-        parallel = (0, 1) if tp > 1 else (0,)
-        chunks = _pipelines(model.layers, pp)
-        for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
-            accumulation = per_replica // micro_batch
-            allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
-            yield from (
-                (dp, zero, shard, tp, sp, pp, v, schedule, cp, ep, micro_batch, *NO_SAVING)
-                for (zero, shard), sp, (v, schedule), ep in product(sharding, parallel, allowed, expert_parallel)
-                if ep == 1 or not shard
-            )
-
-
-def _ffn_widths(model: ModelConfig) -> list[int]:
-    """Inner widths that tensor parallelism splits."""
-    dense = [model.ffn_size] if model.dense_layers else []
-    return [*dense, model.expert_ffn_size, model.shared_ffn_size]
-
-
-def _expert_parallel(model: ModelConfig, replicas: int, ruled_out: dict[str, int]) -> list[int]:
-    """Degrees of expert parallelism that `replicas` = dp x cp ranks allow; what the experts do not allow is counted."""
-    if model.moe is None:
-        return [1]
-    possible = divisors(replicas)
-    allowed = [ep for ep in possible if model.moe.experts % ep == 0]
-    if len(allowed) < len(possible):
-        ruled_out[EXPERT_WALL] = ruled_out.get(EXPERT_WALL, 0) + len(possible) - len(allowed)
-    return allowed
-
-
-NO_SAVING = (RECOMPUTE["none"], 1, OFFLOAD["none"])
-MOST_EVERY = 8  # sparser recomputation saves less than the interval of the memory
-
-
-def savings(model: ModelConfig, offload: bool) -> list[tuple[int, int, int]]:
-    """(recompute, every, offload) of what saves memory for time."""
-    full = RECOMPUTE["full"]
-    partly = [(full, k, 0) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
-    again = [NO_SAVING, (RECOMPUTE["selective"], 1, 0), *partly, (full, 1, 0)]
-    kinds = [OFFLOAD[name] for name in ("optimizer", "activations", "both")] if offload else [0]
-    return [(r, k, kind) for kind in kinds for r, k, _ in again if (r, k, kind) != NO_SAVING]
-
-
-def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
-    """(zero, shard) of so many replicas: nothing, everything over all of them, or over groups of them."""
-    if dp * cp == 1:
-        return [(0, 0)]
-    groups = [0] + [d for d in divisors(dp)[:-1] if hybrid and d * cp > 1]
-    return [(0, 0)] + [(zero, shard) for zero in (1, 2, 3) for shard in groups]
-
-
-def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
-    """(virtual stages, schedule) of a pipeline; GPipe takes as long as 1F1B and never holds less, so it is left out."""
-    if pp == 1:
-        return [(1, SCHEDULES["1f1b"])]
-    most = layers // pp + 1
-    even = [v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None]
-    found = [(v, SCHEDULES[name]) for v in even for name in ("1f1b", "zb")]
-    return found + [(2, SCHEDULES[name]) for name in V_SHAPED if 2 in even]
-
-
-def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
-    """Whether there are as many micro-batches as the schedule wants."""
-    virtual, schedule = pair
-    if schedule in (SCHEDULES["zbv"], SCHEDULES["dualpipe"]):
-        return accumulation >= 2 * pp
-    return virtual == 1 or accumulation % pp == 0
 
 
 def search(
@@ -235,7 +100,7 @@ def search(
         reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
         raise UserError(f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch")
     table = np.array(rows, dtype=float)
-    table = table[np.argsort(table[:, _COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
+    table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
     hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)
     bound = np.concatenate([hunt.plan(part) for part in _chunks(table)])
     hunt.plan_savings(table, bound, savings(model, offload=False))
@@ -340,7 +205,7 @@ class _Hunt:
         spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
         if self.excluded is not None:
             kept = _permitted([tuple(int(v) for v in row) for row in spread], self.excluded, self.walls)
-            spread = np.array(kept, dtype=float).reshape(-1, len(_COLUMNS))
+            spread = np.array(kept, dtype=float).reshape(-1, len(COLUMNS))
         if len(spread):
             self.plan(spread)
 
@@ -377,7 +242,7 @@ def _permitted(
 ) -> list[tuple[int, ...]]:
     kept = []
     for row in rows:
-        reason = excluded(_layout(row))
+        reason = excluded(layout_of(row))
         if reason is None:
             kept.append(row)
         else:
@@ -386,7 +251,7 @@ def _permitted(
 
 
 def _jobs(model: ModelConfig, table: np.ndarray, sequence: int, global_batch: int, flash: bool) -> Jobs:
-    columns = {name: table[:, i] for i, name in enumerate(_COLUMNS)}
+    columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
     return jobs_of_table(model, columns, sequence=sequence, global_batch=global_batch, flash=flash)
 
 
@@ -409,22 +274,8 @@ def _terms(outcome: Outcome, index: int) -> dict[str, float]:
     return {word: sum(float(getattr(outcome.times, name)[index]) for name in names) for word, names in _TERMS.items()}
 
 
-_RECOMPUTE_NAMES = {number: word for word, number in RECOMPUTE.items()}
-_OFFLOAD_NAMES = {number: word for word, number in OFFLOAD.items()}
-_SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
-
-
-def _layout(row: tuple[int, ...]) -> Layout:
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, ep, micro_batch, recompute, every, offload = row
-    return Layout(
-        dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
-        schedule=_SCHEDULE_NAMES[schedule], cp=cp, ep=ep, micro_batch=micro_batch,
-        recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute], offload=_OFFLOAD_NAMES[offload],
-    )  # fmt: skip
-
-
 def _candidate(entry: Entry, winner: dict[str, float]) -> Candidate:
     seconds, peak, row, terms = entry
     losses = sorted(((terms[word] - winner[word], word) for word in terms), reverse=True)
     worse = [f"{word} +{1e3 * loss:.1f} ms" for loss, word in losses if loss > 1e-3 * seconds][:2]
-    return Candidate(_layout(tuple(int(v) for v in row)), seconds, peak, ", ".join(worse), terms)
+    return Candidate(layout_of(tuple(int(v) for v in row)), seconds, peak, ", ".join(worse), terms)

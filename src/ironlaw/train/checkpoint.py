@@ -22,11 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ironlaw import units
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.run_directory import existing_folder, sync_folder, write_atomically
 from ironlaw.train.state import Stateful, host_copy, unique_weights
+from ironlaw.workload.optimizers import state_bytes
+from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.transformer import FP32
 
 SCHEMA_VERSION = 2  # 1 had only the optimizer and torch's generators in training.pt; it is still read
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"
@@ -99,9 +103,11 @@ class WholeFiles:
 STORES: dict[str, Store] = {WholeFiles.name: WholeFiles()}  # by the name in the index
 
 
-def checkpoint_bytes(model: ModelConfig) -> int:
-    """Weights and two moments in fp32; the rest is small."""
-    return 12 * model.parameters
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Weights and their average in fp32, and the optimizer's state; the rest is small."""
+    copies = 1 if config.train.average_decay is None else 2
+    state = state_bytes(model_parameters(config.model), config.optimizer)
+    return copies * FP32 * config.model.parameters + state
 
 
 def check_space(folder: Path, bytes_each: float, count: int) -> None:

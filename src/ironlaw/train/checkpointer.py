@@ -195,7 +195,7 @@ class Checkpointer:
         lost = f"the checkpoint of step {step} was not written, {kept} intact"
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if not full and isinstance(error, OSError | RuntimeError | SafetensorError):
-            full = _free_bytes(self.folder) < disk.checkpoint_bytes(self.model_config)
+            full = _free_bytes(self.folder) < self.copied_bytes
         if full:
             return f"the disk is full: {lost}; free some space"
         return (

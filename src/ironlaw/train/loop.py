@@ -51,7 +51,7 @@ from ironlaw.train.evaluation import evaluate, in_other_units
 from ironlaw.train.journal import Digested, Journal
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.precision import autocast
-from ironlaw.train.recovery import Recovery, SkippingBatches
+from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
@@ -360,9 +360,12 @@ class Trainer:
             return
         self._spike_known = True
         self.checkpointer.wait()
-        target = answer(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say)
+        target = self._answer(spike)
         if target is not None:
             raise GoBack(target)
+
+    def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
+        return answer(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say)
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """To the state of `target`, as if the steps after it had not been; only the events and the clock know."""

@@ -120,7 +120,7 @@ def check_start(
         checkpoint.check_model(start, config.model)
     policy = config.checkpoint
     kept = policy.keep + policy.keep_best + (config.train.steps // policy.keep_every if policy.keep_every else 0)
-    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config.model), kept)
+    checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config), kept)
     return start
 
 

@@ -144,6 +144,8 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         if done:  # a skipped step overflowed, which is no news of the gradient
             self._norm = float(norm)
+        else:
+            self._small_square = None
         self._observe_noise()
         return self._norm
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,23 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor
 
-from ironlaw.config import RunConfig, build_config
+from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
 from ironlaw.data.batches import Batches, Windows
+from ironlaw.errors import UserError
+from ironlaw.machine.profile import load_profile
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import merged, traffic
+from ironlaw.train.checkpoint import name_of
+from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.jsonl import read_lines
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel import preflight, session
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
+from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.schedule import learning_rate
 
 STEPS = 20
@@ -157,13 +166,15 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             run.train(0, 4)
         else:
             store.read(folders[-1], run.applied.model, states)
-        folders.append(folder / f"hop{hop}")
-        if dist.get_rank() == 0:
-            folders[-1].mkdir()
-        dist.barrier()
-        store.write(folders[-1], store.take(run.applied.model, states))
-        dist.barrier()
+        # As in a run: copied between two steps, written behind the next ones.
+        checkpointer = Checkpointer(
+            folder / f"hop{hop}", CheckpointConfig(), config.model, store=store, ranks=Gatherer(group)
+        )
+        checkpointer.take(4, 0, run.applied.model, states)
+        checkpointer.write()
         losses.append(run.train(4, 6)[-1][0])
+        checkpointer.finish()
+        folders.append(folder / f"hop{hop}" / name_of(4))
     differences: dict[str, float] = {}
     if dist.get_rank() == 0:
         config = config_of(case | {"layout": {}})
@@ -224,6 +235,73 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}
+
+
+def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A whole run into `folder`, with a fault on one rank: what each rank made of it.
+
+    {"fault": kind, "rank": 1, "batches": [..]}: the kind is a rise of the loss in nats or "nan", "gradient" (not a
+    number), "signal", or "sleep" with "seconds" per step.
+    """
+    config = load_config(Path(case["config"]), [f"{key}={value}" for key, value in case["set"].items()])
+    ranks = world.start(world.check(config, dist.get_world_size()))
+    fault, batches = case["fault"], case["batches"]
+    struck = dist.get_rank() == case["rank"]
+    seen: dict[str, Any] = {"losses": {}, "left": []}
+
+    class Trainer(DistributedTrainer):
+        def _timed_step(self, *arguments: Any, **named: Any) -> Any:
+            number = self.recovery.skips.batch(self.step)
+            hit = struck and (batches is None or number in batches)
+            plain = self.distributed.forward_backward
+
+            def forward_backward(*inner: Any, **options: Any) -> Tensor:
+                if hit and fault == "sleep":
+                    time.sleep(case["seconds"])
+                loss = plain(*inner, **options)
+                if hit and fault == "gradient":
+                    for parameter in self.applied.parameters():
+                        gradient = parameter.grad
+                        assert gradient is not None
+                        (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(float("nan"))
+                if hit and fault == "signal":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return loss + float(fault) if hit and fault not in ("sleep", "gradient", "signal") else loss
+
+            self.distributed.forward_backward = forward_backward  # type: ignore[method-assign]
+            times = super()._timed_step(*arguments, **named)
+            self.distributed.forward_backward = plain  # type: ignore[method-assign]
+            seen["losses"][self.step] = self.train_loss
+            seen["turns"] = [{"event": t["event"], "to_step": t.get("to_step")} for t in self.recovery.turns]
+            return times
+
+    session.DistributedTrainer = Trainer  # type: ignore[misc]
+    plain_watcher = session.Watcher
+    session.Watcher = partial(plain_watcher, end=seen["left"].append)  # type: ignore[assignment, misc]
+    store = dist.PrefixStore(str(folder), dist.distributed_c10d._get_default_store())
+    said: list[str] = []
+    try:
+        outcome = session.run_distributed(config, folder / "run", load_profile(), ranks, store, say=said.append)
+        seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
+    except (UserError, SystemExit) as error:
+        seen["stopped"] = str(error)
+    finally:
+        session.Watcher = plain_watcher  # type: ignore[misc]
+    dist.barrier()
+    return seen | {"said": said, "events": read_lines(folder / "run" / "events.jsonl"), "run": str(folder / "run")}
+
+
+def task_preflight(case: dict[str, Any], folder: Path) -> str:
+    """`case["differs"]` on rank 1: how each rank ends."""
+    mine = preflight.facts(config_of(case))
+    if dist.get_rank() == 1:
+        name, value = case["differs"]
+        mine[name] = mine[name] + value if name == "clock_seconds" else value
+    try:
+        preflight.check(mine)
+    except (UserError, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trains"
 
 
 def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:

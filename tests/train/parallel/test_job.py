@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import ironlaw
@@ -95,52 +90,3 @@ def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
     ):
         found = preflight.problem([same, other | change])
         assert found is not None and words in found and "\n" not in found
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_killed_ranks_lose_nothing(
-    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
-) -> None:
-    """kill -9 of some rank at some moment, many times: torchrun starts the job again, and it ends like undisturbed."""
-    kills = int(os.environ.get("IRONLAW_TEST_KILLS", "30"))
-    config = tiny_file(
-        {"layers": 2, "heads": 4}, layout={}, train={"micro_batch": 2, "steps": 400}, checkpoint={"every": 5},
-        evaluation={"every": 0},
-    )  # fmt: skip
-    assert ironlaw_process("train", config, "--out", tmp_path / "one").returncode == 0
-    process = subprocess.Popen(
-        torchrun(4, "train", config, "--out", "run", "--resume", restarts=200), cwd=tmp_path, env=environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    chance, killed, metrics = random.Random(0), 0, tmp_path / "run" / "metrics.jsonl"
-    seen = 0
-    try:
-        while process.poll() is None:
-            time.sleep(0.05)
-            lines = metrics.read_text(encoding="utf-8").count("\n") if metrics.is_file() else 0
-            if killed < kills and lines > seen and lines < 395:  # it trains again: kill one in the middle
-                time.sleep(chance.random() * 0.3)
-                ranks = _children(process.pid)
-                if len(ranks) == 4:
-                    os.kill(chance.choice(ranks), signal.SIGKILL)
-                    killed += 1
-                    seen = max(0, lines - 6)
-                    time.sleep(1.0)
-        assert process.returncode == 0
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-    assert killed == kills, f"the run ended after {killed} kills"
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-
-
-def _children(pid: int) -> list[int]:
-    """The ranks that run; those just killed may still be listed."""
-    found = []
-    for child in psutil.Process(pid).children():
-        with contextlib.suppress(psutil.Error):
-            if "ironlaw" in " ".join(child.cmdline()):
-                found.append(child.pid)
-    return found

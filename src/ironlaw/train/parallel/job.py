@@ -12,53 +12,99 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.layout import Layout
 from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight, session
-from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, start, world_size
+from ironlaw.train.parallel.first import first_does
+from ironlaw.train.parallel.meeting import FINISHED, Meeting, join, stand_by
+from ironlaw.train.parallel.planning import agreed
+from ironlaw.train.parallel.ranks import (
+    TIMEOUT_SECONDS,
+    Ranks,
+    check,
+    micro_batch_of,
+    planned_layout,
+    start,
+    usable,
+    world_size,
+)
 
 Result = TypeVar("Result")
+SPARE_SECONDS = 60.0  # PyTorch's own timeout comes later than the watcher's, which knows more
 
 
 @dataclass
 class Job:
     config: RunConfig
     ranks: Ranks
+    meeting: Meeting
 
     def first_does(self, function: Callable[[], Result]) -> Result:
-        return session.first_does(function)
+        return first_does(function)
 
     @property
     def layout(self) -> Layout:
-        return planned_layout(self.ranks.config, self.config.micro_batch)
+        share = self.config.train.global_batch // self.ranks.dp
+        return planned_layout(self.ranks.config, micro_batch_of(self.config, share))
+
+    @property
+    def title(self) -> str:
+        """What runs, for the console."""
+        left = self.meeting.size - self.ranks.size
+        return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
 
     def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        return session.run_distributed(self.config, out, profile, self.ranks, **named)
+        return session.run_distributed(self.config, out, profile, self.ranks, self.meeting.store, **named)
 
 
 @contextmanager
-def job(config: RunConfig, memory_bytes: float) -> Iterator[Job]:
-    """Join the process group. `memory_bytes` of this machine decides the layout where none is written."""
+def job(
+    config: RunConfig, memory_bytes: float, resume: bool = False,
+    choose: Callable[[RunConfig, int], RunConfig] | None = None,
+) -> Iterator[Job]:  # fmt: skip
+    """Join the process group. Where no layout is written rank 0 asks `choose` for one, of so many ranks; without it
+    `memory_bytes` of this machine decides.
+
+    A run that goes on may do so on fewer ranks than torchrun has started, when torchrun may also restart it.
+    """
     size = world_size()
+    planned = config.layout is None and choose is not None
     if config.layout is None:
-        config = config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)})
-    # Before anybody waits for anybody.
-    layout = check(config, size) if os.environ.get("RANK") == "0" else _quietly(config, size)
+        written, config = (
+            config,
+            config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)}),
+        )
+    elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if not elastic and not planned:  # before anybody waits for anybody
+        _quietly(lambda: check(config, size))
+    meeting = join(TIMEOUT_SECONDS)
+    fewer = elastic and (resume or meeting.restarted)
+    used = _quietly(lambda: usable(config, size)) if fewer else size
+    if meeting.rank < used and planned and choose is not None:
+        config = agreed(meeting.store, meeting.rank, lambda: choose(written, used))
+    _quietly(lambda: check(config, used))
+    if meeting.rank >= used:
+        stand_by(meeting)
+        raise SystemExit(0)
     try:
-        ranks = start(layout)
+        timeout = config.recovery.collective_seconds + SPARE_SECONDS
+        ranks = start(check(config, used), timeout, meeting=meeting, size=used)
         preflight.check(preflight.facts(config))
-        yield Job(config, ranks)
+        yield Job(config, ranks, meeting)
+        if ranks.first:
+            meeting.store.set(FINISHED, "")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _quietly(config: RunConfig, size: int) -> Any:
-    """The same check, silent: rank 0 says what is wrong."""
-    from ironlaw.errors import UserError
-
+def _quietly(function: Callable[[], Result]) -> Result:
+    """The same on every rank; rank 0 says what is wrong."""
     try:
-        return check(config, size)
+        return function()
     except UserError:
+        if os.environ.get("RANK") == "0":
+            raise
         raise SystemExit(2) from None

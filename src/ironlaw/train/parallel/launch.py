@@ -29,7 +29,8 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Request:
-    """`hosts` are for ssh, `image` and `claim` (a shared volume) for Kubernetes."""
+    """`hosts` are for ssh, `image` and `claim` (a shared volume) for Kubernetes. A job that loses nodes goes on with
+    `min_nodes` or more."""
 
     name: str
     config: Path
@@ -40,6 +41,7 @@ class Request:
     hosts: tuple[str, ...] = ()
     image: str | None = None
     claim: str | None = None
+    min_nodes: int | None = None
 
 
 def script(kind: str, request: Request) -> str:
@@ -49,8 +51,9 @@ def script(kind: str, request: Request) -> str:
 
 def torchrun(request: Request, endpoint: str, run_id: str) -> str:
     """The command of one node; `endpoint` and `run_id` may be variables of the shell."""
+    nodes = f"{request.min_nodes}:{request.nodes}" if request.min_nodes else request.nodes
     words = [
-        f"torchrun --nnodes {request.nodes} --nproc-per-node {request.per_node} --max-restarts {RESTARTS}",
+        f"torchrun --nnodes {nodes} --nproc-per-node {request.per_node} --max-restarts {RESTARTS}",
         f'--rdzv-backend c10d --rdzv-endpoint "{endpoint}" --rdzv-id "{run_id}"',
         f"-m ironlaw train {shlex.quote(str(request.config))} --out {shlex.quote(str(request.out))} --resume",
     ]

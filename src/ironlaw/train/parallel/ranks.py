@@ -16,9 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.plan.layout import Layout
+from ironlaw.train.parallel import recorder
+from ironlaw.train.parallel.meeting import Meeting, join
 
-TIMEOUT_SECONDS = 300.0
-"""A collective that takes longer hangs: some rank is gone or elsewhere."""
+TIMEOUT_SECONDS = 360.0
+"""Of PyTorch's own, should the watcher not have ended the job before."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
             f"use a multiple of {layout.dp}"
         )
-    micro_batch = min(config.micro_batch, share)
+    micro_batch = micro_batch_of(config, share)
     plan = planned_layout(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if model.key_value_heads % layout.tp:
@@ -112,19 +114,48 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     return layout
 
 
-def start(config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks:
-    """Join the job that torchrun started (or the process group that is there) and lay out the mesh."""
+def micro_batch_of(config: RunConfig, share: int) -> int:
+    """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
+    below it, so that a job that goes on with fewer ranks need not be configured anew."""
+    return next(size for size in range(min(config.micro_batch, share), 0, -1) if share % size == 0)
+
+
+def usable(config: RunConfig, size: int) -> int:
+    """The most ranks, of `size`, that the layout and the batch can be divided among. UserError when there is none.
+
+    For a restart on what is left of the ranks; dp must be free, because everything else is what the user wrote.
+    """
+    first: UserError | None = None
+    for wanted in range(size, 0, -1):
+        try:
+            check(config, wanted)
+        except UserError as problem:
+            first = first or problem
+            if config.layout is not None and config.layout.dp is not None:
+                break
+        else:
+            return wanted
+    assert first is not None
+    raise first
+
+
+def start(
+    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0
+) -> Ranks:
+    """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
+
+    `meeting`: the ranks have met already; the first `size` of them take part.
+    """
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it starts the ranks again: the addresses of those that died are still in it.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        recorder.switch_on()
+        meeting = meeting or join(timeout_seconds)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank, world_size=size,
-            store=dist.PrefixStore(f"attempt{attempt}", store),
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=meeting.rank,
+            world_size=size or meeting.size, store=meeting.store,
         )  # fmt: skip
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

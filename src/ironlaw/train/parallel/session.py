@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,35 +18,20 @@ from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
+from ironlaw.train.journal import write_event
 from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.parallel.first import first_does
+from ironlaw.train.parallel.hang import Note
 from ironlaw.train.parallel.planning import plan_job
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.trainer import DistributedTrainer
+from ironlaw.train.parallel.watcher import Watcher
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
 from ironlaw.train.session import check_start
 from ironlaw.train.tracking import check_installed
 
-Result = TypeVar("Result")
 STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
-
-
-def first_does(function: Callable[[], Result]) -> Result:
-    """What rank 0 makes of it, on every rank. Its UserError ends all: rank 0 says it, the others leave quietly."""
-    told: list[Any] = [None, None]
-    error: UserError | None = None
-    if dist.get_rank() == 0:
-        try:
-            told = [function(), None]
-        except UserError as problem:
-            error, told = problem, [None, str(problem)]
-    dist.broadcast_object_list(told)
-    if error is not None:
-        raise error
-    if told[1] is not None:
-        raise SystemExit(2)
-    result: Result = told[0]
-    return result
 
 
 def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
@@ -59,6 +46,7 @@ def run_distributed(
     out: Path,
     profile: Profile,
     ranks: Ranks,
+    store: dist.Store,
     *,
     resume: bool = False,
     data_progress: Callable[[int, int], None] | None = None,
@@ -73,13 +61,14 @@ def run_distributed(
     first_does(lambda: check_installed(config.tracking))
     run: RunDirectory = first_does(lambda: find_run(out, config, resume))
     with contextlib.ExitStack() as held:
-        return _train(config, run, profile, ranks, held, data_progress, planned, watch, say)
+        return _train(config, run, profile, ranks, store, held, data_progress, planned, watch, say)
 
 
 def _train(
-    config: RunConfig, run: RunDirectory, profile: Profile, ranks: Ranks, held: contextlib.ExitStack,
-    data_progress: Callable[[int, int], None] | None, planned: Callable[[Ledger, Dataset], None] | None,
-    watch: Callable[[StepReport], None] | None, say: Callable[[str], None],
+    config: RunConfig, run: RunDirectory, profile: Profile, ranks: Ranks, store: dist.Store,
+    held: contextlib.ExitStack, data_progress: Callable[[int, int], None] | None,
+    planned: Callable[[Ledger, Dataset], None] | None, watch: Callable[[StepReport], None] | None,
+    say: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """The run directory is rank 0's alone."""
     there = first_does(run.path.is_dir)
@@ -104,7 +93,10 @@ def _train(
             planned(plan, dataset)
 
     first_does(create)
-    trainer = DistributedTrainer(config, run, plan, dataset, profile, ranks=ranks, start=start, watch=watch, say=say)
+    watcher = held.enter_context(Watcher(ranks, store, config.recovery.collective_seconds, partial(_hung, run)))
+    trainer = DistributedTrainer(
+        config, run, plan, dataset, profile, ranks=ranks, watcher=watcher, start=start, watch=watch, say=say
+    )
     outcome = trainer.train()
     if ranks.first:
         outcome.ledger.save(run.ledger_file)
@@ -126,6 +118,12 @@ def _planned(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
         return plan
 
     return first_does(told)
+
+
+def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
+    """On the rank that found it, whichever that is: the others may not be able to."""
+    print(f"ironlaw: {report}", file=sys.stderr, flush=True)
+    write_event(run, "hang", report=report, ranks=[asdict(note) for note in notes])
 
 
 def _lock(run: RunDirectory, held: contextlib.ExitStack) -> None:

@@ -16,13 +16,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
 from ironlaw.train.parallel import pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
+from ironlaw.train.parallel.ranks import micro_batch_of
 
 
 class DistributedStep:
@@ -32,12 +32,7 @@ class DistributedStep:
         self.applied, self.ranks, self.config, self.autocast = applied, applied.ranks, config, autocast
         layout = self.ranks.config
         self.share = config.train.global_batch // self.ranks.dp  # sequences of this replica
-        self.micro_batch = min(config.micro_batch, self.share)
-        if self.share % self.micro_batch:
-            raise UserError(
-                f"{self.share} sequences per replica are not a multiple of train.micro_batch = {self.micro_batch}: "
-                "use a train.micro_batch that divides them"
-            )
+        self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
         self.schedule = None
         self._clock = StepClock()
@@ -161,11 +156,14 @@ class DistributedStep:
 
     # -- what all ranks agree on -----------------------------------------------------------------------------
 
-    def agree(self, loss: Tensor, clip: float, stop: bool = False) -> tuple[float, float, bool]:
+    def agree(
+        self, loss: Tensor, clip: float, stop: bool = False, more: list[float] | None = None
+    ) -> tuple[float, float, bool]:
         """The loss over the global batch, the norm of the whole gradient, and whether any rank wants to stop: the same
         on every rank. Clips by the norm.
 
         One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
+        `more`, as many on every rank, is added up with them and left in `self.added`.
         """
         layout, device = self.ranks.config, self.ranks.device
         weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
@@ -177,8 +175,10 @@ class DistributedStep:
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
         together = torch.stack([loss.detach().double() * weight, square, flag])
+        if more:
+            together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
         dist.all_reduce(together)
-        mean, total, flags = together.tolist()
+        mean, total, flags, *self.added = together.tolist()
         norm = math.sqrt(total)
         if clip < norm and gradients:  # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
             torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -27,16 +28,19 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.loop import Outcome, Trainer
+from ironlaw.train.loop import Outcome, Trainer, _due
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.lasting import lasting_bytes
 from ironlaw.train.parallel.merged import merge, seen, typical_steps
-from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.ranks import Ranks, planned_layout
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
-from ironlaw.train.recovery import Recovery
+from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.recovery import Recovery, Spike
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
 from ironlaw.train.transfer import Transfer
@@ -66,8 +70,12 @@ class DistributedTrainer(Trainer):
 
     ranks: Ranks
 
-    def __init__(self, *arguments: Any, ranks: Ranks, **named: Any) -> None:
-        self.ranks = ranks
+    def __init__(self, *arguments: Any, ranks: Ranks, watcher: Watcher, **named: Any) -> None:
+        self.ranks, self.watcher = ranks, watcher
+        config: RunConfig = arguments[0]
+        per_stage = ranks.size // ranks.config.pp
+        stages = [rank // per_stage for rank in range(ranks.size)]
+        self.straggling = Straggling(stages, config.recovery.straggler_threshold)
         self._stop_agreed = False
         self._watching = contextlib.ExitStack()
         self.peak_bytes: int | None = None
@@ -124,6 +132,10 @@ class DistributedTrainer(Trainer):
         with self._watching:
             return super().train()
 
+    def _setting(self) -> dict[str, Any]:
+        layout = planned_layout(self.ranks.config, self.distributed.micro_batch)
+        return super()._setting() | {"layout": str(layout), "micro_batch": self.distributed.micro_batch}
+
     def _enough_steps_left(self) -> bool:
         return self.device.type == "cpu" and self.config.train.steps - self.step >= 3
 
@@ -143,7 +155,9 @@ class DistributedTrainer(Trainer):
 
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         config, clock = self.config, self.clock
-        with clock.step() as times, self.waits.counting(clock):
+        self.watcher.step = self.step + 1
+        comparing = _due(self.step + 1, config.recovery.straggler_every)
+        with clock.step() as times, self.watcher.own.step(), self.waits.counting(clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
             loss = self.distributed.forward_backward(
@@ -153,7 +167,8 @@ class DistributedTrainer(Trainer):
             with clock.phase(Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION):
                 # One all-reduce: every rank knows the same loss and norm, and stops at the same step.
                 stop = self._interrupted is not None
-                self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop)
+                own = self._own_seconds() if comparing else None
+                self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop, own)
             with clock.phase(Phase.OPTIMIZER):
                 set_learning_rate(self.optimizer, learning_rate(config, self.step))
                 self.optimizer.step()
@@ -163,7 +178,32 @@ class DistributedTrainer(Trainer):
         self._stop_agreed = stop
         self.step += 1
         self.tokens += config.tokens_per_step
+        if comparing:
+            self._compare_ranks(self.distributed.added)
         return times
+
+    def _own_seconds(self) -> list[float]:
+        """Wall seconds of the steps since the last comparison, then own ones: of this rank in its place."""
+        own, wall = self.watcher.own.take()
+        rank, size = self.ranks.rank, self.ranks.size
+        return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
+
+    def _compare_ranks(self, added: list[float]) -> None:
+        """The same numbers on every rank; rank 0 writes down what they say."""
+        wall, *own = added
+        if not self.ranks.first:
+            return
+        news, over = self.straggling.observe(own, wall, self.config.recovery.straggler_every)
+        for slow in news:
+            host = self.watcher.host(slow.rank)
+            self.say(
+                f"rank {slow.rank} on {host} is slow: it works {slow.longer:.0%} longer than the others, which wait "
+                f"for it {slow.share:.0%} of the time (step {self.step})"
+            )
+            self.journal.event("slow_rank", step=self.step, host=host, **asdict(slow))
+        for rank in over:
+            self.say(f"rank {rank} on {self.watcher.host(rank)} is as fast as the others again")
+            self.journal.event("slow_rank_over", step=self.step, rank=rank)
 
     def _stopping(self) -> bool:
         return self._stop_agreed  # never on this rank's own account: the others would wait for it
@@ -198,6 +238,20 @@ class DistributedTrainer(Trainer):
     def _step_metrics(self) -> dict[str, Any]:
         return {}
 
+    def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
+        """All ranks have found the spike in the same numbers; rank 0 looks at the disk, writes down what is done about
+        it and drops checkpoints."""
+        known = len(self.recovery.turns)
+
+        def decide() -> tuple[checkpoint.Checkpoint | None, list[dict[str, Any]]]:
+            return super(DistributedTrainer, self)._answer(spike), self.recovery.turns[known:]
+
+        target, turns = first_does(decide)
+        if not self.ranks.first:
+            for event in turns:
+                self.recovery.take(event)
+        return target
+
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """All ranks have decided alike, from the same numbers; rank 0 drops the lines, then all read what is left."""
         self.store.read(target.path, self.model, self.states)
@@ -220,6 +274,9 @@ class DistributedTrainer(Trainer):
             return Ledger("run")
         ledger = super()._finish()
         merge(ledger, everybodys)
+        own = self.straggling.own_seconds
+        if any(own):
+            ledger.facts |= {"rank_own_seconds": own, "slowest_rank": own.index(max(own))}
         return ledger
 
     def _probe_sometimes(self) -> None:

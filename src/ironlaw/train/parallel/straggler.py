@@ -1,0 +1,134 @@
+"""A rank that is slower than the others, which all wait for it: how long each works by itself, and who stands out.
+
+In a step with collectives inside every rank takes as long as the slowest. What tells them apart is how much of it they
+spend waiting: a rank's own time is the step's less the time its training thread sleeps in communication. On CPUs the
+kernel counts a thread's time on a core and in the queue for one; the rest it slept, and samples by the watcher say how
+much of that was outside PyTorch (reading data, stopped, swapped). On CUDA the host knows nothing: own time is the
+step's less that of NCCL's kernels, by the flight recorder. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+CERTAIN = 4.0  # robust standard deviations
+
+
+class OwnTime:
+    """Own seconds of the thread that made it, added up over steps. `outside`: seconds it slept elsewhere, sampled."""
+
+    def __init__(self, kernels: Callable[[], float] | None = None) -> None:
+        """`kernels`: seconds of the device's collectives since it was last called, where the host does not wait."""
+        self._kernels = kernels
+        self.seconds = self.wall_seconds = 0.0
+        self.outside_seconds = 0.0
+        self.inside = False
+        self._file: int | None = None
+        if sys.platform.startswith("linux"):
+            with contextlib.suppress(OSError):
+                self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+
+    @property
+    def known(self) -> bool:
+        return self._file is not None
+
+    def awake_seconds(self) -> float:
+        """On a core or waiting for one, since the thread began."""
+        assert self._file is not None
+        running, queued, _ = os.pread(self._file, 100, 0).split()
+        return (int(running) + int(queued)) / 1e9
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        if self._file is None:
+            yield
+            return
+        began, awake, self.outside_seconds = time.perf_counter(), self.awake_seconds(), 0.0
+        self.inside = True
+        yield
+        self.inside = False
+        wall = time.perf_counter() - began
+        self.wall_seconds += wall
+        self.seconds += min(wall, self.awake_seconds() - awake + self.outside_seconds)
+
+    def take(self) -> tuple[float, float]:
+        """(own, wall) seconds since the last call."""
+        if self._kernels is not None:
+            self.seconds = max(0.0, self.wall_seconds - self._kernels())
+        found = self.seconds, self.wall_seconds
+        self.seconds = self.wall_seconds = 0.0
+        return found
+
+
+@dataclass(frozen=True)
+class Slow:
+    rank: int
+    own_seconds: float
+    typical_seconds: float
+    share: float  # of the step, that the others wait for
+
+    @property
+    def longer(self) -> float:
+        """Than the others, as a fraction of their time."""
+        return self.own_seconds / self.typical_seconds - 1 if self.typical_seconds else float("inf")
+
+
+def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], threshold: float) -> list[Slow]:
+    """The ranks whose own seconds exceed the median of their pipeline stage by `threshold` of the step and by four
+    robust standard deviations. A stage with one rank has nobody to compare it with."""
+    found = []
+    for stage in sorted(set(stages)):
+        members = [rank for rank, its in enumerate(stages) if its == stage]
+        if len(members) < 2 or wall <= 0:
+            continue
+        values = sorted(own[rank] for rank in members)
+        middle = values[(len(values) - 1) // 2]
+        spread = SIGMA * statistics.median(abs(value - middle) for value in values)
+        for rank in members:
+            excess = own[rank] - middle
+            # Of two or three ranks the deviation tells nothing: half of them may be the slow one.
+            if excess > threshold * wall and (len(members) < 4 or excess > CERTAIN * spread):
+                found.append(Slow(rank, own[rank], middle, excess / wall))
+    return found
+
+
+@dataclass
+class Straggling:
+    """The history of one run. `observe` returns what is news: a rank that became slow, or is no longer."""
+
+    stages: Sequence[int]
+    threshold: float
+    patience: int = 2  # windows in a row
+    total: list[float] = field(default_factory=list)  # own seconds by rank
+    steps: int = 0
+    _streak: dict[int, int] = field(default_factory=dict)
+    _known: set[int] = field(default_factory=set)
+
+    def observe(self, own: Sequence[float], wall: float, steps: int) -> tuple[list[Slow], list[int]]:
+        """`own` and `wall` seconds of `steps` steps."""
+        self.total = [a + b for a, b in zip(self.total or [0.0] * len(own), own, strict=True)]
+        self.steps += steps
+        slow = {each.rank: each for each in slow_ranks(own, wall, self.stages, self.threshold)}
+        before = dict(self._streak)
+        self._streak = {}
+        for rank in range(len(own)):
+            sign = 1 if rank in slow else -1
+            streak = before.get(rank, 0)
+            self._streak[rank] = streak + sign if streak * sign > 0 else sign
+        news = [each for rank, each in slow.items() if self._streak[rank] >= self.patience and rank not in self._known]
+        over = [rank for rank in sorted(self._known) if self._streak[rank] <= -self.patience]
+        self._known = (self._known | {each.rank for each in news}) - set(over)
+        return news, over
+
+    @property
+    def own_seconds(self) -> list[float]:
+        """Per rank and step, over the whole run."""
+        return [seconds / self.steps for seconds in self.total] if self.steps else []
