@@ -98,7 +98,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: b
         say.print(f"Layout     {choice.reason}", markup=False)
         return with_layout(config, choice.best.layout)
 
-    with job(settings, host.memory_bytes(), resume, None if host.has_gpu() else choose) as here:
+    with job(settings, host.memory_bytes(), resume, choose) as here:
         folder = here.first_does(lambda: out or default_name(settings.model.name))
         profile = here.first_does(profile_here)
         live = LiveRun(say, folder)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ironlaw.config import RunConfig
@@ -70,12 +71,10 @@ def job(
     A run that goes on may do so on fewer ranks than torchrun has started, when torchrun may also restart it.
     """
     size = world_size()
-    planned = config.layout is None and choose is not None
+    written = config
+    planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
-        written, config = (
-            config,
-            config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)}),
-        )
+        config = config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)})
     elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if not elastic and not planned:  # before anybody waits for anybody
         _quietly(lambda: check(config, size))
