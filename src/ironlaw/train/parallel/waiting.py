@@ -155,6 +155,7 @@ class Waits:
             self._bucket_key = (dimension, "all_reduce")
             return future
 
+        timed.__annotations__.clear()  # DDP compares them with its own types, by identity
         return timed
 
     def backward_done(self) -> None:
