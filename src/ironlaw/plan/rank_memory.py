@@ -152,13 +152,16 @@ class _Rank:
     def _pipelined(self) -> None:
         order = self._order()
         for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
-            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last and s not in self.stages]
+            # Also for a neighbour on the same rank, whose tensors take the buffers' place.
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
             self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
         self.walk.look("messages")
         for p in order:
             if p.kind == "F":
                 self._forward(p.stage, p.micro_batch)
-            elif p.kind == "B":
+            elif p.stage == 0 and p.kind == "I":
+                pass  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
+            elif p.kind == "B" or p.stage == 0:
                 self._backward(p.stage, p.micro_batch, last=False, piped=True)
             elif p.kind == "I":
                 self._inputs(p.stage, p.micro_batch)
