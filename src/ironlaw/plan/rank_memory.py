@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ironlaw.config import RunConfig
+from ironlaw.ledger import Kind
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.rank_passes import Pass, passes
 from ironlaw.plan.traffic import layers_of, stage_parameters, stages_of, units_of
@@ -210,6 +211,10 @@ class _Rank:
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
         for index, unit in enumerate(order):
+            if unit in self.units[stage] and unit == "head.weight":  # the loss is the root's, before the output layer
+                ahead = [op for op in work[unit] if op.kind is Kind.LOSS]
+                walk.run(ahead, kept)
+                work[unit] = work[unit][len(ahead) :]
             self._regather(stage, unit, order[index + 1 :][:1])
             walk.run(work[unit], kept)
             self._after_backward(stage, unit, last, piped)
@@ -223,8 +228,9 @@ class _Rank:
         self.has_gradients.add(stage)
         if self.fsdp and not piped:
             self._after_backward(stage, "root", last, piped)
-            walk.now["reducing"] -= self.waiting_buffer
-            self.waiting_buffer = 0.0
+            if last:  # else the buffer of the last reduction stays until the next one
+                walk.now["reducing"] -= self.waiting_buffer
+                self.waiting_buffer = 0.0
 
     def _sent(self, stage: int, to: int) -> None:
         if self.sends_late and to not in self.stages:
