@@ -147,6 +147,21 @@ class LayoutConfig(_Section):
     ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
 
 
+class CommunicationConfig(_Section):
+    """What replicas tell each other, where links are slower than that (train/parallel/savers.py, outer.py)."""
+
+    # How gradients travel. bf16 halves them, in sums too; powersgd (arXiv 1905.13727) sends two thin matrices for each
+    # matrix that shrinks at least twofold by it, and keeps what it left out for the next step.
+    gradients: Literal["fp32", "bf16", "powersgd"] = "fp32"
+    rank: int = Field(4, gt=0)  # columns of powersgd's matrices
+    start_step: int = Field(100, ge=2)  # powersgd from here on: early gradients are not of low rank
+    # Steps between averages of the weights (DiLoCo, arXiv 2311.08105: 500); 0: gradients are averaged every step.
+    local_steps: int = Field(0, ge=0)
+    sites: int | None = Field(None, gt=1)  # groups of neighbouring ranks that do so; every replica alone unless given
+    outer_lr: float = Field(0.7, gt=0)  # of the step from the old average to the new one: Nesterov's SGD
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+
+
 class RunConfig(_Section):
     """A whole run. `model` is a table of ModelConfig fields, or `name = "gpt2"` with fields to override."""
 
@@ -162,6 +177,7 @@ class RunConfig(_Section):
     recovery: RecoveryConfig = RecoveryConfig()
     tracking: TrackingConfig = TrackingConfig()
     layout: LayoutConfig | None = None
+    communication: CommunicationConfig = CommunicationConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -193,12 +209,22 @@ class RunConfig(_Section):
                 f"checkpoint.keep_every = {self.checkpoint.keep_every} is not a multiple of checkpoint.every = "
                 f"{self.checkpoint.every}: no checkpoint would be kept for it"
             )
+        self._communication()
         if self.sequence > self.model.context:
             raise ValueError(
                 f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
                 f"use train.sequence = {self.model.context} or a larger model.context"
             )
         return self
+
+    def _communication(self) -> None:
+        communication = self.communication
+        if communication.sites and not communication.local_steps:
+            raise ValueError("communication.sites average their weights: say how often with communication.local_steps")
+        if communication.local_steps and communication.gradients == "powersgd":
+            raise ValueError(
+                'communication.gradients = "powersgd" does not go with communication.local_steps: use "fp32" or "bf16"'
+            )
 
     @property
     def micro_batch(self) -> int:

@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ironlaw
 from ironlaw.errors import UserError
 from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Phase
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.trials import fused_seconds, score_products
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace import trace
@@ -192,3 +194,39 @@ def test_a_trace_survives_as_a_document() -> None:
     traced = trace(Small(), [Input("tokens", (2, 8), "int64")])
     again = trace_from_json(json.loads(json.dumps(trace_to_json(traced))))
     assert again == traced
+
+
+class Checkpointed(Small):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_recomputation_is_timed_with_the_python_between_its_operations_and_planned(tmp_path: Path) -> None:
+    model = Checkpointed(width=32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run"):
+        for (tokens,) in loader(12, batch=2):
+            F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ledger = Ledger.load(tmp_path / "run" / "ledger.json")
+    again = [line for line in ledger.lines if line.operation.endswith("_recomputed")]
+    assert {line.kind for line in again} >= {Kind.MATMUL, Kind.NORM}
+    whole = ledger.facts["recomputed_seconds"]
+    assert sum(line.seconds or 0.0 for line in again if line.kind is Kind.MATMUL) < whole
+    assert whole < ledger.facts["profiled_step_seconds"]
+    assert "not_planned" not in ledger.facts and (tmp_path / "run" / "operations.json").is_file()
+
+
+def test_scores_of_attention_are_found_in_a_trace_and_the_fused_kernel_timed() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return torch.softmax(q @ q.transpose(-1, -2), -1) @ q
+
+    document = trace_to_json(trace(Attention(), [Input("q", (2, 4, 64, 16), "float32")], training=False))
+    products = score_products(document)
+    assert products == [[8, 64, 16]]
+    assert (fused_seconds(products, "fp32") or 0.0) > 0.0 and fused_seconds([], "fp32") is None

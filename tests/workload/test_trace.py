@@ -7,6 +7,7 @@ import itertools
 import psutil
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -167,3 +168,22 @@ def test_weights_take_no_memory() -> None:
     found = trace(lambda: Transformer(model), [Input("tokens", (1, 4096), "int64")])
     assert found.parameter_bytes > 6e9
     assert psutil.Process().memory_info().rss - before < 300e6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_runs_the_forward_pass_again_in_the_backward_phase(reentrant: bool) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(32, 32)
+            self.block = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+            self.again = again
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return (checkpoint(self.block, x, use_reentrant=reentrant) if self.again else self.block(x)).sum()
+
+    once, again = (trace(Model(kind), [Input("x", (8, 32), "float32")]) for kind in (False, True))
+    assert total_flops(again.operations) > total_flops(once.operations)
+    forward = [total_flops([op for op in t.operations if op.phase is Phase.FORWARD]) for t in (once, again)]
+    assert forward[0] == forward[1]

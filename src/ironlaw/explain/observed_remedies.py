@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ironlaw.explain.gap import Gap, reconcile
+from ironlaw.explain.gap import Gap, recomputed_seconds, reconcile
 from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
 
-RECOMPUTED = "_recomputed"
+AS_IT_IS = "as it is"  # the variant that the others are compared with
 FULL_MEMORY = 0.85
 LEAST_PLANNED = 0.10
 FEWER = 10  # times, evaluations and checkpoints
@@ -35,6 +35,13 @@ class Observed:
     @property
     def steps(self) -> int:
         return int(self.run.facts.get("steps_done") or 1)
+
+    def ratio(self, variant: str) -> float | None:
+        """Planned step of a variant over that of the run as it was."""
+        one, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
+        if other is None or "step_seconds" not in one.totals:
+            return None
+        return other.totals["step_seconds"].value / one.totals["step_seconds"].value
 
     def phase(self, phase: Phase) -> float:
         return next((row.measured or 0.0 for row in self.gap.phases if row.name == str(phase)), 0.0)
@@ -86,10 +93,9 @@ def _threads(now: Observed) -> Remedy | None:
 
 
 def _precision(now: Observed) -> Remedy | None:
-    other = now.variants.get("bf16")
-    if other is None or "step_seconds" not in now.plan.totals:
+    ratio = now.ratio("bf16")
+    if ratio is None:
         return None
-    ratio = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
     busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     return _remedy(
         now, "precision", "Train in bf16", Effect.ROUNDING, "rounding differs: compare the loss of the first steps",
@@ -101,10 +107,9 @@ def _precision(now: Observed) -> Remedy | None:
 
 def _batch(now: Observed) -> Remedy | None:
     """Merge the micro-batches of a step, or with one of them take larger steps: the gain is for the same samples."""
-    other = now.variants.get("larger_batch")
-    if other is None or "step_seconds" not in now.plan.totals:
+    per_sample = now.ratio("larger_batch")
+    if per_sample is None:
         return None
-    per_sample = other.totals["step_seconds"].value / now.plan.totals["step_seconds"].value
     accumulation = int(now.run.facts.get("accumulation") or 1)
     busy = sum(now.phase(p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
     merged = accumulation > 1
@@ -113,8 +118,9 @@ def _batch(now: Observed) -> Remedy | None:
         Effect.NONE if merged else Effect.TRAINING,
         "takes more memory" if merged else "fewer updates for the same samples: retune the learning rate",
         "one forward pass is too little work for what calling it costs",
-        f"a micro-batch of {8 * int(now.run.facts.get('batch') or 1)}", (1 - per_sample) * busy,
-        "planned: eight times the micro-batch on this machine's curves, for the same samples",
+        f"a micro-batch of {(accumulation if merged else 8) * int(now.run.facts.get('batch') or 1)}",
+        (1 - per_sample) * busy,
+        "planned: the larger micro-batch on this machine's curves, for the same samples",
     )  # fmt: skip
 
 
@@ -127,7 +133,7 @@ def _attention(now: Observed) -> Remedy | None:
     return _remedy(
         now, "attention", "Fuse attention", Effect.ROUNDING, "rounding differs in the last bits",
         "attention writes its scores to memory", "torch.nn.functional.scaled_dot_product_attention(q, k, v, "
-        "is_causal=True)", spent - fused, "measured, against the fused kernel's curve on this machine", pairs_bytes,
+        "is_causal=True)", spent - fused, "measured, against the fused kernel timed at the end of the run", pairs_bytes,
     )  # fmt: skip
 
 
@@ -138,11 +144,12 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     roots = {root for root in roots if any(_under(line.operation, root, "bmm") for line in run.lines)}
     if not roots or now.profile is None:
         return None
-    own = ("bmm", "softmax", "masked_fill", "where", "div", "mul", "add", "dropout", "native_dropout", "copy", "clone")
-    spent = sum(
+    spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
         line.seconds or 0.0
         for line in run.lines
-        if line.phase in (Phase.FORWARD, Phase.BACKWARD) and any(_under(line.operation, r, *own) for r in roots)
+        if line.phase in (Phase.FORWARD, Phase.BACKWARD)
+        and line.operation.rpartition(".")[0] in roots
+        and line.operation.rpartition(".")[2] not in STAYS
     )
     products = [op for op in now.run.facts.get("score_products", []) if op]
     if not products:
@@ -155,7 +162,12 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
             precision = "bf16" if now.run.facts.get("precision") == "bf16" else "fp32"
             fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
     again = int(now.run.facts.get("accumulation") or 1)
-    return spent, fused * again, scores
+    timed = now.run.facts.get("fused_attention_seconds")  # at the end of the run: the machine as it was then
+    return spent, (fused if timed is None else timed) * again, scores
+
+
+# What cuts queries, keys and values out of one product, and puts heads together again: the fused kernel needs it too.
+STAYS = ("cat", "clone", "contiguous", "split", "chunk", "stack")
 
 
 def _under(operation: str, root: str, *names: str) -> bool:
@@ -176,11 +188,6 @@ def _alignment(now: Observed) -> Remedy | None:
         "slightly larger model", "a large matrix has a size that tiles do not divide", f"sizes: {shapes}", saved,
         "both products timed at the end of the run",
     )  # fmt: skip
-
-
-def recomputed_seconds(run: Ledger) -> float:
-    lines, _ = reconcile(run)
-    return sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RECOMPUTED))
 
 
 def _recompute(now: Observed) -> Remedy | None:
@@ -211,18 +218,18 @@ def _between(name: str, title: str, risk: str, how: str) -> Callable[[Observed],
 
 def _syncs(now: Observed) -> Remedy | None:
     extra = (now.run.facts.get("gradient_syncs_per_step") or 0.0) - 1
-    waiting = sum(x.seconds or 0.0 for x in now.run.lines if x.kind is Kind.COLLECTIVE)
+    waiting = now.phase(Phase.COMMUNICATION)
     if extra <= 0.5:
         return None
     return _remedy(
         now, "no_sync", "Synchronise gradients once per step", Effect.NONE, "none", "gradients accumulate",
         "with model.no_sync(): around all micro-batches but the last", waiting * extra / (extra + 1),
-        "measured collectives of the recorded steps",
+        "measured waits for the exchange of gradients",
     )  # fmt: skip
 
 
 def _straggler(now: Observed) -> Remedy | None:
-    ranks = sorted(now.run.facts.get("rank_own_seconds") or [])
+    ranks = sorted(now.run.facts.get("rank_removable_seconds") or [])
     if len(ranks) < 2:
         return None
     return _remedy(

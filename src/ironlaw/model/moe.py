@@ -41,6 +41,41 @@ class Routing:
     capacity: int | None = None  # rows of each expert; None: as many as choose it
 
 
+class Peers:
+    """Who computes a micro-batch and who holds its experts: this process alone. `train/parallel/experts.py` has others.
+
+    The layer asks where a whole and a shared computation differ, and nowhere else.
+    """
+
+    ranks = 1  # that hold a part of the micro-batch's tokens each
+    copies = 1  # ranks that compute the same, and whose gradients are added up
+
+    def total(self, counts: Tensor) -> Tensor:
+        """Choices per expert (E,) of the whole micro-batch, from those made here."""
+        return counts
+
+    def number(self, chosen: Tensor, experts: int) -> Tensor:
+        """(N, k): how many choices of the same expert come before each in the whole micro-batch."""
+        return numbers(chosen, experts)
+
+    def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows by expert in, what the experts make of them out, in the same order."""
+        out: Tensor = experts(rows, counts)
+        return out
+
+
+ALONE = Peers()
+
+
+def numbers(chosen: Tensor, experts: int) -> Tensor:
+    """(N, k): how many choices of the same expert come before each, tokens in order."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts)
+    number = torch.arange(order.numel(), device=order.device) - (counts.cumsum(0) - counts)[flat[order]]
+    return torch.empty_like(order).scatter_(0, order, number).view_as(chosen)
+
+
 class Router(nn.Module):
     """Scores each token for each expert, in fp32 whatever the precision: a choice must not hang on rounding."""
 
@@ -54,7 +89,7 @@ class Router(nn.Module):
         # Of the choice only, and moved by the load, not by a gradient; part of a checkpoint.
         self.register_buffer("bias", torch.zeros(config.moe.experts) if config.moe.balance == "bias" else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, peers: Peers = ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(N, H) to weights (N, k), chosen experts (N, k), choices per expert (E,), and the balancing loss if any."""
         moe = self.moe
         with nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
@@ -69,17 +104,20 @@ class Router(nn.Module):
                 weights = weights * moe.routed_scale
             counts = torch.zeros(moe.experts, dtype=torch.int64, device=x.device)
             counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-            return weights, chosen, counts, self.balance_loss(scores, counts) if self.training else None
+            return weights, chosen, counts, self.balance_loss(scores, counts, peers) if self.training else None
 
-    def balance_loss(self, scores: Tensor, counts: Tensor) -> Tensor | None:
-        """coefficient x E x sum over experts of (share of the choices) x (mean score): least when both are even."""
+    def balance_loss(self, scores: Tensor, counts: Tensor, peers: Peers = ALONE) -> Tensor | None:
+        """coefficient x E x sum over experts of (share of the choices) x (mean score): least when both are even.
+
+        Shares are of the whole micro-batch, scores of the tokens here: the mean over peers is the whole one's.
+        """
         moe = self.moe
         if moe.balance != "loss" or moe.balance_loss == 0:
             return None
-        share = counts.float() / (scores.shape[0] * moe.experts_per_token)
+        share = peers.total(counts).float() / (scores.shape[0] * moe.experts_per_token * peers.ranks)
         if moe.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
-        return (scores.mean(0) * share).sum() * (moe.balance_loss * moe.experts)
+        return (scores.mean(0) * share).sum() * (moe.balance_loss * moe.experts / peers.copies)
 
 
 class ExpertLinear(nn.Module):
@@ -93,11 +131,16 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, ends: Any) -> Tensor:
         """(R, in) with the rows' ends by expert, or (E, C, in) where all experts have C rows."""
-        weight = self.weight.to(rows.dtype)
+        weight = self.local().to(rows.dtype)
         if rows.dim() == 3:
             return torch.bmm(rows, weight.transpose(1, 2))
         product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
         return product
+
+    def local(self) -> Tensor:
+        """The matrices of the experts, or the parts of them, that this process holds."""
+        part: Any = self.weight
+        return part.to_local() if hasattr(part, "to_local") else part
 
 
 class Experts(nn.Module):
@@ -115,7 +158,7 @@ class Experts(nn.Module):
     @torch.compiler.disable  # the rows of an expert change from step to step, and each size would compile anew
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """(R, H) rows sorted by expert, `counts` (E,) of each; or (E, C, H), where `counts` is not looked at."""
-        ends = None if rows.dim() == 3 else group_ends(counts, rows, self.up.weight)
+        ends = None if rows.dim() == 3 else group_ends(counts, rows, self.up.local())
         if self.gate is None:
             return self.down(activate(self.up(rows, ends), self.activation), ends)
         return self.down(activate(self.gate(rows, ends), self.activation) * self.up(rows, ends), ends)
@@ -124,6 +167,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A block's feed-forward network made of experts. `load` counts choices per expert since the last update."""
 
+    peers: Peers = ALONE
     load: Tensor
     dropped: Tensor
 
@@ -142,7 +186,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)  # (N, H)
         routing = self.route(tokens)
-        rows = self.experts(self.dispatch(tokens, routing), routing.counts)
+        rows = self.peers.compute(self.experts, self.dispatch(tokens, routing), routing.counts)
         out = self.combine(rows, routing).view(x.shape)
         if self.shared is None:
             return out
@@ -151,11 +195,13 @@ class MixtureOfExperts(nn.Module):
 
     def route(self, tokens: Tensor) -> Routing:
         """Choose, count, and order the choices by expert."""
-        weights, chosen, counts, self.balance_loss = self.router(tokens)
-        order = chosen.flatten().argsort(stable=True)  # (N k,): choices by expert, tokens in order within one
-        capacity = self.moe.capacity(tokens.shape[0]) if self.training else None
+        weights, chosen, counts, self.balance_loss = self.router(tokens, self.peers)
+        capacity = self.moe.capacity(tokens.shape[0] * self.peers.ranks) if self.training else None
         if self.training:
             self.load += counts
+        if capacity is not None and self.peers.ranks > 1:
+            return self._within_shared(capacity, weights, chosen)
+        order = chosen.flatten().argsort(stable=True)  # (N k,): choices by expert, tokens in order within one
         if capacity is None:
             place = torch.empty_like(order)
             place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
@@ -177,6 +223,20 @@ class MixtureOfExperts(nn.Module):
             weights, source, of_choice.view_as(chosen), counts, kept_choice.view_as(chosen), filled, capacity
         )
 
+    def _within_shared(self, capacity: int, weights: Tensor, chosen: Tensor) -> Routing:
+        """Of a micro-batch that several ranks share: which choices are dropped depends on all of them, so that none
+        knows how many rows it fills of an expert's; only those that are kept become rows."""
+        experts = self.moe.experts
+        kept = self.peers.number(chosen, experts) < capacity
+        order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
+        place = torch.empty_like(order)
+        place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        self.dropped += kept.numel() - kept.sum()
+        counts = torch.bincount(chosen[kept], minlength=experts)
+        return Routing(
+            weights, order[: int(counts.sum())], torch.where(kept, place.view_as(kept), 0), counts, kept
+        )  # fmt: skip
+
     def dispatch(self, tokens: Tensor, routing: Routing) -> Tensor:
         """(N, H) to rows by expert: (R, H), or (E, C, H) with a capacity; in the precision of the experts' products."""
         tokens = tokens.to(autocast_dtype(tokens) or tokens.dtype)
@@ -191,25 +251,30 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Attach(torch.autograd.Function):
-    """The first tensor unchanged, with the gradient of the second's sum beside its own."""
+    """The first tensor unchanged, with the gradient of the second beside its own: the same one beside a loss, `weight`
+    beside hidden states."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, balance: Tensor) -> Tensor:
-        return loss.clone()
+    def forward(ctx: Any, carrier: Tensor, balance: Tensor, weight: Tensor | float) -> Tensor:
+        ctx.weight, ctx.like = weight, balance
+        return carrier.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        of_loss = gradient if gradient.dim() == 0 else torch.ones_like(ctx.like)
+        return gradient, of_loss * ctx.weight, None
 
 
 def expert_layers(model: nn.Module) -> Iterator[MixtureOfExperts]:
     return (module for module in model.modules() if isinstance(module, MixtureOfExperts))
 
 
-def attach_balance_losses(loss: Tensor, model: nn.Module) -> Tensor:
-    """The scalar loss as it is, with the balancing losses of all layers in its gradient.
+def attach_balance_losses(carrier: Tensor, model: nn.Module, weight: Tensor | float = 1.0) -> Tensor:
+    """The carrier as it is, with the balancing losses of all layers, times `weight`, in its gradient.
 
-    So the reported loss stays the cross-entropy, comparable with validation and with dense models.
+    The carrier is the scalar loss: so the reported loss stays the cross-entropy, comparable with validation and with
+    dense models. In a stage of a pipeline that has no loss it is the hidden states.
     """
     losses = []
     for layer in expert_layers(model):
@@ -217,8 +282,10 @@ def attach_balance_losses(loss: Tensor, model: nn.Module) -> Tensor:
             losses.append(layer.balance_loss)
             layer.balance_loss = None
     if not losses or not torch.is_grad_enabled():
-        return loss
-    attached: Tensor = _Attach.apply(loss, torch.stack(losses).sum())
+        return carrier
+    whole: Any = carrier
+    carrier = whole.full_tensor() if hasattr(whole, "full_tensor") else carrier
+    attached: Tensor = _Attach.apply(carrier, torch.stack(losses).sum(), weight)
     return attached
 
 

@@ -8,7 +8,9 @@ Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -133,6 +135,9 @@ class Transformer(nn.Module):
     place: Place = WHOLE
     dropout_seed = 0  # of masks that are drawn by sample
     loss_chunk = 0  # tokens whose logits exist at a time; 0: all
+    loss_factor: Tensor | float = 1.0  # of a pipeline's loss: stages without one need it for balancing losses
+    around: Callable[[int], Any] = staticmethod(lambda block: nullcontext())
+    """A context for the forward pass of each block, by its number: who moves what the block saves."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -164,11 +169,12 @@ class Transformer(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, samples: Tensor | None = None,
-        documents: Tensor | None = None, reduction: str = "mean",
+        documents: Tensor | None = None, reduction: str = "mean", balance: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`samples` (B,): the number of each sequence within the run. With it dropout is a function of seed and
         sample, the same on any layout; without it, of torch's generator. `documents` (B, S): the number of each
         position's document; attention stays inside it. `reduction`: mean or sum over the targets that count.
+        `balance` (B,): what balancing losses count beside that; 1 unless given.
 
         A pipeline stage has some of the parts only: without an embedding `tokens` are hidden states (B, S, H), without
         an output layer the result is.
@@ -184,15 +190,17 @@ class Transformer(nn.Module):
             rows = place.positions(sequence)
             rotary = (self.rotary_cos[rows], self.rotary_sin[rows])
         mask = self.attention_mask(sequence, tokens.device, documents, draw)
-        for block in self.blocks:
-            x = block(x, rotary, mask, draw)
+        for number, block in enumerate(self.blocks):
+            with self.around(number):
+                x = block(x, rotary, mask, draw)
+        balance_weight = 1.0 if balance is None else balance.mean()
         if self.final_norm is None:
-            return x
+            return attach_balance_losses(x, self, balance_weight * self.loss_factor) if self.config.moe else x
         x = self.final_norm(x)
         if targets is None:
             return self.head(x)
         loss = self.loss(x, targets.flatten(), reduction)
-        return attach_balance_losses(loss, self) if self.config.moe else loss
+        return attach_balance_losses(loss, self, balance_weight) if self.config.moe else loss
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Cross-entropy of hidden states (B, S, H); the logits of all of them only without `loss_chunk`."""
@@ -207,7 +215,8 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         x = self.embedding(tokens)  # (B, S, H)
         if self.positions is not None and documents is not None:
-            x = x + self.positions(positions_within(documents))  # counted anew in every document
+            rows = self.place.stream_positions(sequence)
+            x = x + self.positions(positions_within(documents)[:, rows])  # counted anew in every document
         elif self.positions is not None:
             x = x + self.place.weight(self.positions)[self.place.stream_positions(sequence)]
         return x

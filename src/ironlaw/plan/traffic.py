@@ -7,7 +7,14 @@ Exact for replicas, ZeRO, FSDP and tensor parallel layouts, and checked there ag
 (`tests/train/parallel`). Bytes are those of the whole buffer: what is reduced, what is gathered, what is sent; a ring
 moves 2 (n-1)/n of the first and (n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer
 holds them. Dimensions are those of the trainer's mesh: `replicate` (copies of the state), `shard` (ranks that share
-one), `tp`, `cp`, `pp`. The loss and the gradient norm are one all-reduce of 24 bytes over all ranks, not listed.
+one), `tp`, `cp`, `pp`, `ep`, and `expert_replicate` and `expert_shard` for the experts' own state; `micro_batch` are
+the ranks that count experts' load together, `site` sites that average their weights. The loss and the gradient norm are
+one all-reduce of 24 bytes (and 8 more per further site) over all ranks, not listed, nor is that of the experts' loads
+after the step, nor that of the numbers of targets where rows are padded.
+
+Without a capacity, how many rows a rank's experts receive depends on what the routers choose. Every rank sends as many
+as its tokens choose and gets them back, which is exact; what it returns to others is listed with the mean, exact for
+the expert parallel group as a whole. Under a capacity that several ranks share, rows are listed as if none was dropped.
 
 FSDP2 gathers a block at a time, each tensor padded to a multiple of the ranks in its first dimension.
 """
@@ -17,18 +24,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ironlaw.config import CommunicationConfig
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
 from ironlaw.workload.parameters import Parameter, model_parameters
 
-FP32 = 4
+FP32, BF16, INT64 = 4, 2, 8
 
 
 @dataclass(frozen=True)
 class Sent:
-    """`count` collectives with buffers of `bytes` in all. DDP's buckets are not counted: `count` is 0 there."""
+    """`count` collectives with buffers of `bytes` in all. DDP's buckets and a meeting's chunks are not counted: 0."""
 
     count: int
     bytes: int
@@ -84,29 +92,58 @@ def _divided(parameter: Parameter, model: ModelConfig, layout: Layout) -> list[P
             Parameter(parameter.name.replace("qkv.", f"qkv.{which}."), (rows, *parameter.shape[1:]))
             for which, rows in sizes.items()
         ]
-    return [Parameter(part.name, _local_shape(part, layout.tp), part.embedding) for part in parts]
+    return [Parameter(part.name, _local_shape(part, layout), part.embedding) for part in parts]
 
 
-def _local_shape(parameter: Parameter, tp: int) -> tuple[int, ...]:
+def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
     """Outputs divided: projections in, up, gate, vocabulary. Inputs divided: the two that narrow. The rest is whole."""
-    name, shape = parameter.name, parameter.shape
+    name, shape, tp = parameter.name, parameter.shape, layout.tp
+    if _of_experts(parameter):
+        count, outputs, inputs = shape
+        narrows = ".down." in name
+        return count // layout.ep, outputs // (1 if narrows else tp), inputs // (tp if narrows else 1)
     if tp == 1:
         return shape
-    if ".qkv." in name or ".ffn.up." in name or ".ffn.gate." in name or name in ("embedding.weight", "head.weight"):
+    if (
+        ".qkv." in name
+        or name.endswith((".up.weight", ".gate.weight", ".up.bias", ".gate.bias"))
+        or name in ("embedding.weight", "head.weight")
+    ):
         return (-(-shape[0] // tp), *shape[1:])
-    if name.endswith(("attention.out.weight", "ffn.down.weight")):
+    if name.endswith(("attention.out.weight", ".down.weight")):
         return (shape[0], -(-shape[1] // tp))
     return shape
 
 
-def traffic(model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int) -> list[Table]:
-    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch."""
+def _of_experts(parameter: Parameter) -> bool:
+    return ".experts." in parameter.name
+
+
+PLAIN = CommunicationConfig()
+
+
+def traffic(
+    model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int, communication: CommunicationConfig = PLAIN,
+    meeting: bool = False, counted_batch: int | None = None,
+) -> list[Table]:  # fmt: skip
+    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch.
+
+    `communication` may send gradients as less than fp32, PowerSGD's from its start step on. With local updates the
+    step is one between meetings, or one at whose end the sites meet. `counted_batch`: sequences over which the load of
+    experts is counted, the config's micro-batch, where that is more than the layout's, which no replica's can exceed.
+    """
+    together = max(1, (counted_batch or 1) // (global_batch // layout.dp))
     micro_batches = global_batch // (layout.dp * layout.micro_batch)
+    if communication.local_steps:
+        layout = replace(layout, dp=layout.dp // (communication.sites or layout.dp))  # of one site
     tables = []
     for rank in range(layout.pp):
         total: Counter[tuple[str, str, str]] = Counter()
         for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank):
-            for dimension, kind, count, size in stage_lines(model, layout, sequence, micro_batches, stage):
+            lines = [*stage_lines(model, layout, sequence, micro_batches, stage, communication, together)]
+            if meeting and communication.local_steps:
+                lines += _meeting(model, layout, stage, communication)
+            for dimension, kind, count, size in lines:
                 total[dimension, kind, "count"] += count
                 total[dimension, kind, "bytes"] += size
         keys = sorted({(dimension, kind) for dimension, kind, _ in total})
@@ -128,11 +165,17 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
 Line = tuple[str, str, int, int]
 
 
-def stage_lines(model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int) -> Iterable[Line]:
-    """(dimension, kind, count, bytes) of one stage in a step, a line for each size of buffer."""
+def stage_lines(
+    model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int,
+    communication: CommunicationConfig = PLAIN, together: int = 1,
+) -> Iterable[Line]:  # fmt: skip
+    """(dimension, kind, count, bytes) of one stage in a step, a line for each size of buffer.
+
+    `together`: replicas that count the load of experts together.
+    """
     tokens = layout.micro_batch * sequence // layout.cp
     parameters = stage_parameters(model, layout, stage)
-    yield from _data_parallel(model, layout, parameters, micro_batches)
+    yield from _data_parallel(model, layout, parameters, micro_batches, communication)
     if layout.tp > 1:
         yield from _tensor_parallel(model, layout, parameters, tokens, micro_batches, stage)
     blocks = len({p.name.split(".")[1] for p in parameters if p.name.startswith("blocks.")})
@@ -140,33 +183,78 @@ def stage_lines(model: ModelConfig, layout: Layout, sequence: int, micro_batches
         gathered = 2 * layout.micro_batch * sequence * model.key_value_size // layout.tp * FP32
         yield "cp", "all_gather", blocks * micro_batches, blocks * micro_batches * gathered
         yield "cp", "reduce_scatter", blocks * micro_batches, blocks * micro_batches * gathered
+    if model.moe is not None:
+        yield from _experts(model, layout, sequence, micro_batches, stage, together * layout.cp)
     if layout.pp > 1:
         yield from _pipeline(model, layout, parameters, tokens, micro_batches, stage)
 
 
 def _data_parallel(
-    model: ModelConfig, layout: Layout, parameters: list[Parameter], micro_batches: int
-) -> Iterable[Line]:
+    model: ModelConfig, layout: Layout, parameters: list[Parameter], micro_batches: int,
+    communication: CommunicationConfig,
+) -> Iterable[Line]:  # fmt: skip
     sharded = layout.zero > 0
     ranks = (layout.shard or layout.dp) * layout.cp if sharded else 1
     copies = layout.dp // (layout.shard or layout.dp) if sharded else layout.dp * layout.cp
     # A pipeline reduces when its schedule is through, whatever the stage of ZeRO.
     reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
-    plain = layout.tp * layout.pp == 1 and not sharded
-    for unit, tensors in units_of(model, parameters).items():
-        padded = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors) * FP32
+    plain = layout.tp * layout.pp * layout.ep == 1 and not sharded
+    for unit, tensors in units_of(model, parameters, layout.ep).items():
+        if unit.endswith(".experts"):
+            yield from _expert_parallel_data(layout, tensors, reductions, micro_batches, communication)
+            continue
+        elements = sum(-(-p.shape[0] // ranks) * ranks * math.prod(p.shape[1:]) for p in tensors)
+        padded, gradients = elements * FP32, elements * (BF16 if communication.gradients == "bf16" else FP32)
+        if communication.gradients == "powersgd":
+            gradients = sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32
         gathers = 1
         if layout.zero == 3:
             gathers = micro_batches * (1 if unit == "root" else 2)
         if ranks > 1:
             yield "shard", "all_gather", gathers, gathers * padded
-            yield "shard", "reduce_scatter", reductions, reductions * padded
+            yield "shard", "reduce_scatter", reductions, reductions * gradients
         if copies > 1:
-            yield "replicate", "all_reduce", 0 if plain else reductions, reductions * padded // ranks
+            yield "replicate", "all_reduce", 0 if plain else reductions, reductions * gradients // ranks
 
 
-def units_of(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[Parameter]]:
-    """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest."""
+def compressed_elements(shape: tuple[int, ...], rank: int) -> int:
+    """What PowerSGD sends of a gradient: two matrices of `rank` columns, or all of it where that saves less than half
+    (PyTorch's `min_compression_rate` of 2)."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    thin = (rows + columns) * min(rows, columns, rank)
+    return thin if 2 * thin < rows * columns else rows * columns
+
+
+def _meeting(model: ModelConfig, layout: Layout, stage: int, communication: CommunicationConfig) -> Iterable[Line]:
+    """Each rank's part of the weights, once, to the same rank of the other sites; the largest where parts differ."""
+    ranks = (layout.shard or layout.dp) * layout.cp if layout.zero > 0 else 1
+    parameters = stage_parameters(model, layout, stage)
+    elements = sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in parameters)
+    yield "site", "all_reduce", 0, elements * (BF16 if communication.gradients == "bf16" else FP32)
+
+
+def _expert_parallel_data(
+    layout: Layout, tensors: list[Parameter], reductions: int, micro_batches: int, communication: CommunicationConfig
+) -> Iterable[Line]:
+    """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
+    holders = layout.dp * layout.cp // layout.ep
+    if holders == 1:
+        return
+    size = sum(p.elements for p in tensors) * FP32
+    reduced = size // FP32 * (BF16 if communication.gradients == "bf16" else FP32)
+    if layout.zero == 0:
+        yield "expert_replicate", "all_reduce", reductions, reductions * reduced
+        return
+    gathers = 2 * micro_batches if layout.zero == 3 else 1
+    yield "expert_shard", "all_gather", gathers, gathers * size
+    yield "expert_shard", "reduce_scatter", reductions, reductions * reduced
+
+
+def units_of(model: ModelConfig, parameters: list[Parameter], ep: int = 1) -> dict[str, list[Parameter]]:
+    """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest.
+
+    Expert parallel experts are divided over other ranks than the rest of their block, and gathered apart.
+    """
     names = {p.name for p in parameters}
     apart = {"embedding.weight", "head.weight"}
     if model.tied and "embedding.weight" in names and "head.weight" not in names and "final_norm.weight" in names:
@@ -176,6 +264,8 @@ def units_of(model: ModelConfig, parameters: list[Parameter]) -> dict[str, list[
         unit = "root"
         if parameter.name.startswith("blocks."):
             unit = ".".join(parameter.name.split(".")[:2])
+            if ep > 1 and _of_experts(parameter):
+                unit += ".experts"
         elif parameter.name in apart:
             unit = parameter.name
         units.setdefault(unit, []).append(parameter)
@@ -207,12 +297,37 @@ def _small_gradients(layout: Layout, parameters: list[Parameter]) -> Iterable[Li
     """Gradients of whole tensors of which a rank sees only its heads or positions."""
     ranks = (layout.shard or layout.dp) * layout.cp if layout.zero > 0 else 1
     partial = [p for p in parameters if p.name.endswith(("query_norm.weight", "key_norm.weight"))]
+    partial += [p for p in parameters if p.name.endswith((".router.weight", ".shared_gate.weight"))]
     if layout.sp:
         partial += [p for p in parameters if "_norm." in p.name and p not in partial]
         partial += [p for p in parameters if p.name.startswith("positions.")]
     if partial:
         size = sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in partial) * FP32
         yield "tp", "all_reduce", 1, size
+
+
+def _experts(
+    model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int, together: int
+) -> Iterable[Line]:
+    """Rows to their experts and back, forward and backward, and what is counted together. Per tensor parallel rank."""
+    moe = model.moe
+    assert moe is not None
+    stages = layout.pp * layout.virtual_stages
+    layers = sum(moe.in_layer(layer) for layer in layers_of(model.layers, stages, layout.virtual_stages)[stage])
+    passes = layers * micro_batches
+    tokens = layout.micro_batch * sequence // layout.cp
+    shared = together > 1
+    if layout.ep > 1 and passes:
+        capacity = None if shared else moe.capacity(tokens)
+        rows = tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
+        yield "ep", "all_to_all", 4 * passes, 4 * passes * rows * model.hidden * FP32
+        if capacity is None:  # rows for each expert, before they are sent
+            yield "ep", "all_to_all", passes, passes * moe.experts * INT64
+    if shared and moe.balance == "loss" and moe.balance_loss:
+        yield "micro_batch", "all_reduce", passes, passes * moe.experts * INT64
+    if shared and moe.capacity_factor is not None:
+        chosen = together * tokens * moe.experts_per_token * INT64
+        yield "micro_batch", "all_gather", passes, passes * chosen
 
 
 def _pipeline(

@@ -96,6 +96,18 @@ class LossScale:
         self.skipped_steps += not done
         return done
 
+    def decided(self, overflowed: bool) -> None:
+        """After a step that ranks have decided together to take or to skip: what `update` does with its own finding."""
+        state = self.scaler.state_dict()
+        if overflowed:
+            state |= {"scale": state["scale"] * state["backoff_factor"], "_growth_tracker": 0}
+            self.skipped_steps += 1
+        else:
+            state["_growth_tracker"] += 1
+            if state["_growth_tracker"] == state["growth_interval"]:
+                state |= {"scale": state["scale"] * state["growth_factor"], "_growth_tracker": 0}
+        self.scaler.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         return {"scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
 

@@ -24,9 +24,11 @@ import torch.multiprocessing as processes
 from torch import Tensor
 
 from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
+from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
+from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import merged, traffic
 from ironlaw.train.checkpoint import name_of
@@ -34,13 +36,16 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
-from ironlaw.train.parallel import preflight, session
+from ironlaw.train.parallel import experts, preflight, session
 from ironlaw.train.parallel import ranks as world
+from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
 from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
+from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
+from ironlaw.workload.recompute import policies as layer_policies
 
 STEPS = 20
 GPT = {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
@@ -48,7 +53,19 @@ LLAMA = GPT | {
     "name": "llama", "ffn": 48, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
-FAMILIES = {"gpt": GPT, "llama": LLAMA}
+# Experts of every kind: a dense layer, shared ones, a loss or a bias, with a capacity and without.
+MIXTRAL = LLAMA | {"name": "mixtral", "ffn": 24, "moe": {"experts": 4, "experts_per_token": 2, "balance_loss": 0.1}}
+DEEPSEEK = LLAMA | {
+    "name": "deepseek", "moe": {
+        "experts": 8, "experts_per_token": 3, "expert_ffn": 16, "shared_experts": 1, "shared_gate": True,
+        "dense_layers": 1, "score": "sigmoid", "balance": "bias", "bias_rate": 0.01,
+    },
+}  # fmt: skip
+SWITCH = GPT | {
+    "name": "switch", "bias": False,
+    "moe": {"experts": 4, "experts_per_token": 1, "capacity_factor": 1.0, "every": 2, "balance_loss": 0.1},
+}  # fmt: skip
+FAMILIES = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "switch": SWITCH}
 # Every token is likely followed by the next one: something to learn, so that losses move.
 _chance = np.random.default_rng(0)
 TOKENS = (np.arange(4000) + _chance.integers(0, 3, 4000).cumsum()) % 300
@@ -62,6 +79,8 @@ def config_of(case: dict[str, Any]) -> RunConfig:
             "optimizer": {"lr": 3e-3} | case.get("optimizer", {}),
             "schedule": {"warmup_steps": 2},
             "layout": case["layout"],
+            "communication": case.get("communication", {}),
+            **case.get("tables", {}),
         }
     )
 
@@ -72,29 +91,52 @@ def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     return Batches(windows, config.sequence, size, seed, rank, world)
 
 
+def in_documents(config: RunConfig, batch: Batch[Tensor]) -> Batch[Tensor]:
+    """The same rows as if they were cut into documents and padded, unevenly, where the config says so."""
+    if not config.data.mask_documents:
+        return batch
+    inputs = batch.inputs
+    padded = torch.arange(inputs.shape[1]) >= inputs.shape[1] - inputs[:, :1] % 9
+    return Batch(inputs, batch.targets.masked_fill(padded, IGNORED), (inputs % 5 == 0).cumsum(1).int())
+
+
 class Run:
     """The model of a case under its layout, trained step by step."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.ranks = world.start(world.check(config, dist.get_world_size()))
+        layout = world.check(config, dist.get_world_size())
+        self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         model = Transformer(config.model)
         mark_fused(model)
-        self.applied = layouts.apply(model, config, self.ranks)
+        model.loss_chunk = 24 if config.train.loss == "chunked" else 0
+        policies = layer_policies(config.recompute, config.model)
+        self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")
         self.optimizer = layouts.build(self.applied, config.optimizer)
-        self.step = DistributedStep(self.applied, config)
+        kind = config.train.precision
+        self.step = DistributedStep(self.applied, config, lambda: autocast(self.ranks.device, kind), kind)
         self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
+        self.outer = Outer(self.applied, config) if self.ranks.sites > 1 else None
+        self.states: dict[str, Any] = {"optimizer": self.optimizer}
+        self.states |= {"outer": self.outer} if self.outer else {}
+        self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
         results = []
         for step in range(first, last):
-            batch = self.batches.batch(step).map(torch.from_numpy)
-            loss = self.step.forward_backward(batch.inputs, batch.targets, self.step.samples(step))
+            batch = in_documents(self.config, self.batches.batch(step).map(torch.from_numpy))
+            samples = self.step.samples(step)
+            loss = self.step.forward_backward(batch.inputs, batch.targets, samples, documents=batch.documents)
             set_learning_rate(self.optimizer, learning_rate(self.config, step))
             results.append(self.step.agree(loss, self.config.train.clip)[:2])
-            self.optimizer.step()
+            if not self.step.overflowed:
+                self.optimizer.step()
             self.optimizer.zero_grad()
+            if self.config.model.moe:
+                experts.balance(self.applied.model, self.ranks)
+            if self.outer is not None:
+                self.outer.after(step + 1)
         return results
 
 
@@ -105,21 +147,31 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
     model.dropout_seed = config.train.seed
     optimizer = build_optimizer(model, config.optimizer)
     size = config.train.global_batch
+    scaler = LossScale(torch.device("cpu"), config.train.precision, config.scaler)
     batches, results = batches_of(config), []
     for step in range(config.train.steps):
-        batch = batches.batch(step).map(torch.from_numpy)
+        batch = in_documents(config, batches.batch(step).map(torch.from_numpy))
         samples, total = torch.arange(size) + step * size, 0.0
         for first in range(0, size, config.micro_batch):
-            rows = slice(first, first + config.micro_batch)
-            loss = model(batch.inputs[rows], batch.targets[rows], samples[rows]) / config.accumulation
-            loss.backward()
+            micro, here = (
+                batch.rows(slice(first, first + config.micro_batch)),
+                samples[first : first + config.micro_batch],
+            )
+            share = (micro.targets != IGNORED).sum() / (batch.targets != IGNORED).sum()
+            with autocast(torch.device("cpu"), config.train.precision):
+                loss = model(micro.inputs, micro.targets, here, micro.documents) * share
+            scaler.scale(loss).backward()
             total += float(loss.detach())
+        scaler.unscale(optimizer)
         set_learning_rate(optimizer, learning_rate(config, step))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-        optimizer.step()
+        scaler.step(optimizer)
         optimizer.zero_grad()
+        if config.model.moe:
+            update_routing(model)
         results.append((total, float(norm)))
-    return results, {name: p.detach() for name, p in model.named_parameters()}
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("router.bias")}
+    return results, {name: p.detach() for name, p in model.named_parameters()} | biases
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
@@ -129,6 +181,7 @@ def weights_of(run: Run) -> dict[str, Tensor]:
     for name, parameter in run.applied.model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().clone()
+    found |= {name: bias for name, bias in run.applied.model.named_buffers() if name.endswith("router.bias")}
     for name in [name for name in found if ".qkv.query." in name]:
         parts = [found.pop(name.replace("query", part)) for part in sizes]
         found[name.replace(".query.", ".")] = torch.cat(parts)
@@ -147,6 +200,7 @@ def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
         "norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(found, expected, strict=True)),
         "weights": max(float((value - (tied | weights)[name]).abs().max()) for name, value in ours.items()),
         "learned": expected[0][0] - found[-1][0],
+        "skipped": run.step.scale.skipped_steps,
     }
 
 
@@ -195,13 +249,74 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batch = run.batches.batch(2).map(torch.from_numpy)
     with counted(run.ranks) as found:
         run.step.forward_backward(batch.inputs, batch.targets, run.step.samples(2))
+        if run.outer is not None:
+            run.outer.after(3)
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
-    planned = traffic(run.config.model, layout, sequence=run.config.sequence, global_batch=8)[run.ranks.index("pp")]
+    planned = traffic(
+        run.config.model, layout, sequence=run.config.sequence, global_batch=8, communication=run.config.communication,
+        meeting=case.get("meeting", False), counted_batch=run.config.micro_batch,
+    )[run.ranks.index("pp")]  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
     return {"found": plain(found.sent), "planned": plain(merged(planned, found.aliases))}
+
+
+def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Six steps with a checkpoint after the fourth, and the last two again from it: losses and weights of both."""
+    config = config_of(case)
+    store = ShardedFiles(dist.new_group(backend="gloo"))
+    first, results = Run(config), []
+    first.train(0, case.get("saved", 4))
+    store_at(store, folder, first)
+    for run in (first, Run(config)):
+        if run is not first:
+            store.read(folder, run.applied.model, run.states)
+        losses = run.train(case.get("saved", 4), 9)
+        weights = torch.cat([w.flatten() for w in weights_of(run).values()])
+        results.append(
+            {"losses": losses, "weights": float(weights.double().square().sum()), "some": weights[:9].tolist()}
+        )
+    return {"straight": results[0], "resumed": results[1]}
+
+
+def store_at(store: ShardedFiles, folder: Path, run: Run) -> None:
+    store.write(folder, store.take(run.applied.model, run.states))
+    dist.barrier()
+
+
+def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """DiLoCo that meets after every step with a plain outer step of 1, and weights averaged every step by hand."""
+    run = Run(config_of(case))
+    found = run.train(0, 6)
+    other = Run(config_of(case))
+    other.outer = None
+    expected = []
+    for step in range(6):
+        expected += other.train(step, step + 1)
+        for parameter in other.applied.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+    ours, theirs = weights_of(run), weights_of(other)
+    return {
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)),
+        "weights": max(float((ours[name] - theirs[name]).abs().max()) for name in ours),
+    }
+
+
+def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Losses of 20 steps beside those with whole gradients at every step, and whether ranks end with one model."""
+    run = Run(config_of(case))
+    found = run.train(0, STEPS)
+    expected = Run(config_of(case | {"communication": {}})).train(0, STEPS)
+    some = torch.cat([w.flatten() for w in weights_of(run).values()]).double().square().sum()
+    everybodys = [torch.zeros_like(some) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, some)
+    return {
+        "first": found[0][0], "last": found[-1][0], "expected": expected[-1][0],
+        "apart": float((torch.stack(everybodys) - everybodys[0]).abs().max()),
+    }  # fmt: skip
 
 
 def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:

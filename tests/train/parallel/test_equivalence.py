@@ -23,6 +23,7 @@ QUICK = [  # one of each kind of parallelism
     case("llama", model={"sliding_window": 5}, cp=2, zero=3),
     case(micro_batch=2, model=D, pp=2),
     case(micro_batch=2, model=D, pp=2, virtual_stages=2, schedule="zb"),
+    case("deepseek", micro_batch=2, model=D, zero=3, ep=2),
 ]
 TWO = [
     case(dp=2),
@@ -40,6 +41,26 @@ TWO = [
     case(micro_batch=2, pp=2, virtual_stages=2, schedule="zbv"),
     case(micro_batch=1, pp=2, virtual_stages=2, schedule="dualpipe"),
 ]
+EXPERTS_TWO = [
+    case("mixtral", micro_batch=2, model=D, dp=2),
+    case("mixtral", dp=2),
+    case("switch", dp=2),
+    case("deepseek", micro_batch=2, zero=3),
+    case("mixtral", zero=2),
+    case("mixtral", micro_batch=2, cp=2),
+    case("switch", micro_batch=2, cp=2),
+    case("deepseek", tp=2),
+    case("mixtral", tp=2, sp=True),
+    case("switch", micro_batch=2, pp=2),
+    case("deepseek", micro_batch=2, pp=2, virtual_stages=2),
+    case("mixtral", micro_batch=2, pp=2, virtual_stages=2, schedule="zb"),
+    case("mixtral", micro_batch=1, pp=2, virtual_stages=2, schedule="dualpipe"),
+    case("mixtral", micro_batch=2, model=D, ep=2),
+    case("deepseek", ep=2),
+    case("switch", ep=2),
+    case("switch", micro_batch=2, ep=2),
+    case("mixtral", micro_batch=2, cp=2, ep=2),
+]
 FOUR = [
     case(micro_batch=2, model=D, tp=2),
     case(micro_batch=2, model=D, tp=2, zero=3, sp=True),
@@ -56,11 +77,31 @@ FOUR = [
     case("llama", micro_batch=1, model=D, pp=4),
     case(micro_batch=4, model={"vocab": 301}, tp=4),
 ]
+EXPERTS_FOUR = [
+    case("mixtral", micro_batch=2, model=D, ep=2),
+    case("deepseek", micro_batch=1, zero=3, ep=2),
+    case("switch", micro_batch=2, ep=4),
+    case("switch", micro_batch=2, tp=2, ep=2),
+    case("mixtral", micro_batch=2, model=D, tp=2, sp=True, ep=2, zero=1),
+    case("mixtral", micro_batch=4, cp=2, ep=2, zero=2),
+    case("deepseek", micro_batch=1, pp=2, ep=2),
+    case("mixtral", micro_batch=1, pp=2, ep=2, virtual_stages=2, schedule="zb"),
+    case("switch", micro_batch=1, zero=3, shard=2),
+    case("deepseek", micro_batch=2, model=D, tp=2, sp=True, zero=3),
+    case("switch", micro_batch=4, cp=2, zero=3),
+    case("mixtral", micro_batch=2, tp=2, cp=2),
+]
 EIGHT = [
     case(micro_batch=2, model=D, tp=2, pp=2, zero=1, sp=True),
     case("llama", model=D, tp=2, cp=2, zero=3),
     case("llama", micro_batch=2, model=D, tp=2, pp=2, cp=2, sp=True),
     case("llama", micro_batch=1, model=D, tp=2, zero=2, shard=2),
+]
+EXPERTS_EIGHT = [
+    case("deepseek", micro_batch=1, zero=3, ep=4),
+    case("mixtral", micro_batch=1, model=D, pp=2, tp=2, sp=True, ep=2),
+    case("switch", micro_batch=4, cp=2, tp=2, ep=4, zero=1),
+    case("deepseek", micro_batch=1, model=D, pp=2, ep=4, virtual_stages=2),
 ]
 
 
@@ -69,8 +110,11 @@ EIGHT = [
     [
         pytest.param(2, QUICK, id="2-quick"),
         pytest.param(2, TWO, id="2", marks=pytest.mark.long),
+        pytest.param(2, EXPERTS_TWO, id="2-experts", marks=pytest.mark.long),
         pytest.param(4, FOUR, id="4", marks=pytest.mark.long),
+        pytest.param(4, EXPERTS_FOUR, id="4-experts", marks=pytest.mark.long),
         pytest.param(8, EIGHT, id="8", marks=pytest.mark.long),
+        pytest.param(8, EXPERTS_EIGHT, id="8-experts", marks=pytest.mark.long),
     ],
 )
 def test_layouts_train_like_one_process(size: int, cases: list[Any], on_ranks: Callable[..., Any]) -> None:

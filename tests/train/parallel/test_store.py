@@ -16,14 +16,28 @@ SIX: list[dict[str, Any]] = [
     {"cp": 2, "zero": 2},
     {"dp": 4},
 ]
+EXPERTS: list[dict[str, Any]] = [
+    {"ep": 4},
+    {"zero": 3, "ep": 2},
+    {"pp": 2, "tp": 2},
+    {"dp": 4},
+    {"tp": 2, "ep": 2, "zero": 1, "sp": True},
+    {"pp": 2, "dp": 2},
+    {"ep": 4},
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "deepseek"])
 def test_six_layouts_hand_a_checkpoint_on_without_loss(family: str, on_ranks: Callable[..., Any]) -> None:
-    case = {"task": "reshard", "family": family, "layouts": SIX, "train": {"micro_batch": 2}}
+    case = {
+        "task": "reshard",
+        "family": family,
+        "layouts": EXPERTS if family == "deepseek" else SIX,
+        "train": {"micro_batch": 2},
+    }
     case["model"] = {"dropout": 0.1}
-    if family == "gpt":
+    if family != "llama":
         case["train"] = {"micro_batch": 1}
     (results,) = on_ranks(4, [case])
     assert results[0]["difference"] == 0.0

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import stages_of
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import pipeline, tensor
+from ironlaw.train.parallel import experts, pipeline, savers, tensor
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.recompute import recompute_blocks
+from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 
@@ -33,6 +37,8 @@ class Applied:
     plain: dict[int, Transformer]
     partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
+    exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
+    compressor: savers.PowerSGD | None = None
 
     @property
     def model(self) -> Transformer:
@@ -50,8 +56,13 @@ class Applied:
         return [parameter for part in self.plain.values() for parameter in part.parameters()]
 
 
-def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
-    """Divide `model`, the same on every rank, as the layout says."""
+def apply(
+    model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False
+) -> Applied:
+    """Divide `model`, the same on every rank, as the layout says.
+
+    `policies`: what each layer recomputes; `compiled`: blocks go through torch.compile.
+    """
     layout = ranks.config
     model.dropout_seed = config.train.seed
 
@@ -63,8 +74,14 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
             block.attention.place = place
 
     # Three projections instead of a fused one where rows are divided: a part of it would mix queries with values.
-    if layout.tp > 1 or layout.zero > 0:
+    replicas = ranks.size_of("replicate") > 1
+    fsdp = layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
+    if layout.tp > 1 or fsdp:
         tensor.split_projections(model)
+
+    # Whom experts count and exchange with: every layer asks, wherever it comes to lie.
+    if config.model.moe is not None:
+        experts.share(model, config, ranks)
 
     # Stages before anything else is divided: no rank should divide, or hold, layers that are not its own.
     plain = {0: model}
@@ -78,22 +95,37 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
         for part in plain.values():
             tensor.parallelize(part, ranks.mesh["tp"], layout.sp)
 
+    # Experts likewise, over the ranks that exchange rows and over tp.
+    if layout.tp > 1 or layout.ep > 1:
+        for layer in (layer for part in plain.values() for layer in expert_layers(part)):
+            experts.divide(layer.experts, ranks)
+
+    # Then what a block keeps and how it runs: FSDP gathers around the block, for the recomputation too.
+    for part in plain.values():
+        layers = [int(name) for name, _ in part.blocks.named_children()]
+        recompute_blocks(part.blocks, [policies[layer] for layer in layers] if policies else ())
+        if compiled:
+            for compiling in part.blocks:
+                compiling.forward = torch.compile(compiling.forward)
+
     for part in plain.values():
         part.to(ranks.device)
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
     parts: dict[int, nn.Module] = dict(plain)
-    if layout.zero > 0 or (ranks.size_of("replicate") > 1 and layout.tp * layout.pp > 1):
+    compressor = None
+    if fsdp:
         for part in plain.values():
-            shard(part, ranks)
-    elif ranks.size_of("replicate") > 1:
+            shard(part, ranks, savers.reduction(config.communication))
+    elif replicas:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")
         with warnings.catch_warnings():  # the option that replaces broadcast_buffers is not in PyTorch 2.11
             warnings.simplefilter("ignore", FutureWarning)
-            parts[0] = DistributedDataParallel(
+            replica = DistributedDataParallel(
                 model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
             )
+        parts[0], compressor = replica, savers.hook(replica, config.communication)
 
     # Read only now: FSDP has put its own parameters in place of the model's.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]
@@ -101,10 +133,13 @@ def apply(model: Transformer, config: RunConfig, ranks: Ranks) -> Applied:
     copied = None
     if last is not None and last.head is not None and layout.pp > 1 and config.model.tied:
         copied = cast(nn.Parameter, last.head.weight)
-    return Applied(ranks, parts, plain, partial if layout.tp > 1 else [], copied)
+    exchanged = [p for part in plain.values() for layer in expert_layers(part) for p in layer.experts.parameters()]
+    return Applied(
+        ranks, parts, plain, partial if layout.tp > 1 else [], copied, exchanged if layout.ep > 1 else [], compressor
+    )
 
 
-def shard(part: Transformer, ranks: Ranks) -> None:
+def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 (arXiv 2304.11277): a block is gathered at a time, the ends of the model for themselves.
 
     ZeRO 3 gives the gathered weights back after use; 1 and 2 keep them for the step. Without ZeRO (replicas of tensor
@@ -112,15 +147,23 @@ def shard(part: Transformer, ranks: Ranks) -> None:
     """
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     again = ranks.config.zero == 3
+    for layer in expert_layers(part) if ranks.experts is not None else ():
+        # Their gradients are averaged over the ranks that hold the same ones, fewer than there are replicas.
+        holders = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
+        assert ranks.experts is not None
+        fully_shard(
+            layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again, mp_policy=policy,
+            shard_placement_fn=experts.hidden_dimension(layer.experts),
+        )  # fmt: skip
     for block in part.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
     if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
         if part.embedding is not None:
-            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again)
-        if part.head is not None:
-            fully_shard(part.head, mesh=mesh, reshard_after_forward=again)
-    fully_shard(part, mesh=mesh, reshard_after_forward=False)
+            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+        if part.head is not None and not part.loss_chunk:  # whose weight the chunked loss takes by itself
+            fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
 
 ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")

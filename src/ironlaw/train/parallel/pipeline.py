@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     part = Transformer.__new__(Transformer)
     nn.Module.__init__(part)
     part.config, part.place, part.dropout_seed = model.config, model.place, model.dropout_seed
+    part.loss_chunk = model.loss_chunk
     first, last = stage == 0, stage == stages - 1
     part.embedding = model.embedding if first else None
     part.positions = model.positions if first else None
@@ -106,7 +107,7 @@ def build_schedule(
     for number, part in parts.items():
         built.append(
             PipelineStage(
-                _under(part, autocast), number, stages, ranks.device,
+                _under(cast(Transformer, part), autocast), number, stages, ranks.device,
                 input_args=tokens if number == 0 else stream,
                 output_args=loss if number == stages - 1 else stream,
                 group=ranks.group("pp"),
@@ -132,16 +133,16 @@ def _own_loss(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def _under(part: nn.Module, autocast: Callable[[], Any]) -> nn.Module:
+def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
     """The stage as the schedule calls it: targets reach the last one, and the loss leaves it with a dimension."""
     plain = part.forward
 
-    def forward(x: Tensor, targets: Tensor | None = None, samples: Tensor | None = None) -> Tensor:
+    def forward(x: Tensor, targets: Tensor | None = None, **named: Any) -> Tensor:
         with autocast():
-            out: Tensor = plain(x, targets, samples)
+            out: Tensor = plain(x, targets, **named)
         if out.dim() == 0:
-            out = (out.full_tensor() if hasattr(out, "full_tensor") else out).reshape(1)
+            out = (out.full_tensor() if hasattr(out, "full_tensor") else out).reshape(1) * part.loss_factor
         return out
 
-    part.forward = forward
+    part.forward = forward  # type: ignore[method-assign, assignment]
     return part

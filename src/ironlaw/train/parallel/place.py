@@ -13,6 +13,15 @@ from ironlaw.model.place import Place, Rows
 from ironlaw.train.parallel.ranks import Ranks
 
 
+def positions_of(rank: int, cp: int, sequence: int) -> Tensor:
+    """Positions of a sequence that context parallel rank `rank` has, in its order."""
+    if cp == 1:
+        return torch.arange(sequence)
+    chunk = sequence // (2 * cp)
+    first, last = rank * chunk, (2 * cp - 1 - rank) * chunk
+    return torch.cat((torch.arange(first, first + chunk), torch.arange(last, last + chunk)))
+
+
 class SharedPlace(Place):
     """A rank's part. Context parallel ranks take the r-th and the r-th last of 2 cp chunks of every sequence: under a
     causal mask each then has the same work (Llama 3, arXiv 2407.21783, section 3.3.2)."""
@@ -29,12 +38,7 @@ class SharedPlace(Place):
         return tokens.shape[1] * self.cp * divided
 
     def positions(self, sequence: int) -> Rows:
-        return slice(sequence) if self.cp == 1 else self._positions_of(self.cp_rank, sequence)
-
-    def _positions_of(self, rank: int, sequence: int) -> Tensor:
-        chunk = sequence // (2 * self.cp)
-        first, last = rank * chunk, (2 * self.cp - 1 - rank) * chunk
-        return torch.cat((torch.arange(first, first + chunk), torch.arange(last, last + chunk)))
+        return slice(sequence) if self.cp == 1 else positions_of(self.cp_rank, self.cp, sequence)
 
     def stream_positions(self, sequence: int) -> Rows:
         rows = self.positions(sequence)
@@ -70,7 +74,7 @@ class SharedPlace(Place):
             rows = torch.arange(end - chunk, end, device=query.device)
             here = rows[:, None] >= torch.arange(end, device=query.device)
         else:
-            here = mask[index * chunk : (index + 1) * chunk, :end]
+            here = mask[..., index * chunk : (index + 1) * chunk, :end]
         assert end <= sequence
         return F.scaled_dot_product_attention(
             query, key[:, :, :end], value[:, :, :end], attn_mask=here, dropout_p=dropout,
@@ -83,6 +87,6 @@ class SharedPlace(Place):
         both = torch.stack((key, value))  # (2, B, K, S / cp, D)
         whole = DTensor.from_local(both, self.mesh, [Shard(3)], run_check=False).redistribute(placements=[Replicate()])
         local = whole.to_local(grad_placements=[Partial()])
-        order = torch.cat([self._positions_of(rank, local.shape[3]) for rank in range(self.cp)]).argsort()
+        order = torch.cat([positions_of(rank, self.cp, local.shape[3]) for rank in range(self.cp)]).argsort()
         key, value = local[:, :, :, order.to(local.device)].unbind(0)
         return key, value

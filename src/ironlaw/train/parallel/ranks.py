@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,10 @@ TIMEOUT_SECONDS = 360.0
 @dataclass(frozen=True)
 class Ranks:
     """`mesh` has the dimensions pp, replicate, shard, tp; shard covers context parallel ranks too when state is sharded
-    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence."""
+    (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
+    groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others. `experts` has pp,
+    expert_replicate, expert_shard, ep, tp: dp and cp ranks by what they hold of the experts. `groups` are those that
+    the model adds, by name."""
 
     config: LayoutConfig
     rank: int
@@ -34,6 +37,9 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     context: DeviceMesh | None
+    sites: int = 1
+    experts: DeviceMesh | None = None
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def dp(self) -> int:
@@ -46,10 +52,14 @@ class Ranks:
         return self.rank == 0
 
     def index(self, dimension: str) -> int:
-        """Coordinate along tp, cp, dp or pp."""
-        c = self.config
-        inner = {"tp": 1, "cp": c.tp, "dp": c.tp * c.cp, "pp": c.tp * c.cp * self.dp}[dimension]
-        return self.rank // inner % getattr(c, dimension)
+        """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
+        c, per_site, dp = self.config, self.size // self.sites, self.dp // self.sites
+        site, rank = divmod(self.rank, per_site)
+        if dimension == "site":
+            return site
+        inner = {"tp": 1, "cp": c.tp, "dp": c.tp * c.cp, "pp": c.tp * c.cp * dp}[dimension]
+        here = rank // inner % (dp if dimension == "dp" else int(getattr(c, dimension)))
+        return here + site * dp if dimension == "dp" else here
 
     def group(self, dimension: str) -> dist.ProcessGroup:
         return self.mesh.get_group(dimension)
@@ -82,6 +92,33 @@ def planned_layout(config: LayoutConfig, micro_batch: int) -> Layout:
     return Layout(**config.model_dump() | {"dp": config.dp or 1}, micro_batch=micro_batch)
 
 
+def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
+    """Groups of ranks that average weights now and then, not gradients at every step; 1 without local updates."""
+    communication = config.communication
+    assert layout.dp is not None
+    return (communication.sites or layout.dp) if communication.local_steps else 1
+
+
+def _check_communication(config: RunConfig, layout: LayoutConfig) -> None:
+    communication, sites = config.communication, sites_of(config, layout)
+    assert layout.dp is not None
+    if communication.local_steps and (layout.dp % sites or sites == 1):
+        raise UserError(
+            f"communication.local_steps needs at least two sites, and dp = {layout.dp} replicas to be shared out "
+            f"equally among {sites}: change communication.sites or layout.dp"
+        )
+    if layout.zero > 0 and layout.shard and layout.dp // sites % layout.shard:
+        raise UserError(
+            f"layout.shard = {layout.shard} replicas do not lie within a site of {layout.dp // sites}: use a divisor"
+        )
+    plain = layout.zero == 0 and layout.tp * layout.pp == 1
+    if communication.gradients == "powersgd" and not plain:
+        raise UserError(
+            'communication.gradients = "powersgd" needs whole gradients on every rank: use dp alone with '
+            'layout.zero = 0, or "bf16"'
+        )
+
+
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """The settled layout of a run on `size` ranks. UserError for what cannot run, with what to write instead."""
     layout = settled(config.layout or LayoutConfig(), size)
@@ -92,6 +129,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"train.global_batch = {config.train.global_batch} sequences cannot be shared by dp = {layout.dp}: "
             f"use a multiple of {layout.dp}"
         )
+    _check_communication(config, layout)
     micro_batch = micro_batch_of(config, share)
     plan = planned_layout(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
@@ -104,14 +142,39 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
-    if size > 1 and (config.data.masks_documents or config.data.packing == "best_fit"):
-        raise UserError(
-            'this trainer does not mask documents or pad rows on several ranks yet: use data.packing = "concat"'
-            " without a document mask"
-        )
-    if layout.ep > 1 or (model.moe is not None and size > 1):
-        raise UserError("this trainer does not train a mixture of experts on several ranks yet: use one process")
+    if model.moe is not None:
+        _check_experts(config, layout)
     return layout
+
+
+def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
+    """Replicas whose sequences are one micro-batch of the config: more than one where theirs are fewer than that."""
+    return max(1, config.micro_batch // (config.train.global_batch // dp))
+
+
+def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
+    moe, batch, dp = config.model.moe, config.train.global_batch, layout.dp or 1
+    assert moe is not None
+    counted = moe.capacity_factor is not None or (moe.balance == "loss" and moe.balance_loss)
+    share = batch // dp
+    if counted and config.micro_batch > share and (config.micro_batch % share or batch % config.micro_batch):
+        raise UserError(
+            f"a micro-batch of {config.micro_batch} sequences, of which experts' load is counted, is not a whole "
+            f"number of replicas of {share}: use train.micro_batch = {share}"
+        )
+    if counted and config.micro_batch < share and share % config.micro_batch:
+        raise UserError(
+            f"a micro-batch of {config.micro_batch} sequences, of which experts' load is counted, does not divide the "
+            f"{share} of a replica: use train.micro_batch = {share}"
+        )
+    if config.communication.local_steps:
+        raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
+    holders = dp * layout.cp // layout.ep
+    if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
+        raise UserError(
+            f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {holders} "
+            f"ranks cannot share: use a multiple of {holders}"
+        )
 
 
 def micro_batch_of(config: RunConfig, share: int) -> int:
@@ -140,8 +203,9 @@ def usable(config: RunConfig, size: int) -> int:
 
 
 def start(
-    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0
-) -> Ranks:
+    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0,
+    sites: int = 1,
+) -> Ranks:  # fmt: skip
     """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
 
     `meeting`: the ranks have met already; the first `size` of them take part.
@@ -162,14 +226,22 @@ def start(
     size = dist.get_world_size()
     config = settled(config, size)
     assert config.dp is not None
-    sharded = config.zero > 0
-    replicate = config.dp // (config.shard or config.dp) if sharded else config.dp * config.cp
-    shard = (config.shard or config.dp) * config.cp if sharded else 1
-    mesh = init_device_mesh(
-        device.type, (config.pp, replicate, shard, config.tp), mesh_dim_names=("pp", "replicate", "shard", "tp")
-    )
+    sharded, dp = config.zero > 0, config.dp // sites
+    replicate = dp // (config.shard or dp) if sharded else dp * config.cp
+    shard = (config.shard or dp) * config.cp if sharded else 1
+    shape: tuple[int, ...] = (config.pp, replicate, shard, config.tp)
+    names: tuple[str, ...] = ("pp", "replicate", "shard", "tp")
+    if sites > 1:
+        shape, names = (sites, *shape), ("site", *names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     context = None
     if config.cp > 1:
         shape = (config.pp * config.dp, config.cp, config.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
-    return Ranks(config, dist.get_rank(), size, device, mesh, context)
+    experts = None
+    if config.ep > 1:
+        holders = config.dp * config.cp // config.ep  # of the same experts
+        copies = (1, holders) if sharded else (holders, 1)
+        of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
+        experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)
+    return Ranks(config, dist.get_rank(), size, device, mesh, context, sites, experts)

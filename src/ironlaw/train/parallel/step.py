@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import RunConfig
+from ironlaw.data.batch import IGNORED
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
@@ -23,12 +24,15 @@ from ironlaw.train.parallel import pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import micro_batch_of
+from ironlaw.train.precision import LossScale
 
 
 class DistributedStep:
     """`losses = step.forward_backward(inputs, targets, samples)`, then `loss, norm = step.agree(losses, clip)`."""
 
-    def __init__(self, applied: Applied, config: RunConfig, autocast: Callable[[], Any] = nullcontext) -> None:
+    def __init__(
+        self, applied: Applied, config: RunConfig, autocast: Callable[[], Any] = nullcontext, precision: str = "fp32"
+    ) -> None:
         self.applied, self.ranks, self.config, self.autocast = applied, applied.ranks, config, autocast
         layout = self.ranks.config
         self.share = config.train.global_batch // self.ranks.dp  # sequences of this replica
@@ -41,7 +45,14 @@ class DistributedStep:
                 applied.parts, self.ranks, self.micro_batches, self.micro_batch, config.sequence, config.model.hidden,
                 autocast, lambda phase: self._clock.phase(phase),
             )  # fmt: skip
+        self.scale = LossScale(self.ranks.device, precision, config.scaler)
+        self._norms = [0.0] * self.ranks.sites
+        self.overflowed = False  # of the last step's gradient: the weights stay as they are
         self.has_loss = applied.stages - 1 in applied.plain
+        if applied.compressor is not None:
+            (part,) = applied.parts.values()
+            tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.ranks.device)
+            applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
         self._copies = {id(p): self._copies_of(p) for p in applied.parameters()}
 
     # -- forward and backward --------------------------------------------------------------------------------
@@ -61,32 +72,66 @@ class DistributedStep:
         return torch.arange(first, first + self.share)
 
     def forward_backward(
-        self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None, clock: StepClock | None = None
-    ) -> Tensor:
-        """Gradients of the mean loss over the global batch; returns this rank's own mean loss (zero without one).
+        self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None, clock: StepClock | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Gradients of the mean loss over the targets of the global batch that count; returns this rank's part of it,
+        of which the mean over ranks is the whole (zero without a loss).
 
-        `clock` is told of forward and backward, which a pipeline mixes.
+        `clock` is told of forward and backward, which a pipeline mixes. `documents` (B, S) as `Batch` has them.
         """
         clock = self._clock = clock or StepClock()
         inputs, targets = self.local(inputs), self.local(targets)
+        by_row = {"samples": samples, "documents": documents}
+        factor: Tensor | float = 1.0 if self.schedule is not None else 1.0 / self.micro_batches
+        more: dict[str, Any] = {}
+        if documents is not None or self.config.data.packing == "best_fit":
+            with clock.phase(Phase.COMMUNICATION):
+                weight, by_row["balance"] = self._weights(targets)
+            factor = weight * (factor * self.micro_batches)
+            more["reduction"] = "sum"
+        scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
+        factor = factor * scale
+        rows = {name: tensor for name, tensor in by_row.items() if tensor is not None}
         with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
             if self.schedule is not None:
-                loss = self._pipelined(inputs, targets, samples)
+                loss = self._pipelined(inputs, targets, factor, rows | more)
             else:
-                loss = self._plain(inputs, targets, samples, clock)
+                loss = self._plain(inputs, targets, factor, rows, more, clock)
         with clock.phase(Phase.BACKWARD if self.ranks.device.type == "cpu" else Phase.COMMUNICATION):
             self._finish_gradients()
-        return loss
+        return loss / scale
 
-    def _plain(self, inputs: Tensor, targets: Tensor, samples: Tensor | None, clock: StepClock) -> Tensor:
+    def _weights(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Where rows have unequal numbers of targets: what a sum of losses is multiplied with, and for every row what
+        a balancing loss counts beside that. The mean over ranks then is the mean over targets.
+        """
+        counted = (targets != IGNORED).view(self.micro_batches, -1).sum(1)
+        total, ranks = counted.sum(), self.ranks.dp * self.ranks.config.cp
+        for dimension in ("replicate", "shard"):
+            if self.ranks.size_of(dimension) > 1:
+                dist.all_reduce(total, group=self.ranks.group(dimension))
+        if self.config.model.moe is None:
+            return ranks / total, None
+        group = self.ranks.groups.get("micro_batch")
+        if group is not None:
+            dist.all_reduce(counted, group=group)
+            counted = counted / group.size()
+        return ranks / total, counted.float().repeat_interleave(self.micro_batch)
+
+    def _plain(
+        self, inputs: Tensor, targets: Tensor, factor: Tensor | float, by_row: dict[str, Tensor],
+        more: dict[str, Any], clock: StepClock,
+    ) -> Tensor:  # fmt: skip
         (part,) = self.applied.parts.values()
         losses = []
         for index in range(self.micro_batches):
             rows = slice(index * self.micro_batch, (index + 1) * self.micro_batch)
             with self._synchronised(part, index):
                 with clock.phase(Phase.FORWARD), self.autocast():
-                    loss = part(inputs[rows], targets[rows], None if samples is None else samples[rows])
-                    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) / self.micro_batches
+                    here = {name: tensor[rows] for name, tensor in by_row.items()}
+                    loss = part(inputs[rows], targets[rows], **here, **more)
+                    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) * factor
                 with clock.phase(Phase.BACKWARD):
                     loss.backward()
                     waiting.backward_done()
@@ -106,10 +151,13 @@ class DistributedStep:
             part.set_is_last_backward(last)
         return nullcontext()
 
-    def _pipelined(self, inputs: Tensor, targets: Tensor, samples: Tensor | None) -> Tensor:
+    def _pipelined(
+        self, inputs: Tensor, targets: Tensor, factor: Tensor | float, more: dict[str, Any]
+    ) -> Tensor:  # fmt: skip
         assert self.schedule is not None
         losses: list[Tensor] = []
-        more: dict[str, Any] = {} if samples is None else {"samples": samples}
+        for part in self.applied.plain.values():
+            part.loss_factor = factor
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
@@ -121,12 +169,15 @@ class DistributedStep:
 
     def _finish_gradients(self) -> None:
         """What neither autograd nor FSDP adds up."""
+        layout = self.ranks.config
         for parameter in self.applied.parameters():
             gradient = parameter.grad
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue
             if gradient.placements != parameter.placements:  # partial over tp
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if self.applied.exchanged:  # averaged over the holders of the same experts; tokens of ep ranks are in it
+            torch._foreach_div_([_local(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
         if self.applied.partial:
             _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.ranks.group("tp"))
         if self.ranks.config.pp > 1 and self.config.model.tied:
@@ -163,6 +214,7 @@ class DistributedStep:
         on every rank. Clips by the norm.
 
         One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
+        Sites that train by themselves have a norm each, and clip by it; the first one's is returned.
         `more`, as many on every rank, is added up with them and left in `self.added`.
         """
         layout, device = self.ranks.config, self.ranks.device
@@ -174,28 +226,35 @@ class DistributedStep:
                 norm = torch.linalg.vector_norm(_local(parameter.grad))
                 square += norm.double() ** 2 / self._copies[id(parameter)]
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
-        together = torch.stack([loss.detach().double() * weight, square, flag])
+        squares = torch.zeros(self.ranks.sites, device=device, dtype=torch.float64)
+        squares[self.ranks.index("site")] = square
+        together = torch.stack([loss.detach().double() * weight, flag, *squares])
         if more:
             together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
         dist.all_reduce(together)
-        mean, total, flags, *self.added = together.tolist()
-        norm = math.sqrt(total)
-        if clip < norm and gradients:  # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
-            torch._foreach_mul_(gradients, min(1.0, clip / (norm + 1e-6)))
-        return mean, norm, flags > 0
+        mean, flags, *rest = together.tolist()
+        scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
+        norms = [math.sqrt(total) / scale for total in rest[: self.ranks.sites]]
+        self.added = rest[self.ranks.sites :]
+        norm = norms[self.ranks.index("site")]
+        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
+        shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
+        if shrink != 1.0 and gradients:
+            torch._foreach_mul_(gradients, shrink)
+        if self.scale.enabled:  # from the same numbers, so that no rank skips alone
+            self.overflowed = not all(map(math.isfinite, norms))
+            self.scale.decided(self.overflowed)
+            norms = self._norms if self.overflowed else norms  # which is no news of the gradient
+            self._norms = norms
+        return mean, norms[0], flags > 0
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks of one stage that hold the same elements."""
-        copies = 1
-        placed: dict[str, Any] = {}
+        parts = 1
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
-            placed = dict(zip(names, parameter.placements, strict=True))
-        for name in ("replicate", "shard", "tp"):
-            placement = placed.get(name)
-            if placement is None or placement.is_replicate():
-                copies *= self.ranks.size_of(name)
-        return copies
+            sizes = parameter.device_mesh.shape
+            parts = math.prod(n for n, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
+        return self.ranks.size // self.ranks.config.pp // parts
 
     # -- evaluation ------------------------------------------------------------------------------------------
 
@@ -210,22 +269,24 @@ class DistributedStep:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # the parameters are the sharded ones again
 
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> tuple[float, int]:
-        """Sum of the losses of this rank's tokens and their number; none where another stage has the loss.
+    def evaluate(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> tuple[float, int]:
+        """Sum of the losses of this rank's targets that count and their number; none where another stage has the loss.
 
         A pipeline takes batches of the step's own size only.
         """
         inputs, targets = self.local(inputs), self.local(targets)
+        more: dict[str, Any] = {"reduction": "sum"} | ({} if documents is None else {"documents": documents})
         with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
             if self.schedule is None:
                 (part,) = self.applied.parts.values()
                 with self.autocast():
-                    loss = part(inputs, targets)
+                    loss = part(inputs, targets, **more)
             else:
                 losses: list[Tensor] = []
-                more: dict[str, Any] = {}
+                for plain in self.applied.plain.values():
+                    plain.loss_factor = 1.0
                 if self.has_loss:
-                    more = {"targets": targets, "target": targets, "losses": losses}
+                    more |= {"targets": targets, "target": targets, "losses": losses}
                 first = (inputs,) if 0 in self.applied.plain else ()
                 if self.ranks.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
                     with torch.enable_grad():
@@ -236,9 +297,9 @@ class DistributedStep:
                     self.schedule.eval(*first, **more)
                 if not losses:
                     return 0.0, 0
-                loss = torch.stack([loss.detach() for loss in losses]).mean()
+                loss = torch.stack([loss.detach() for loss in losses]).sum()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        return float(loss) * inputs.numel(), inputs.numel()
+        return float(loss), int((targets != IGNORED).sum())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,15 +8,16 @@ rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
 from ironlaw.train.checkpoint import STATE, sha256
@@ -24,6 +25,21 @@ from ironlaw.train.state import Stateful, host_copy
 
 NAME = "sharded"
 FOLDER = "shards"
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """A state of which every rank has tensors of its own. They go the way of weights and moments, by name."""
+
+    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is written for `tensors` (weights and optimizer state), own ones included; copies."""
+        ...
+
+    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """What is read for `tensors` from a checkpoint that has the names `known`, into which tensors."""
+        ...
+
+    def after_read(self) -> None: ...
 
 
 class ShardedFiles:
@@ -38,6 +54,9 @@ class ShardedFiles:
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         optimizer = states["optimizer"]
         tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not _is_copy(name, model)}
+        for part in states.values():
+            if isinstance(part, Spread):
+                tensors = part.saved(tensors)
         rest = {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.first else {}
         return tensors, host_copy(rest)
 
@@ -58,6 +77,10 @@ class ShardedFiles:
             _give_state(optimizer)  # type: ignore[arg-type]
         # Two tensors may read the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
+        spread = [part for part in states.values() if isinstance(part, Spread)]
+        known = _known(folder) if spread else {}
+        for part in spread:
+            wanted = part.wanted(wanted, known)
         for group in (
             {name: tensor for name, tensor in wanted.items() if not name.endswith(COPY)},
             {name.removesuffix(COPY): tensor for name, tensor in wanted.items() if name.endswith(COPY)},
@@ -69,6 +92,8 @@ class ShardedFiles:
                     f"the checkpoint {folder} does not hold this run's state "
                     f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
                 ) from None
+        for part in spread:
+            part.after_read()
         if not states:
             return []
         saved = torch.load(folder / STATE, weights_only=True)
@@ -82,6 +107,8 @@ COPY = "#copy"
 
 def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of weights and optimizer state: views into what is there, parts of it under the layout's ranks."""
+    for name, buffer in saved_buffers(model):
+        yield f"weights/{name}", buffer
     for name, parameter in model.named_parameters():
         common, copy = _common(name, model)
         yield from _pieces(f"weights/{common}", parameter.detach(), parameter, copy)
@@ -90,6 +117,24 @@ def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield from _pieces(f"optimizer/{common}/{key}", value, parameter, copy)
+
+
+def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is moved by something else than gradients: the biases that keep experts' load even."""
+    return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
+
+
+def named_like(model: nn.Module, prefix: str, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The same of tensors that stand beside the parameters, one each of its shape."""
+    for name, parameter in model.named_parameters():
+        common, copy = _common(name, model)
+        yield from _pieces(f"{prefix}/{common}", tensor_of(parameter), parameter, copy)
+
+
+def _known(folder: Path) -> dict[str, torch.Size]:
+    """Names and whole shapes of the tensors in a checkpoint."""
+    metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
+    return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _common(name: str, model: nn.Module) -> tuple[str, str]:

@@ -12,14 +12,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
 
+from ironlaw.model.linear import Linear, linear
+from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.transformer import Attention, Block, Transformer
 
 
@@ -59,7 +62,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
     styles: dict[str, object] = {}
     if model.embedding is not None:
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
-    for name, _ in model.blocks.named_children():
+    for name, block in model.blocks.named_children():
         here = f"blocks.{name}."
         styles |= {
             # The input is a DTensor for all three: their gradients add up before they are reduced, once.
@@ -70,16 +73,11 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
             here + "attention.qkv.key": ColwiseParallel(),
             here + "attention.qkv.value": ColwiseParallel(),
             here + "attention.out": RowwiseParallel(output_layouts=stream),
-            here + "ffn": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
-            here + "ffn.up": ColwiseParallel(),
-            here + "ffn.gate": ColwiseParallel(),
-            here + "ffn.down": RowwiseParallel(output_layouts=stream),
         }
+        styles |= _feed_forward(here, block, stream)
     if model.head is not None:
         # Logits stay divided by vocabulary; the loss is computed on the parts (`loss_parallel`).
         styles["head"] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
-    if not _gated(model):
-        styles = {name: style for name, style in styles.items() if not name.endswith("ffn.gate")}
     # Every rank has built the same weights: nothing to send.
     parallelize_module(model, mesh, styles, src_data_rank=None)  # type: ignore[arg-type]
     if tied:
@@ -87,8 +85,71 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
         model.head.weight = model.embedding.weight
 
 
-def _gated(model: Transformer) -> bool:
-    return any(getattr(block.ffn, "gate", None) is not None for block in blocks_of(model))
+def _feed_forward(here: str, block: nn.Module, stream: Placement) -> dict[str, object]:
+    """Of a dense network, or of the shared experts; routed experts are divided in `experts.py`."""
+    ffn = cast(Block, block).ffn
+    if not isinstance(ffn, MixtureOfExperts):
+        styles: dict[str, object] = {
+            here + "ffn": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+            here + "ffn.up": ColwiseParallel(),
+            here + "ffn.down": RowwiseParallel(output_layouts=stream),
+        }
+        if ffn.gate is not None:
+            styles[here + "ffn.gate"] = ColwiseParallel()
+        return styles
+    styles = {here + "ffn": PartOfSum(stream)}
+    if ffn.shared is not None:
+        styles |= {here + "ffn.shared.up": Part(0), here + "ffn.shared.down": Part(1)}
+        if ffn.shared.gate is not None:
+            styles[here + "ffn.shared.gate"] = Part(0)
+    return styles
+
+
+class PartOfSum(ParallelStyle):
+    """A module that computes a part of its result on every rank, from the whole input and with plain tensors.
+
+    Parts are added up at its end, and so are the gradients of its input: those of whole weights inside (a router's) are
+    parts as well, and are added up with the others of `partial_parameters`.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gathered(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+            x = DTensor.from_local(inputs[0], device_mesh, [self.stream], run_check=False)
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        def added_up(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            whole = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+            return whole.redistribute(placements=[self.stream]).to_local()
+
+        module.register_forward_pre_hook(gathered)
+        module.register_forward_hook(added_up)
+        return module
+
+
+class Part(ParallelStyle):
+    """A linear layer of which every rank has a part and computes with it alone: outputs (0) or inputs (1) divided."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.dimension = dimension
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layer = cast(Linear, module)
+        placements = [Shard(self.dimension)]
+        layer.weight = nn.Parameter(
+            distribute_tensor(layer.weight.detach(), device_mesh, placements, src_data_rank=None)
+        )
+
+        def forward(x: Tensor) -> Tensor:
+            weight = cast(DTensor, layer.weight).to_local()
+            return linear(x, weight) if layer.onednn else nn.functional.linear(x, weight)
+
+        layer.forward = forward  # type: ignore[method-assign]
+        return module
 
 
 def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.Parameter]:
@@ -97,6 +158,10 @@ def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.P
     for block in blocks_of(model):
         if block.attention.config.qk_norm:
             found += [block.attention.query_norm.weight, block.attention.key_norm.weight]
+        if isinstance(block.ffn, MixtureOfExperts):
+            found.append(block.ffn.router.weight)
+            if block.ffn.shared_gate is not None:
+                found += block.ffn.shared_gate.parameters()
         if sequence_parallel:
             found += [*block.attention_norm.parameters(), *block.ffn_norm.parameters()]
     if sequence_parallel and model.final_norm is not None:

@@ -9,6 +9,7 @@ Bytes are those of the whole buffer (nccl-tests' convention): what is reduced, w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,14 +97,15 @@ def counted(ranks: Ranks) -> Iterator[Traffic]:
     """Count while the block runs."""
     dimensions, aliases = dimensions_of(ranks)
     traffic = Traffic(aliases=aliases)
-    with _Counter(dimensions, traffic):
+    with _Counter(dimensions, traffic), _other_threads(dimensions, traffic):
         yield traffic
 
 
 def dimensions_of(ranks: Ranks) -> tuple[dict[Members, tuple[str, int]], dict[str, str]]:
     """Members of a group -> its mesh dimension and size; and dimensions that share a group with another."""
     aliases: dict[str, str] = {}
-    groups = {name: ranks.group(name) for name in ("replicate", "shard", "tp", "pp")}
+    names = ("replicate", "shard", "tp", "pp") + (("site",) if ranks.sites > 1 else ())
+    groups = {name: ranks.group(name) for name in names} | ranks.groups
     if ranks.context is not None:
         groups["cp"] = ranks.context.get_group()
     dimensions: dict[Members, tuple[str, int]] = {}
@@ -113,3 +115,23 @@ def dimensions_of(ranks: Ranks) -> tuple[dict[Members, tuple[str, int]], dict[st
             aliases[name] = first
     dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
     return dimensions, aliases
+
+
+@contextmanager
+def _other_threads(dimensions: dict[Members, tuple[str, int]], traffic: Traffic) -> Iterator[None]:
+    """What callbacks reduce on threads of the backend, where a dispatch mode does not reach: PowerSGD's second half."""
+    here, plain = threading.get_ident(), dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *rest: Any, **named: Any) -> Any:
+        group = named.get("group")
+        if threading.get_ident() != here and group is not None:
+            dimension, size = dimensions.get(tuple(dist.get_process_group_ranks(group)), ("other", 2))
+            if size > 1:
+                traffic.add(dimension, "all_reduce", tensor.numel() * tensor.element_size())
+        return plain(tensor, *rest, **named)
+
+    dist.all_reduce = all_reduce
+    try:
+        yield
+    finally:
+        dist.all_reduce = plain

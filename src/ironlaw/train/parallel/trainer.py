@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -13,17 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ironlaw.config import RunConfig
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.model.linear import use_onednn
+from ironlaw.model.moe import Load
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.held import recording
-from ironlaw.train import checkpoint
+from ironlaw.train import checkpoint, precision
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
@@ -31,15 +33,18 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Outcome, Trainer, _due
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
+from ironlaw.train.parallel import experts
 from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.lasting import lasting_bytes
 from ironlaw.train.parallel.merged import merge, seen, typical_steps
+from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.ranks import Ranks, planned_layout
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused
 from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.recompute import solved_policies
 from ironlaw.train.recovery import Recovery, Spike
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
@@ -77,14 +82,14 @@ class DistributedTrainer(Trainer):
         stages = [rank // per_stage for rank in range(ranks.size)]
         self.straggling = Straggling(stages, config.recovery.straggler_threshold)
         self._stop_agreed = False
+        self._expert_load: Load | None = None
         self._watching = contextlib.ExitStack()
         self.peak_bytes: int | None = None
-        self._expert_load = None  # a mixture of experts is refused
         super().__init__(*arguments, **named)
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
         config, ranks = self.config, self.ranks
-        _check_supported(config, self.precision)
+        _check_supported(config, ranks.config, self.precision)
         host.keep_freed_memory()
         torch.set_num_threads(threads_per_rank(self.profile.threads))
         self.device = ranks.device
@@ -95,14 +100,27 @@ class DistributedTrainer(Trainer):
         model = Transformer(config.model)
         use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
+        precision.prepare(model, model.blocks, self.device, self.precision)
+        # Divided logits are small already.
+        model.loss_chunk = self.plan.facts.get("loss_chunk", 0) if ranks.config.tp == 1 else 0
+        wanted = config.train.compile
+        wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
+        self.compiled = wanted == "on" and self._can_compile()
+        experts.form_groups(config, ranks)
         self.waits = self._watching.enter_context(watching(ranks))
         with timed_hooks(self.waits):
-            self.applied = layouts.apply(model, config, ranks)
+            self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled)
         for part in self.applied.parts.values():
             watch_replica(part, self.waits)
         self.model = self.applied.model
         self.optimizer = layouts.build(self.applied, config.optimizer)
+        self.distributed = DistributedStep(self.applied, config, self._autocast, self.precision)
         self.states = {"optimizer": self.optimizer, "random": RandomState()}
+        if self.distributed.scale.enabled:
+            self.states["loss scale"] = self.distributed.scale
+        self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
+        self.states |= {"outer": self.outer} if self.outer else {}
+        self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
         group = dist.new_group(backend="gloo")
         self.store = ShardedFiles(group)
         self.checkpointer = Checkpointer(
@@ -116,8 +134,6 @@ class DistributedTrainer(Trainer):
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
-        self.distributed = DistributedStep(self.applied, config, self._autocast)
-        self.compiled = False
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
         self._spike_known = False
         self._digested: Any = None
@@ -127,6 +143,21 @@ class DistributedTrainer(Trainer):
             self.journal = cast(Journal, Silent())
         dist.barrier()  # the others read what rank 0's journal leaves of an earlier session
         self.recovery.start_over(self.run.metrics())
+
+    def _can_compile(self) -> bool:
+        """On every rank or on none, or they would wait for each other: a small function shows whether there is a
+        compiler at all."""
+        problem = None
+        try:
+            torch.compile(lambda x: x.cos() + 1)(torch.zeros(8, device=self.device))
+        except Exception as error:  # it fails in many ways
+            problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, problem)
+        first = next((reason for reason in found if reason is not None), None)
+        if first is not None:
+            self.say(f"torch.compile failed, training without it: {first}")
+        return first is None
 
     def train(self) -> Outcome:
         with self._watching:
@@ -157,11 +188,11 @@ class DistributedTrainer(Trainer):
         config, clock = self.config, self.clock
         self.watcher.step = self.step + 1
         comparing = _due(self.step + 1, config.recovery.straggler_every)
-        with clock.step() as times, self.watcher.own.step(), self.waits.counting(clock):
+        with clock.step() as times, self.waits.counting(clock), self.watcher.own.step():
             with clock.phase(Phase.DATA):
                 batch = next(batches)
             loss = self.distributed.forward_backward(
-                batch.inputs, batch.targets, self.distributed.samples(self.step), clock=clock
+                batch.inputs, batch.targets, self.distributed.samples(self.step), clock, batch.documents
             )
             # Clipping; what is waited for in it counts as communication.
             with clock.phase(Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION):
@@ -171,8 +202,14 @@ class DistributedTrainer(Trainer):
                 self.train_loss, self._gradient_norm, stop = self.distributed.agree(loss, config.train.clip, stop, own)
             with clock.phase(Phase.OPTIMIZER):
                 set_learning_rate(self.optimizer, learning_rate(config, self.step))
-                self.optimizer.step()
+                if not self.distributed.overflowed:
+                    self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
+                if config.model.moe:
+                    self._expert_load = experts.balance(self.model, self.ranks)
+            if self.outer is not None:
+                with clock.phase(Phase.COMMUNICATION):
+                    self.outer.after(self.step + 1)
         if stop and self._interrupted is None:
             self._interrupted = "SIGTERM"  # another rank was told to stop
         self._stop_agreed = stop
@@ -217,7 +254,7 @@ class DistributedTrainer(Trainer):
         wanted = config.evaluation.batches * config.train.global_batch
         batches = list(self.loader.validation(size, -(-wanted // size)))
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with step.evaluating():
+        with step.evaluating(), self.outer.evaluating() if self.outer else nullcontext():
             for first in range(0, len(batches), ranks.dp):
                 # Collectives need every rank: one without a batch of its own works on another's and does not count it.
                 mine = first + ranks.index("dp")
@@ -225,7 +262,7 @@ class DistributedTrainer(Trainer):
                 if step.schedule is not None and len(batches[0].inputs) < size:
                     break  # less text than one batch of the pipeline
                 batch = self.to_device(batches[mine] if counts else batches[0])
-                losses, tokens = step.evaluate(batch.inputs, batch.targets)
+                losses, tokens = step.evaluate(batch.inputs, batch.targets, batch.documents)
                 if counts:
                     total += torch.tensor([losses, tokens], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
@@ -236,6 +273,13 @@ class DistributedTrainer(Trainer):
         return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
 
     def _step_metrics(self) -> dict[str, Any]:
+        result: dict[str, Any] = {} if self._expert_load is None else self._expert_load.metrics()
+        scale = self.distributed.scale
+        if scale.enabled:
+            result |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped_steps}
+        return result
+
+    def _step_facts(self) -> dict[str, Any]:
         return {}
 
     def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
@@ -284,18 +328,16 @@ class DistributedTrainer(Trainer):
             super()._probe_sometimes()
 
 
-def _check_supported(config: RunConfig, precision: str) -> None:
+def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) -> None:
     """One process does these; several do not yet."""
     train = config.train
     unsupported = {
-        f'train.compile = "{train.compile}"': train.compile in ("on", "graphs"),
-        f'train.precision = "{precision}"': precision not in ("fp32", "bf16"),
-        f'recompute.mode = "{config.recompute.mode}"': config.recompute.mode != "none",
-        'train.loss = "chunked"': train.loss == "chunked",
+        'train.compile = "graphs"': train.compile == "graphs",
+        f'train.precision = "{precision}"': precision not in ("fp32", "tf32", "bf16", "fp16"),
+        'train.loss = "chunked" with layout.tp > 1': train.loss == "chunked" and layout.tp > 1,
         "train.average_decay": train.average_decay is not None,
         "train.noise_scale_every": train.noise_scale_every > 0,
         f'train.offload = "{train.offload}"': train.offload != "none",
-        "attention within documents (data.mask_documents, data.packing)": config.data.masks_documents,
     }
     for setting, wanted in unsupported.items():
         if wanted:

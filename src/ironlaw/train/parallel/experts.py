@@ -1,0 +1,208 @@
+"""Experts on many ranks: who counts together, and the exchange of rows with the ranks that hold their experts.
+
+Expert parallel ranks (GShard, arXiv 2006.16668) keep E / ep experts of every layer each and send every row to the rank
+of its expert: one all-to-all there, one back, and the same again in the backward pass. Without a capacity their sizes
+change from layer to layer, and are exchanged before; with one they are fixed. Tensor parallel ranks hold a part of
+every expert and compute all rows with it.
+
+What one process counts over a micro-batch (choices for the balancing loss, places within a capacity) is counted over
+the ranks that share it: those of one sequence, and replicas with less than a micro-batch each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
+
+from ironlaw.config import RunConfig
+from ironlaw.model.moe import ExpertLinear, Experts, Load, Peers, expert_layers, numbers, update_routing
+from ironlaw.train.parallel.place import positions_of
+from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
+
+
+class SharedPeers(Peers):
+    """`counting`: the group that shares a micro-batch; `exchanging`: the one that holds all experts. None: this rank
+    alone. `sequence`: tokens of one."""
+
+    def __init__(
+        self, counting: dist.ProcessGroup | None, exchanging: dist.ProcessGroup | None, ranks: Ranks, sequence: int
+    ) -> None:  # fmt: skip
+        self.counting, self.exchanging = counting, exchanging
+        self.ranks = 1 if counting is None else counting.size()
+        self.copies, self.cp = ranks.config.tp, ranks.config.cp
+        self.sequence = sequence
+
+    def total(self, counts: Tensor) -> Tensor:
+        if self.counting is None:
+            return counts
+        counts = counts.clone()
+        dist.all_reduce(counts, group=self.counting)
+        return counts
+
+    @torch.no_grad()
+    def number(self, chosen: Tensor, experts: int) -> Tensor:
+        if self.counting is None:
+            return numbers(chosen, experts)
+        everybodys = chosen.new_empty(self.ranks * chosen.shape[0], chosen.shape[1])
+        dist.all_gather_into_tensor(everybodys, chosen.contiguous(), group=self.counting)
+        order = self._order(chosen.shape[0]).to(chosen.device)  # as one process has the tokens
+        number = torch.empty_like(everybodys)
+        number[order] = numbers(everybodys[order], experts)
+        return number.view(self.ranks, *chosen.shape)[dist.get_rank(self.counting)]
+
+    def _order(self, tokens: int) -> Tensor:
+        """Which of the gathered tokens is the first of the micro-batch, the second, ..."""
+        rows = tokens // (self.sequence // self.cp)
+        positions = [positions_of(rank, self.cp, self.sequence) for rank in range(self.cp)]
+        place = torch.cat(
+            [
+                (replica * rows + row) * self.sequence + positions[rank]
+                for replica in range(self.ranks // self.cp)
+                for rank in range(self.cp)
+                for row in range(rows)
+            ]
+        )
+        return place.argsort()
+
+    @torch.compiler.disable
+    def compute(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        if self.exchanging is None:
+            return super().compute(experts, rows, counts)
+        if rows.dim() == 3:
+            return self._fixed(experts, rows, counts)
+        ep = self.exchanging.size()
+        there = counts.view(ep, -1)  # rows from here, by rank and its experts
+        here = there.clone()  # rows for the experts here, by rank they come from and expert
+        dist.all_to_all_single(here, there.contiguous(), group=self.exchanging)
+        sent, received = there.sum(1).tolist(), here.sum(1).tolist()
+        arrived: Tensor = _Exchange.apply(rows, received, sent, self.exchanging)
+        expert = torch.arange(here.shape[1], device=rows.device).repeat(ep).repeat_interleave(here.flatten())
+        order = expert.argsort(stable=True)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        computed = super().compute(experts, _Permute.apply(arrived, order, back), here.sum(0))
+        returned: Tensor = _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
+        return returned
+
+    def _fixed(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """(E, C, H): every rank has C rows for every expert."""
+        assert self.exchanging is not None
+        ep, (count, capacity, hidden) = self.exchanging.size(), rows.shape
+        arrived: Tensor = _Exchange.apply(rows, None, None, self.exchanging)
+        by_expert = arrived.view(ep, count // ep, capacity, hidden).transpose(0, 1).reshape(count // ep, -1, hidden)
+        computed = super().compute(experts, by_expert, counts)
+        by_rank = computed.view(count // ep, ep, capacity, hidden).transpose(0, 1).reshape(count, capacity, hidden)
+        returned: Tensor = _Exchange.apply(by_rank, None, None, self.exchanging)
+        return returned
+
+
+class _Exchange(torch.autograd.Function):
+    """One all-to-all of rows; backward the same the other way. Sizes by rank, or None for equal parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return _all_to_all(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        received, sent = ctx.sizes
+        return _all_to_all(gradients[0], received, sent, ctx.group), None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:  # fmt: skip
+    shape = rows.shape if received is None else (sum(received), *rows.shape[1:])
+    out = rows.new_empty(shape)
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order, read by index in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradients[0].index_select(0, back), None, None
+
+
+def form_groups(config: RunConfig, ranks: Ranks) -> None:
+    """The process groups of a model with experts, where there are none yet."""
+    if ranks.groups or config.model.moe is None:
+        return
+    together = replicas_per_micro_batch(config, ranks.dp) * ranks.config.cp
+    if together > 1:
+        others = ranks.dp * ranks.config.cp // together
+        shape = (ranks.config.pp, others, together, ranks.config.tp)
+        names = ("pp", "others", "micro_batch", "tp")
+        mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+        ranks.groups["micro_batch"] = mesh.get_group("micro_batch")
+    if ranks.experts is not None:
+        for dimension in ("expert_replicate", "expert_shard", "ep"):
+            ranks.groups[dimension] = ranks.experts.get_group(dimension)
+
+
+def share(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
+    """Tell every layer of experts whom it computes with."""
+    form_groups(config, ranks)
+    for layer in expert_layers(model):
+        layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
+
+
+def divide(experts: Experts, ranks: Ranks) -> None:
+    """Experts over ep, the inner width of each over tp."""
+    for name, inner in (("gate", 1), ("up", 1), ("down", 2)):
+        linear = getattr(experts, name)
+        if not isinstance(linear, ExpertLinear):
+            continue
+        placements: list[Placement] = [Shard(0), Shard(inner)]
+        if ranks.experts is None:
+            mesh, placements = ranks.mesh["tp"], placements[1:]
+        elif ranks.config.tp > 1:
+            mesh = ranks.experts["ep", "tp"]
+        else:
+            mesh, placements = ranks.experts["ep"], placements[:1]
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, placements, src_data_rank=None))
+
+
+def hidden_dimension(experts: nn.Module) -> Callable[[nn.Parameter], Shard]:
+    """What FSDP divides of expert parallel matrices: the dimension that nothing else divides."""
+    narrowing = cast(Experts, experts).down.weight  # (E, H, F), the others (E, F, H)
+    return lambda parameter: Shard(1 if parameter is narrowing else 2)
+
+
+@torch.no_grad()
+def balance(model: nn.Module, ranks: Ranks) -> Load | None:
+    """After the optimizer's step: loads added up over all replicas, biases moved, the mean load of all layers."""
+    layers = list(expert_layers(model))
+    if layers:
+        loads = torch.stack([torch.cat((layer.load, layer.dropped.reshape(1))) for layer in layers])
+        for dimension in ("replicate", "shard"):
+            if ranks.size_of(dimension) > 1:
+                dist.all_reduce(loads, group=ranks.group(dimension))
+        for layer, load in zip(layers, loads, strict=True):
+            layer.load.copy_(load[:-1])
+            layer.dropped.copy_(load[-1])
+    found = update_routing(model)
+    if ranks.config.pp == 1:
+        return found
+    mine = [0.0] * 3 if found is None else [found.busiest_over_mean, found.unused, found.dropped]
+    total = torch.tensor([*(value * len(layers) for value in mine), len(layers)], dtype=torch.float64)
+    total = total.to(ranks.device)
+    dist.all_reduce(total, group=ranks.group("pp"))
+    *sums, count = total.tolist()
+    return Load(*(value / count for value in sums))

@@ -1,0 +1,150 @@
+"""Training between sites whose links are too slow for gradients (DiLoCo, arXiv 2311.08105).
+
+    outer = Outer(applied, config)
+    optimizer.step(); outer.after(step)       # every `local_steps` steps the sites meet
+
+Each site (a group of replicas with any layout of its own) trains by itself with its own optimizer state. When they
+meet, the mean of (common weights - own weights) is the gradient of an outer step on the common weights, by SGD with
+Nesterov's momentum; all go on from there. The common weights are what is evaluated, saved as the run's weights and
+exported. Beside them a checkpoint holds each site's own weights and optimizer state, so that a run goes on to the bit;
+with other sites than before, those that were not there start from the common weights with the first site's optimizer
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ironlaw.config import RunConfig
+from ironlaw.train.parallel.apply import Applied
+from ironlaw.train.parallel.store import COPY, named_like
+
+CHUNK_ELEMENTS = 8 * 2**20
+"""Reduced at a time: large enough for the bandwidth, small beside the model."""
+
+
+class Outer:
+    """The common weights and their optimizer, as this rank holds its part of the model."""
+
+    def __init__(self, applied: Applied, config: RunConfig) -> None:
+        ranks, communication = applied.ranks, config.communication
+        self.every, self.last = communication.local_steps, config.train.steps
+        self.model, self.group = applied.model, ranks.group("site")
+        self.site, self.sites = ranks.index("site"), ranks.sites
+        self.sent = torch.bfloat16 if communication.gradients == "bf16" else torch.float32
+        self.own = list(applied.model.parameters())
+        self.common = [nn.Parameter(p.detach().clone()) for p in self.own]
+        momentum = communication.outer_momentum
+        self.optimizer = torch.optim.SGD(
+            self.common, lr=communication.outer_lr, momentum=momentum, nesterov=momentum > 0, foreach=False
+        )
+        self._reset_momentum()
+
+    def _reset_momentum(self) -> None:
+        """Zeros are what SGD starts from without saying so; said, they can be saved before the first meeting."""
+        for parameter in self.common:
+            self.optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+
+    def after(self, step: int) -> None:
+        """To be called when `step` steps are done, on every rank. The sites also meet after the run's last step."""
+        if step % self.every == 0 or step == self.last:
+            self.meet()
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        for start, stop in _chunks([_local(p).numel() for p in self.own]):
+            moved = [
+                (_local(c) - _local(o)).flatten()
+                for c, o in zip(self.common[start:stop], self.own[start:stop], strict=True)
+            ]
+            flat = torch.cat(moved).to(self.sent)
+            dist.all_reduce(flat, group=self.group)
+            mean = flat.float() / self.sites
+            sizes = [part.numel() for part in moved]
+            for parameter, part in zip(self.common[start:stop], mean.split(sizes), strict=True):
+                parameter.grad = torch.empty_like(parameter)
+                _local(parameter.grad).copy_(part.view_as(_local(parameter)))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._go_on_from_common()
+
+    @torch.no_grad()
+    def _go_on_from_common(self) -> None:
+        for own, common in zip(self.own, self.common, strict=True):
+            _local(own).copy_(_local(common))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The common weights in place of this site's own."""
+        kept = [_local(own).detach().clone() for own in self.own]
+        self._go_on_from_common()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for own, value in zip(self.own, kept, strict=True):
+                    _local(own).copy_(value)
+
+    # -- checkpoints: `Spread` of train/parallel/store.py ----------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _shared(self) -> dict[str, Tensor]:
+        """Common weights under the run's own names, and the outer momentum."""
+        common = dict(zip(map(id, self.own), self.common, strict=True))
+        momentum = {key: self.optimizer.state[p]["momentum_buffer"] for key, p in common.items()}
+        return dict(named_like(self.model, "weights", lambda p: common[id(p)].detach())) | dict(
+            named_like(self.model, "outer", lambda p: momentum[id(p)])
+        )
+
+    def _of_site(self, name: str) -> str:
+        return f"site{self.site}/{name}"
+
+    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        mine = {self._of_site(name): tensor for name, tensor in tensors.items()}
+        first = {name: tensor for name, tensor in tensors.items() if self.site == 0 and name.startswith("optimizer/")}
+        shared = {name: tensor.clone() for name, tensor in self._shared().items() if not name.endswith(COPY)}
+        return mine | first | shared
+
+    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """What there is of this site; what there is not, from the run's own."""
+        self._meets_again = not any(key.startswith(self._of_site("")) for key in known)
+        self._reset_momentum()
+        if self._meets_again:
+            own = {name: tensor for name, tensor in tensors.items() if not name.startswith("weights/")}
+        else:
+            own = {self._of_site(name): tensor for name, tensor in tensors.items()}
+        momentum_saved = any(key.startswith("outer/") for key in known)
+        shared = {n: t for n, t in self._shared().items() if momentum_saved or not n.startswith("outer/")}
+        return own | shared
+
+    def after_read(self) -> None:
+        if self._meets_again:
+            self._go_on_from_common()
+
+
+def _chunks(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of consecutive tensors of about `CHUNK_ELEMENTS` together."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        total += size
+        if total >= CHUNK_ELEMENTS:
+            yield start, index + 1
+            start, total = index + 1, 0
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
