@@ -127,6 +127,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_faults_on_one_of_two_ranks(
     tiny_file: Callable[..., Path], on_ranks: Callable[..., Any], ironlaw_here: Callable[..., Any]
 ) -> None:
@@ -135,7 +136,7 @@ def test_faults_on_one_of_two_ranks(
         checkpoint={"every": 10, "keep": 4}, evaluation={"every": 0},
         recovery={"window": 16, "patience": 2, "rewind": 3, "skip_before": 1, "skip_after": 2},
     )  # fmt: skip
-    found = dict(zip(CASES, on_ranks(2, [case | {"config": str(config)} for case in CASES.values()]), strict=True))
+    found = dict(zip(CASES, on_ranks(2, [case | {"config": str(config)} for case in CASES.values()], 800), strict=True))
 
     # A spike, or what is not a number, on one rank or one stage: both go back to the same checkpoint and go on alike.
     for name in ("rise", "nan", "gradient"):
