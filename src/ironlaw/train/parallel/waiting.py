@@ -143,7 +143,11 @@ class Waits:
             buffer = bucket.buffer()
             found = self.called((dimension, "all_reduce"), buffer.numel() * buffer.element_size()) if size > 1 else None
             began = time.perf_counter()
-            future = hook(state, bucket)
+            clock, self._clock = self._clock, None  # what the hook calls is this bucket's, and counted already
+            try:
+                future = hook(state, bucket)
+            finally:
+                self._clock = clock
 
             def through(done: Any) -> Any:
                 if found is not None and found.seconds is not None:
