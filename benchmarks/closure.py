@@ -44,7 +44,7 @@ def train_gpt(out: Path) -> None:
     from ironlaw.config import build_config
 
     model = {"name": "gpt", "layers": 12, "hidden": 768, "heads": 12, "vocab": 8192, "context": 512}
-    steps = {"steps": 16, "global_batch": 1, "precision": "fp32", "profile_steps": 3}
+    steps = {"steps": 12, "global_batch": 1, "precision": "fp32", "profile_steps": 3}
     _train(build_config({"model": model, "data": {"mock": True}, "train": steps, "evaluation": {"every": 0}}), out)
 
 
@@ -64,7 +64,7 @@ def observe_huggingface(out: Path) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=4096, n_positions=128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = torch.randint(0, 4096, (400, 128))
+    rows = torch.randint(0, 4096, (112, 64))
     loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
     with ironlaw.observe(model, optimizer, out=out) as watch:
         for ids in loader:

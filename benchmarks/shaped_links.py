@@ -212,6 +212,26 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     return plan_ranks(config, load_profile(), chosen.accelerators, chosen, fabric).step_seconds
 
 
+def report(found: list[dict[str, Any]]) -> str:
+    """The table of what was measured, planned anew, and whether the plan ranks the layouts as measured."""
+    lines = ["| link | workload | layout | measured | planned | error |", "|---|---|---|---|---|---|"]
+    verdicts = []
+    cases = {(f["rate"], f["workload"], f["delay_ms"]): None for f in found}
+    for rate, workload, delay in cases:
+        rows = [f for f in found if (f["rate"], f["workload"], f["delay_ms"]) == (rate, workload, delay)]
+        plans = {f["layout"]: planned(workload, f["layout"], RATES[rate], delay) for f in rows}
+        for f in sorted(rows, key=lambda f: f["measured_seconds"]):
+            plan, seconds = plans[f["layout"]], f["measured_seconds"]
+            lines.append(
+                f"| {rate} | {workload} | {f['layout']} | {1e3 * seconds:.0f} ms | {1e3 * plan:.0f} ms | "
+                f"{100 * (plan / seconds - 1):+.0f}% |"
+            )
+        measured = [f["layout"] for f in sorted(rows, key=lambda f: f["measured_seconds"])]
+        same = measured == sorted(plans, key=lambda layout: plans[layout])
+        verdicts.append(f"- {rate}, {workload}: the plan's ranking is {'' if same else 'not '}the measured one")
+    return "\n".join([*lines, "", *verdicts]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Step time over slow links, measured and planned.")
     parser.add_argument("--rates", nargs="*", default=list(RATES), choices=RATES)
@@ -221,7 +241,11 @@ def main() -> None:
     parser.add_argument("--collectives", action="store_true", help="bytes and seconds of each collective instead")
     parser.add_argument("--hosts", type=int, default=2, help="how many, for --collectives")
     parser.add_argument("--json", type=Path, help="append what was found to this file, a line each")
+    parser.add_argument("--report", action="store_true", help="print the table of what is in that file instead")
     chosen = parser.parse_args()
+    if chosen.report:
+        print(report([json.loads(line) for line in chosen.json.read_text(encoding="utf-8").splitlines()]))
+        return
     problem = unsupported(delay=bool(chosen.delay_ms))
     if problem:
         raise SystemExit(problem)

@@ -133,14 +133,16 @@ def rows(known: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for name in BAD:
         swept = {label(s): known.get(f"sweep: {name}: {label(s)}") for s in sweep_settings(name)}
-        turns = {w: [known.get(f"{w} {n}: {name}") for n in range(ROUNDS)] for w in ("best", "tuned")}
-        tuned = known.get(f"tune: {name}")
-        if tuned is None or None in swept.values() or None in turns["best"] + turns["tuned"]:
+        tuned, pairs = known.get(f"tune: {name}"), [n for n in range(ROUNDS) if f"tuned {n}: {name}" in known]
+        if tuned is None or None in swept.values() or not pairs:
             continue
+        turns = {w: [known[f"{w} {n}: {name}"] for n in pairs] for w in ("best", "tuned")}
         best, worst = min(swept.values()), max(swept.values())
         found.append({
             "name": name, "best": min(swept, key=lambda key: swept[key]), "sweep_runs": len(swept),
             "spread": worst / best, "runs": tuned["runs"], "tuned": tuned["settings"], "seconds": tuned["seconds"],
+            "rounds": len(pairs),
+            "alike": max(max(found) / min(found) - 1 for found in turns.values()),
             "behind": statistics.median(turns["tuned"]) / statistics.median(turns["best"]) - 1,
             "trials": tuned["trials"],
         })  # fmt: skip
@@ -161,7 +163,7 @@ def report(known: dict[str, Any]) -> str:
         "# Tune against a full sweep", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
         f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/tune_record.py`; a run is "
-        f"{TRIAL_SECONDS:.0f} s of steps, at least {LEAST_STEPS} of them.", "",
+        f"{TRIAL_SECONDS:g} s of steps, at least {LEAST_STEPS} of them.", "",
         "| badly configured | sweep's best | tuned | behind the best | runs | sweep's runs | sweep's worst / best |",
         "|---|---|---|---:|---:|---:|---:|",
     ]  # fmt: skip
@@ -170,7 +172,10 @@ def report(known: dict[str, Any]) -> str:
             f"| {r['name']} | {r['best']} | {label(r['tuned'])} | {100 * r['behind']:+.1f}% | {r['runs']} | "
             f"{r['sweep_runs']} | {r['spread']:.1f} |"
         )
-    lines += ["", f"Behind the best: medians of {ROUNDS} runs of either, in turn.", ""]
+    rounds = min((r["rounds"] for r in rows(known)), default=0)
+    alike = max((r["alike"] for r in rows(known)), default=0.0)
+    lines += ["", f"Behind the best: medians of {rounds} runs of either, in turn; runs of the same config differed by "
+              f"up to {100 * alike:.0f}%.", ""]  # fmt: skip
     lines += ["| badly configured | remedy tried | promised | measured | verdict |", "|---|---|---:|---:|---|"]
     for r in rows(known):
         for t in r["trials"]:
@@ -180,9 +185,10 @@ def report(known: dict[str, Any]) -> str:
                 f"{verdict} |"
             )
     wrong, judged = false_gains(known)
-    lines += ["", f"The same config {judged + 2} times, each run judged against the ones before and after it: called a "
-              f"gain {wrong} of {judged} times.", ""]  # fmt: skip
-    return "\n".join(lines)
+    if judged:
+        lines += ["", f"The same config {judged + 2} times, each run judged against those before and after it: called "
+                  f"a gain {wrong} of {judged} times."]  # fmt: skip
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from ironlaw.plan.estimate import plan_run
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.on_ranks import RanksPlan, plan_ranks
 from ironlaw.plan.rank_passes import most_in_flight, passes, play
+from ironlaw.plan.rank_search import best_layout
 from ironlaw.plan.traffic import traffic
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
@@ -117,6 +118,23 @@ def test_a_pipeline_of_equal_stages_idles_as_the_formula_says() -> None:
     assert max(played.ends) >= 4 * 8 * 3.0 / 2
     slow = play(passes("1f1b", 2, 1, 8), lambda p: seconds[p.kind], lambda a, b: 5.0)
     assert max(slow.ends) > 8 * 5.0
+
+
+def test_the_best_layout_is_the_fastest_that_fits(machine_profile: Profile) -> None:
+    fabric = Fabric(COSTS)
+    choice = best_layout(config(), machine_profile, 4, fabric, lambda layout: True)
+    assert all(plan.fits for plan in choice.plans) and choice.tried >= len(choice.plans) > 10
+    assert choice.best.step_seconds <= 1.01 * min(plan.step_seconds for plan in choice.plans)
+    assert "\n" not in choice.reason and str(choice.best.layout) in choice.reason
+    # Links a thousand times slower than this machine's: whatever talks least wins.
+    far = Fabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=1e-4, bytes_per_second=1e5))
+    apart = best_layout(config(), machine_profile, 4, far, lambda layout: True).best
+    least = min(sum(t.bytes for t in plan.stages[0].communication) for plan in choice.plans)
+    assert sum(t.bytes for t in apart.stages[0].communication) < 3 * least
+    only = best_layout(config(), machine_profile, 4, fabric, lambda layout: layout.tp == 4 and not layout.sp)
+    assert only.best.layout.tp == 4
+    with pytest.raises(UserError, match="no layout divides"):
+        best_layout(config(), machine_profile, 4, fabric, lambda layout: False)
 
 
 def test_what_cannot_be_planned_is_said(machine_profile: Profile) -> None:

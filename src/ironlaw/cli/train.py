@@ -14,6 +14,7 @@ from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
+    from ironlaw.machine.profile import Profile
     from ironlaw.report.live import LiveRun
     from ironlaw.train.loop import Outcome
 
@@ -85,14 +86,24 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
+    from ironlaw.train.parallel.planning import choose_layout, with_layout
     from ironlaw.train.run_directory import default_name
 
     say = messages()
-    with job(settings, host.memory_bytes(), resume) as here:
+
+    def profile_here() -> Profile:
+        if not profile_path().is_file():
+            measure_and_keep()
+        return load_profile()
+
+    def choose(config: RunConfig, ranks: int) -> RunConfig:
+        choice = choose_layout(config, profile_here(), ranks)
+        say.print(f"Layout     {choice.reason}", markup=False)
+        return with_layout(config, choice.best.layout)
+
+    with job(settings, host.memory_bytes(), resume, choose) as here:
         folder = here.first_does(lambda: out or default_name(settings.model.name))
-        if not here.first_does(lambda: profile_path().is_file()):
-            here.first_does(measure_and_keep)
-        profile = here.first_does(load_profile)
+        profile = here.first_does(profile_here)
         live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:

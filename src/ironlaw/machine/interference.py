@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -73,7 +72,7 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
                 seen.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
         except (KeyError, TypeError, ValueError):  # torn, or of an earlier version
             continue
-    return {kind: statistics.median(s[kind] for s in seen) if seen else 1.0 for kind in KINDS}
+    return {kind: float(np.median([s[kind] for s in seen])) if seen else 1.0 for kind in KINDS}
 
 
 def _history() -> list[str]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ironlaw.config import RunConfig
+from ironlaw.ledger import Kind
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.rank_passes import Pass, passes
 from ironlaw.plan.traffic import layers_of, stage_parameters, stages_of, units_of
@@ -95,6 +96,10 @@ class _Rank:
         self.has_gradients: set[int] = set()
         self.waiting_buffer = 0.0  # of the last reduction
         self.last_gather = 0.0  # buffer of the last gather, forward
+        # PyTorch's schedules of several chunks, or with split passes, wait for what they have sent at the end only.
+        self.sends_late = layout.pp > 1 and not (layout.virtual_stages == 1 and layout.schedule in ("1f1b", "gpipe"))
+        self.unfinished = 0.0
+        self.waiting: dict[tuple[int, int], float] = {}  # of a split pass: what its gradients of weights need
         self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
 
     # -- sizes -------------------------------------------------------------------------------------------------
@@ -148,16 +153,22 @@ class _Rank:
     def _pipelined(self) -> None:
         order = self._order()
         for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
-            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last and s not in self.stages]
+            # Also for a neighbour on the same rank, whose tensors take the buffers' place.
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
             self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
         self.walk.look("messages")
-        left = dict.fromkeys(self.stages, self.micro_batches)
         for p in order:
             if p.kind == "F":
                 self._forward(p.stage, p.micro_batch)
-            elif p.kind in ("B", "W"):
-                left[p.stage] -= 1
+            elif p.stage == 0 and p.kind == "I":
+                pass  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
+            elif p.kind == "B" or p.stage == 0:
                 self._backward(p.stage, p.micro_batch, last=False, piped=True)
+            elif p.kind == "I":
+                self._inputs(p.stage, p.micro_batch)
+            else:
+                self._weights(p.stage, p.micro_batch)
+        self.walk.now["messages"] -= self.unfinished
         for stage in self.stages if self.fsdp else ():
             self._reduce_all(stage)
 
@@ -200,19 +211,71 @@ class _Rank:
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
         for index, unit in enumerate(order):
+            if unit in self.units[stage] and unit == "head.weight":  # the loss is the root's, before the output layer
+                ahead = [op for op in work[unit] if op.kind is Kind.LOSS]
+                walk.run(ahead, kept)
+                work[unit] = work[unit][len(ahead) :]
             self._regather(stage, unit, order[index + 1 :][:1])
             walk.run(work[unit], kept)
             self._after_backward(stage, unit, last, piped)
         if stage != 0:
             walk.now["temporaries"] -= self.stream
             walk.now["activations"] += self.stream  # the input is a buffer for messages
+            self._sent(stage, stage - 1)
         if stage != self.last:
             walk.now["activations"] -= self.stream  # the output
+            self._sent(stage, stage + 1)
         self.has_gradients.add(stage)
         if self.fsdp and not piped:
             self._after_backward(stage, "root", last, piped)
-            walk.now["reducing"] -= self.waiting_buffer
-            self.waiting_buffer = 0.0
+            if last:  # else the buffer of the last reduction stays until the next one
+                walk.now["reducing"] -= self.waiting_buffer
+                self.waiting_buffer = 0.0
+
+    def _sent(self, stage: int, to: int) -> None:
+        if self.sends_late and to not in self.stages:
+            self.unfinished += self.stream
+            self.walk.add("messages", self.stream, "messages")
+
+    def _inputs(self, stage: int, micro_batch: int) -> None:
+        """Gradients of inputs alone: nothing that was saved is freed, and gradients of wide layers' outputs stay."""
+        shape, walk, model = self.shape, self.walk, self.shape.model
+        before = walk.now["activations"]
+        saved = self._saved(stage)
+        wide = model.query_size + 2 * model.key_value_size + model.ffn_size * (2 if model.gated_ffn else 1)
+        order: list[tuple[list[Operation], float]] = []
+        if stage == self.last:
+            order.append((head_backward(shape), shape.tokens * model.vocab * FP32 + self.stream))
+        order += [(block_backward(shape), shape.tokens * wide * FP32) for _ in self._blocks(stage)]
+        start = walk.now["temporaries"]
+        if stage != self.last:
+            walk.add("temporaries", self.stream, "gradient of the output")
+        for unit in reversed(self._blocks(stage)):
+            self._gather(stage, unit)
+        for operations, kept in order:
+            walk.add("activations", kept, "gradients of inputs")
+            walk.run([replace(op, frees_saved_bytes=0, gradient_bytes=0) for op in operations], "gradients")
+        walk.now["temporaries"] = start
+        self.waiting[stage, micro_batch] = walk.now["activations"] - before + saved
+        if stage != 0:
+            self._sent(stage, stage - 1)
+        if stage != self.last:
+            self._sent(stage, stage + 1)
+
+    def _weights(self, stage: int, micro_batch: int) -> None:
+        """Gradients of weights: what waited for them goes."""
+        if stage not in self.has_gradients:
+            self.walk.add("gradients", self.whole(stage), "gradients of weights")
+            self.has_gradients.add(stage)
+        self.walk.now["activations"] -= self.waiting.pop((stage, micro_batch))
+
+    def _saved(self, stage: int) -> float:
+        """What a forward pass leaves, its input left out where that is a buffer for messages."""
+        shape = self.shape
+        operations = block(shape) * len(self._blocks(stage))
+        operations += embedding(shape) if stage == 0 else []
+        operations += head(shape) if stage == self.last else []
+        return sum(op.saved_bytes for op in operations)
 
     # -- what FSDP does ----------------------------------------------------------------------------------------
 

@@ -127,6 +127,7 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_faults_on_one_of_two_ranks(
     tiny_file: Callable[..., Path], on_ranks: Callable[..., Any], ironlaw_here: Callable[..., Any]
 ) -> None:
@@ -135,7 +136,7 @@ def test_faults_on_one_of_two_ranks(
         checkpoint={"every": 10, "keep": 4}, evaluation={"every": 0},
         recovery={"window": 16, "patience": 2, "rewind": 3, "skip_before": 1, "skip_after": 2},
     )  # fmt: skip
-    found = dict(zip(CASES, on_ranks(2, [case | {"config": str(config)} for case in CASES.values()]), strict=True))
+    found = dict(zip(CASES, on_ranks(2, [case | {"config": str(config)} for case in CASES.values()], 800), strict=True))
 
     # A spike, or what is not a number, on one rank or one stage: both go back to the same checkpoint and go on alike.
     for name in ("rise", "nan", "gradient"):
@@ -168,7 +169,7 @@ def test_faults_on_one_of_two_ranks(
     code, out, _ = ironlaw_here("explain", first["run"], "--json")
     assert code == 0
     (finding,) = [each for each in json.loads(out)["diagnosis"]["findings"] if each["rule"] == "straggler"]
-    assert finding["share"] > 0.15 and "slowest_rank" in str(finding["evidence"])
+    assert finding["share"] > 0.15 and "slowest rank: 1" in finding["evidence"]
 
     # What differs from rank 0 is refused, by rank 0 in one line.
     for name, words in {

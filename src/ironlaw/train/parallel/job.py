@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ironlaw.config import RunConfig
@@ -20,6 +21,7 @@ from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight, session
 from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.meeting import FINISHED, Meeting, join, stand_by
+from ironlaw.train.parallel.planning import agreed
 from ironlaw.train.parallel.ranks import (
     TIMEOUT_SECONDS,
     Ranks,
@@ -62,20 +64,28 @@ class Job:
 
 
 @contextmanager
-def job(config: RunConfig, memory_bytes: float, resume: bool = False) -> Iterator[Job]:
-    """Join the process group. `memory_bytes` of this machine decides the layout where none is written.
+def job(
+    config: RunConfig, memory_bytes: float, resume: bool = False,
+    choose: Callable[[RunConfig, int], RunConfig] | None = None,
+) -> Iterator[Job]:  # fmt: skip
+    """Join the process group. Where no layout is written rank 0 asks `choose` for one, of so many ranks; without it
+    `memory_bytes` of this machine decides.
 
     A run that goes on may do so on fewer ranks than torchrun has started, when torchrun may also restart it.
     """
     size = world_size()
+    written = config
+    planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
         config = config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)})
     elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    if not elastic:  # before anybody waits for anybody
+    if not elastic and not planned:  # before anybody waits for anybody
         _quietly(lambda: check(config, size))
     meeting = join(TIMEOUT_SECONDS)
     fewer = elastic and (resume or meeting.restarted)
     used = _quietly(lambda: usable(config, size)) if fewer else size
+    if meeting.rank < used and planned and choose is not None:
+        config = agreed(meeting.store, meeting.rank, lambda: choose(written, used))
     _quietly(lambda: check(config, used))
     if meeting.rank >= used:
         stand_by(meeting)

@@ -24,6 +24,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.plan.layout import V_SHAPED
 from ironlaw.plan.traffic import layers_of
 from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.waiting import within
 
 
 def _kind(schedule: str, virtual: int) -> Any:
@@ -114,7 +115,7 @@ def build_schedule(
         )  # fmt: skip
     for stage in built:
         for name, which in PASSES.items():
-            setattr(stage, name, _within(getattr(stage, name), phase, which))
+            setattr(stage, name, within(getattr(stage, name), phase, which))
     kind = _kind(config.schedule, config.virtual_stages)
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss)
@@ -125,16 +126,6 @@ PASSES = {
     "backward_one_chunk": Phase.BACKWARD,
     "backward_weight_one_chunk": Phase.BACKWARD,
 }
-
-
-def _within(
-    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
-) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:
-        with phase(which):
-            return function(*arguments, **named)
-
-    return timed
 
 
 def _own_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
 
 
-def agreed(config: RunConfig, store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
+def agreed(store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
     """What rank 0 chooses, on every rank, before there is a process group. Its UserError ends all; it says it."""
     if rank:
         store.wait([AGREED], datetime.timedelta(seconds=CHOOSING_SECONDS))
@@ -115,9 +115,9 @@ def agreed(config: RunConfig, store: dist.Store, rank: int, choose: Callable[[],
             raise SystemExit(2)
         return build_config(json.loads(told))
     try:
-        chosen = choose()
+        told = json.dumps(choose().model_dump(mode="json", exclude_none=True))
     except UserError:
         store.set(AGREED, "")
         raise
-    store.set(AGREED, json.dumps(chosen.model_dump(mode="json", exclude_none=True)))
-    return chosen
+    store.set(AGREED, told)
+    return build_config(json.loads(told))

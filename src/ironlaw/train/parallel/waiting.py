@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.traffic import dimensions_of
@@ -142,7 +143,11 @@ class Waits:
             buffer = bucket.buffer()
             found = self.called((dimension, "all_reduce"), buffer.numel() * buffer.element_size()) if size > 1 else None
             began = time.perf_counter()
-            future = hook(state, bucket)
+            clock, self._clock = self._clock, None  # what the hook calls is this bucket's, and counted already
+            try:
+                future = hook(state, bucket)
+            finally:
+                self._clock = clock
 
             def through(done: Any) -> Any:
                 if found is not None and found.seconds is not None:
@@ -154,6 +159,7 @@ class Waits:
             self._bucket_key = (dimension, "all_reduce")
             return future
 
+        timed.__annotations__.clear()  # DDP compares them with its own types, by identity
         return timed
 
     def backward_done(self) -> None:
@@ -246,6 +252,18 @@ def watch_replica(part: Any, waits: Waits) -> None:
     if isinstance(part, DistributedDataParallel) and not getattr(part, "_comm_hooks", None):
         with timed_hooks(waits):
             part.register_comm_hook(part.process_group, allreduce_hook)
+
+
+def within(
+    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
+) -> Callable[..., Any]:
+    """The function, its time counted to a phase."""
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        with phase(which):
+            return function(*arguments, **named)
+
+    return timed
 
 
 def _call(waits: Waits, plain: Any, kind: str, place: int, keyword: str) -> Any:

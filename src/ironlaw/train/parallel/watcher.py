@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ironlaw.train.parallel import recorder
+from ironlaw.train.parallel import recorder, waiting
 from ironlaw.train.parallel.hang import Note, report
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.recorder import Operation
@@ -35,7 +35,7 @@ SAMPLE_SECONDS = 0.05
 NOTE_SECONDS = 1.0
 NOTES_PER_SECOND = 500  # of all ranks together: one store serves them
 GRACE_SECONDS = 3.0  # for the notes of the others, and for the report to be written before they end
-TORCH = str(Path(torch.__file__).parent)
+TORCH = (str(Path(torch.__file__).parent), str(Path(waiting.__file__)))  # what times PyTorch's calls belongs to them
 SOURCE = str(Path(__file__).parents[2])
 HUNG = "hung"
 
