@@ -127,6 +127,11 @@ def get(engine: Engine, name: str) -> float:
     return float(getattr(engine.on(generation), key))
 
 
+def rounded(value: float) -> float:
+    """Four digits; what a bound of zero was approached to is zero."""
+    return float(f"{value:.4g}") if abs(value) >= 1e-7 else 0.0
+
+
 def put(engine: Engine, values: dict[str, float]) -> Engine:
     plain = {name: value for name, value in values.items() if "." not in name}
     nested = {generation: dict(entries) for generation, entries in engine.by_generation.items()}
@@ -242,7 +247,7 @@ def main() -> None:
                 continue
             data = blocks(chosen, kind)
             fitted = fit(start_of(name), data, names, kind)
-            print(name, kind, {n: float(f"{get(fitted, n):.4g}") for n in names})
+            print(name, kind, {n: rounded(get(fitted, n)) for n in names})
             summary(data, fitted, kind)
             if arguments.write:
                 write(name, fitted, names, chosen)
@@ -331,11 +336,11 @@ def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
     path = Path(__file__).parents[1] / "src/ironlaw/plan/engines" / f"{name}.toml"
     old = tomllib.loads(path.read_text(encoding="utf-8"))
     overrides = old.pop("by_generation", {})
-    old |= {n: float(f"{get(fitted, n):.4g}") for n in names if "." not in n}
+    old |= {n: rounded(get(fitted, n)) for n in names if "." not in n}
     for n in names:
         generation, _, key = n.rpartition(".")
         if generation:
-            overrides.setdefault(generation, {})[key] = float(f"{get(fitted, n):.4g}")
+            overrides.setdefault(generation, {})[key] = rounded(get(fitted, n))
     groups = ", ".join(sorted({r.group for r in runs if r.step_seconds or r.peak_bytes}))
     old["source"] = f"fitted by benchmarks/fit_engines.py to published runs of {groups}; conventions from the framework"
     free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}

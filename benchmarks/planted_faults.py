@@ -1,11 +1,13 @@
 """Fourteen defects planted one at a time in a working training script: is the cause named, and the gain foretold?
 
-    python benchmarks/planted_faults.py [--only NAME ...] [--healthy 10] [--out FILE]
+    python benchmarks/planted_faults.py RUNS --run --healthy 10 --seconds 100    # on an idle machine, again until done
+    python benchmarks/planted_faults.py RUNS --out FILE                # explains the runs that are there, and reports
 
-Each run is a process of its own: an ordinary PyTorch loop (a GPT of 4 x 256 on text, bf16, observed by
-`ironlaw.observe`), with one defect or none. Named right: the first cause of `ironlaw explain` is the planted one.
-Foretold: what its first remedy promises, against the step of the run without the defect. Run it on a machine that
-does nothing else, after `ironlaw measure`.
+Each run is a process of its own, forked from one that has only imported: an ordinary PyTorch loop (a GPT of 4 x 256 on
+text, bf16, observed by `ironlaw.observe`), with one defect or none. Runs with and without the defect take turns, twice
+each, so that both see the same machine. Named right: the first cause of `ironlaw explain` is the planted one, in the
+first run with it. Foretold: what its first remedy promises, against the difference of the turns. Run `ironlaw measure`
+before.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
+import itertools
 import json
 import os
-import subprocess
-import sys
-import tempfile
+import shutil
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-STEPS, BATCH, TOKENS, VOCAB = 36, 16, 64, 4096
+STEPS, BATCH, TOKENS, VOCAB = 24, 16, 64, 4096
 LONG = 2048  # tokens, where attention is what matters
-HERE = Path(__file__)
 # defect -> (rule that names it, stage of the input where the rule has stages)
 FAULTS: dict[str, tuple[str, str | None]] = {
     "slow_storage": ("input_bound", "read"),
@@ -42,12 +44,21 @@ FAULTS: dict[str, tuple[str, str | None]] = {
     "needless_recomputation": ("recompute_needless", None),
     "sync_inside_accumulation": ("sync_in_accumulation", None),
 }
+# What the first remedy makes of the script, where that is not the script without the defect.
+REMEDIED = {("item_every_micro_batch", "batch"): "plain"}
+# The remedy that makes the script without the defect of it: what its promise is graded by.
+CURES = {
+    "slow_storage": "data", "single_thread_tokenizer": "data", "too_few_workers": "data", "fp32": "precision",
+    "unfused_attention": "attention", "tiny_batch": "batch", "item_every_micro_batch": "batch",
+    "unaligned_vocabulary": "alignment", "checkpoint_every_step": "checkpoint", "evaluation_too_often": "evaluation",
+    "twice_the_threads": "threads", "straggling_rank": "straggler", "needless_recomputation": "recompute",
+    "sync_inside_accumulation": "no_sync",
+}  # fmt: skip
 ALSO_RIGHT = {"item_every_micro_batch": "sync_points_free", "unaligned_vocabulary": "misaligned_free"}
 # What the script without the defect looks like, where it is not the plain one.
 BASE_OF = {
     "unaligned_vocabulary": "large_vocabulary", "item_every_micro_batch": "accumulating",
-    "tiny_batch": "eightfold_batch",
-    "unfused_attention": "long_sequences",
+    "tiny_batch": "eightfold_batch", "too_few_workers": "enough_workers", "unfused_attention": "long_sequences",
     "straggling_rank": "two_ranks", "sync_inside_accumulation": "two_ranks_accumulating",
 }  # fmt: skip
 
@@ -131,7 +142,7 @@ def train(fault: str, out: Path) -> None:
             return len(self.ids)
 
         def __getitem__(self, index: int) -> torch.Tensor:
-            if fault in ("slow_storage", "too_few_workers"):
+            if fault in ("slow_storage", "too_few_workers", "enough_workers"):
                 self.read_slowly()
             if fault == "single_thread_tokenizer":
                 return self.tokenize(index)
@@ -152,11 +163,11 @@ def train(fault: str, out: Path) -> None:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    workers = 1 if fault == "too_few_workers" else 0
+    workers = {"too_few_workers": 1, "enough_workers": 4}.get(fault, 0)
     loader = DataLoader(Text(), batch_size=micro, num_workers=workers)
     cast: Any = contextlib.nullcontext() if fault == "fp32" else torch.autocast("cpu", dtype=torch.bfloat16)
-    steps = 3 * STEPS if fault == "tiny_batch" else STEPS
-    batches = iter(loader)
+    steps = 3 * STEPS if fault == "tiny_batch" else 3 * STEPS // 4 if long else STEPS
+    batches, running = iter(loader), 0.0
     with ironlaw.observe(model, optimizer, out=out) as watch:
         for step in range(steps):
             for number in range(accumulate):
@@ -169,12 +180,11 @@ def train(fault: str, out: Path) -> None:
                         loss = model(ids[:, :-1], ids[:, 1:])
                     loss.backward()
                 if fault == "item_every_micro_batch":
-                    norms = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
-                    assert norms
+                    running += loss.item()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if step % (2 if fault == "evaluation_too_often" else STEPS // 2) == 1:
+            if step % (2 if fault == "evaluation_too_often" else STEPS) == 1:
                 model.eval()
                 with torch.no_grad(), cast:
                     for _ in range(2):
@@ -189,21 +199,75 @@ def train(fault: str, out: Path) -> None:
 
 # -- the benchmark -----------------------------------------------------------------------------------------------
 
+TURNS, TRIES = 2, 2
+RANKED = ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks_accumulating")
 
-def run(fault: str, folder: Path) -> Path:
-    out = folder / f"{fault}-{time.time_ns()}"
-    command = [sys.executable, str(HERE), "--train", fault, "--run", str(out)]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    if fault in ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks_accumulating"):
-        port = str(29500 + os.getpid() % 500)
-        shared = environment | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        others = [subprocess.Popen(command, env=shared | {"RANK": str(r)}, stderr=subprocess.DEVNULL) for r in range(2)]
-        for process in others:
-            if process.wait() != 0:
-                raise SystemExit(f"{fault}: a rank failed")
-        return out
-    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
-    return out
+
+def run(fault: str, out: Path) -> None:
+    """In a child of this process, which has imported everything and computed nothing."""
+    for module in ("torch._dynamo", "torch.utils.checkpoint", "ironlaw.plan.traced", "ironlaw.workload.trace"):
+        importlib.import_module(module)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    ranks = 2 if fault in RANKED else 1
+    port = 29500 + time.time_ns() // 1000 % 500
+    children = [_child(fault, out, rank, ranks, port) for rank in range(ranks)]
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    if any(codes):
+        raise SystemExit(f"{fault}: failed")
+
+
+def _child(fault: str, out: Path, rank: int, ranks: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if ranks > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    code = 1
+    try:
+        train(fault, out)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        os._exit(code)
+
+
+def take_turn(fault: str, turn: int, folder: Path, until: float) -> None:
+    """`folder/FAULT/with-0`, `without-0`, `with-1`, ...; what is there already stays, so that it runs in pieces.
+
+    A run beside other programs says nothing of either side, and is repeated.
+    """
+    both = {folder / fault / f"with-{turn}": fault, folder / fault / f"without-{turn}": BASE_OF.get(fault, "plain")}
+    both |= {folder / fault / f"remedied-{turn}": base for (name, _), base in REMEDIED.items() if name == fault}
+    if time.monotonic() > until or all((out / "ledger.json").is_file() for out in both):
+        return
+    for out, what in both.items():
+        for _ in range(TRIES):
+            shutil.rmtree(out, ignore_errors=True)
+            run(what, out)
+            if alone(out):
+                break
+
+
+def alone(out: Path) -> bool:
+    """Whether no other program used the cores meanwhile; of runs with processes of their own it is not known."""
+    facts = json.loads((out / "ledger.json").read_text())["facts"]
+    own = facts.get("world_size", 1) > 1 or facts.get("data_workers")
+    return bool(own) or (facts.get("other_load") or 0.0) <= 0.10
+
+
+def turns_of(folder: Path) -> int:
+    """How many turns are complete, from the first on."""
+    done = [all((folder / f"{name}-{turn}" / "ledger.json").is_file() for name in ("with", "without"))
+            for turn in range(TURNS)]  # fmt: skip
+    return (*done, False).index(False)
 
 
 def whole_step(out: Path) -> float:
@@ -219,28 +283,32 @@ def explain(out: Path) -> dict[str, Any]:
     return explain_path(out).to_json()
 
 
-def judge(fault: str, folder: Path, bases: dict[str, float]) -> dict[str, Any]:
-    base = BASE_OF.get(fault, "plain")
-    if base not in bases:
-        bases[base] = whole_step(run(base, folder))
-    out = run(fault, folder)
-    document = explain(out)
-    findings = document["diagnosis"]["findings"]
-    first = findings[0]["rule"] if findings else "none"
-    rule, stage = FAULTS[fault]
-    named = first in (rule, ALSO_RIGHT.get(fault)) and stage in (None, document["facts"]["run"].get("data_stage"))
-    remedies = document["remedies"]
-    promised = remedies[0]["step_seconds_saved"] if remedies else 0.0
-    step = whole_step(out)
+def judge(fault: str, folder: Path) -> dict[str, Any]:
+    document = explain(folder / "with-0")
+    findings, remedies = document["diagnosis"]["findings"], document["remedies"]
+    first, stage = (findings[0]["rule"] if findings else "none"), document["facts"]["run"].get("data_stage")
+    rule, wanted = FAULTS[fault]
+    turns = turns_of(folder)
+    steps = [whole_step(folder / f"with-{turn}") for turn in range(turns)]
     scale = 8 if fault == "tiny_batch" else 1  # per sample
-    gained = step - bases[base] / scale
-    near = abs(promised - gained) <= 0.3 * abs(gained) if gained else promised == 0
+    remedied = (fault, remedies[0]["name"] if remedies else None) in REMEDIED
+    base = "remedied" if remedied else "without"
+    bases = [whole_step(folder / f"{base}-{turn}") / scale for turn in range(turns)]
+    gained = (sum(steps) - sum(bases)) / turns
+    spread = max(max(steps) - min(steps), max(bases) - min(bases))
+    promised = remedies[0]["step_seconds_saved"] if remedies else 0.0
     return {
-        "fault": fault, "first": first, "stage": document["facts"]["run"].get("data_stage"), "named": named,
-        "remedy": remedies[0]["name"] if remedies else None, "step": step, "base": bases[base] / scale,
-        "promised": promised, "gained": gained, "near": near,
+        "fault": fault, "first": first, "stage": stage, "step": sum(steps) / turns, "turns": turns,
+        "named": first in (rule, ALSO_RIGHT.get(fault)) and wanted in (None, stage),
+        "remedy": remedies[0]["name"] if remedies else None, "promised": promised, "gained": gained, "spread": spread,
+        "near": bool(remedies) and abs(promised - gained) <= 0.3 * abs(gained),
         "others": [f["rule"] for f in findings[1:4]],
     }  # fmt: skip
+
+
+def verdict(out: Path) -> str:
+    diagnosis = explain(out)["diagnosis"]
+    return "healthy" if diagnosis["healthy"] else f"{diagnosis['findings'][:1]} {diagnosis['sentence']}"
 
 
 def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
@@ -255,20 +323,37 @@ def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
     lines = [
         "# Planted faults", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
-        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/planted_faults.py`.", "",
+        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/planted_faults.py`: runs with and "
+        f"without the defect in turn, {TURNS} of each.", "",
         f"Named right: {sum(r['named'] for r in rows)} of {len(rows)}. Gain foretold within 30%: "
         f"{sum(r['near'] for r in rows)} of {len(rows)}. Without a fault called healthy: "
         f"{healthy.count('healthy')} of {len(healthy)}.", "",
-        "| planted | named first | right | remedy | promised, ms per step | measured | within 30% |",
-        "|---|---|---|---|---:|---:|---|",
+        "| planted | named first | right | step, ms | remedy | promised, ms per step | measured | "
+        "spread of equal runs | within 30% |",
+        "|---|---|---|---:|---|---:|---:|---:|---|",
     ]  # fmt: skip
     for r in rows:
         lines.append(
-            f"| {r['fault']} | {_cause(r)} | {'yes' if r['named'] else 'no'} | {r['remedy'] or 'none'} | "
-            f"{1e3 * r['promised']:.1f} | {1e3 * r['gained']:.1f} | {'yes' if r['near'] else 'no'} |"
+            f"| {r['fault']} | {_cause(r)} | {'yes' if r['named'] else 'no'} | {1e3 * r['step']:.1f} | "
+            f"{r['remedy'] or 'none'} | {1e3 * r['promised']:.1f} | {1e3 * r['gained']:.1f} | "
+            f"{1e3 * r['spread']:.1f} | {'yes' if r['near'] else 'no'} |"
         )
     wrong = [verdict for verdict in healthy if verdict != "healthy"]
     return "\n".join([*lines, "", *(f"Not healthy: {verdict}" for verdict in wrong), ""])
+
+
+def keep_grades(rows: list[dict[str, Any]], path: Path) -> None:
+    from ironlaw.explain import grades
+    from ironlaw.machine import host
+
+    others = [grade for grade in grades.read(path) if grade.source != "planted_faults"]
+    path.unlink(missing_ok=True)
+    for grade in others:
+        grades.keep(grade, path)
+    for row in rows:
+        if row["remedy"] == CURES[row["fault"]]:
+            shares = (row[key] / row["step"] for key in ("promised", "gained"))
+            grades.keep(grades.Grade(row["remedy"], *shares, "planted_faults", host.cpu_name()), path)
 
 
 def _cause(row: dict[str, Any]) -> str:
@@ -277,40 +362,30 @@ def _cause(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="*", help="of " + ", ".join(FAULTS))
-    parser.add_argument("--healthy", type=int, default=10)
-    parser.add_argument("--state", type=Path, help="rows so far, to run it in pieces")
+    parser.add_argument("folder", type=Path, help="of the runs; what is there already stays")
+    parser.add_argument("--run", nargs="*", metavar="NAME", help="all, or of " + ", ".join(FAULTS))
+    parser.add_argument("--healthy", type=int, default=0, metavar="N", help="so many runs without a defect")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no more runs after that")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--grades", type=Path, help="replace this benchmark's lines of the record of remedies")
     options = parser.parse_args()
-    if options.train:
-        train(options.train, options.run)
+    folder: Path = options.folder
+    until = time.monotonic() + options.seconds
+    wanted = options.run or FAULTS if options.run is not None else ()
+    for turn, fault in itertools.product(range(TURNS), wanted):
+        take_turn(fault, turn, folder, until)
+    for number in range(options.healthy):
+        if time.monotonic() < until and not (folder / "healthy" / f"{number}" / "ledger.json").is_file():
+            run("plain", folder / "healthy" / f"{number}")
+    if options.run is not None or options.healthy:
         return
-    state: dict[str, Any] = {"rows": [], "healthy": []}
-    if options.state and options.state.is_file():
-        state = json.loads(options.state.read_text())
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, bases = Path(temporary), {}
-        for fault in options.only if options.only is not None else FAULTS:
-            row = judge(fault, folder, bases)
-            state["rows"] = [r for r in state["rows"] if r["fault"] != fault] + [row]
-            print(json.dumps(row), flush=True)
-            if options.state:
-                options.state.write_text(json.dumps(state))
-        for _ in range(options.healthy):
-            diagnosis = explain(run("plain", folder))["diagnosis"]
-            verdict = "healthy" if diagnosis["healthy"] else f"{diagnosis['findings'][:1]} {diagnosis['sentence']}"
-            state["healthy"].append(verdict)
-            print(verdict, flush=True)
-            if options.state:
-                options.state.write_text(json.dumps(state))
-    order = list(FAULTS)
-    state["rows"].sort(key=lambda r: order.index(r["fault"]))
-    text = report(state["rows"], state["healthy"])
+    rows = [judge(fault, folder / fault) for fault in FAULTS if turns_of(folder / fault)]
+    text = report(rows, [verdict(out) for out in sorted(folder.glob("healthy/*"))])
     print(text)
     if options.out:
         options.out.write_text(text)
+    if options.grades:
+        keep_grades(rows, options.grades)
 
 
 if __name__ == "__main__":

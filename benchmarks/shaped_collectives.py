@@ -46,12 +46,14 @@ def main() -> None:
     for kind, call in calls(rank, ranks).items():
         call()
         dist.barrier()
-        before, began = sent_bytes(), time.perf_counter()
+        before, seconds = sent_bytes(), []
         for _ in range(REPEATS):
+            dist.barrier()
+            began = time.perf_counter()
             call()
-        seconds = (time.perf_counter() - began) / REPEATS
+            seconds.append(time.perf_counter() - began)
         dist.barrier()
-        mine = {"sent_over_buffer": (sent_bytes() - before) / REPEATS / SIZE, "seconds": seconds}
+        mine = {"sent_over_buffer": (sent_bytes() - before) / REPEATS / SIZE, "seconds": sorted(seconds)}
         everybodys: list[Any] = [None] * ranks
         dist.all_gather_object(everybodys, mine)
         found[kind] = everybodys

@@ -1,7 +1,7 @@
 """Step time over slow links, measured and planned: every rank a host of its own, a network namespace on this machine.
 
     python benchmarks/shaped_links.py [--rates 1gbit 100mbit] [--layouts dp=2 "dp=2 zero=3" pp=2] [--json FILE]
-    python benchmarks/shaped_links.py --collectives        # what gloo puts on the wire for each collective
+    python benchmarks/shaped_links.py --collectives [--hosts 4]     # what gloo puts on the wire
 
 A host is a namespace with one core, one veth interface behind a bridge and its own address; what leaves it is shaped
 by a token bucket (`tc tbf`), and delayed by `tc netem` where --delay-ms is given and the kernel has it. Root, `ip` and
@@ -28,7 +28,7 @@ from typing import Any
 
 RATES = {"1gbit": 1e9, "100mbit": 1e8}  # bits/s
 LAYOUTS = ("dp=2", "dp=2 zero=3", "pp=2")
-WARMUP, STEPS = 3, 9
+WARMUP, STEPS = 3, 8
 GOODPUT = 1448 / 1514
 """Of an Ethernet frame of 1,514 bytes, which is what the token bucket counts, TCP with timestamps carries 1,448."""
 BURST_BYTES = 128 * 1024  # more than one segment of 64 KiB, so that none is split
@@ -147,6 +147,9 @@ def hosts(count: int, rate: str = "1gbit", delay_ms: float = 0.0) -> Iterator[Ho
             _call(*inside, "addr", "add", f"{made.address(host)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _call(*inside, "link", "set", device, "up")
+            # As a network card's own queue, the shaper's is short: acknowledgements do not wait behind megabytes.
+            for setting in ("tcp_limit_output_bytes=131072", "tcp_slow_start_after_idle=0"):
+                _call("ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{setting}")
         made.shape(rate, delay_ms)
         yield made
     finally:
@@ -176,8 +179,8 @@ def document(workload: str, layout: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(made: Hosts, workload: str, layout: str, folder: Path) -> float:
-    """Median seconds of a step."""
+def measure(made: Hosts, workload: str, layout: str, folder: Path) -> dict[str, float]:
+    """Median seconds of a step, and of its phases, by their names in metrics.jsonl."""
     import tomli_w
 
     config = folder / "config.toml"
@@ -185,7 +188,11 @@ def measure(made: Hosts, workload: str, layout: str, folder: Path) -> float:
     out = Path(tempfile.mkdtemp(dir=folder)) / "run"
     made.torchrun(["-m", "ironlaw", "train", config, "--out", out], folder)
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return statistics.median([json.loads(line)["seconds"] for line in lines][WARMUP:])
+    steps = [json.loads(line) for line in lines][WARMUP:]
+    return {
+        name: statistics.median(step[name] for step in steps) for name in set(steps[0]) & set(steps[-1])
+        if name == "seconds" or name.endswith("_seconds")
+    }  # fmt: skip
 
 
 def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> float:
@@ -212,13 +219,15 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--collectives", action="store_true", help="bytes and seconds of each collective instead")
+    parser.add_argument("--hosts", type=int, default=2, help="how many, for --collectives")
     parser.add_argument("--json", type=Path, help="append what was found to this file, a line each")
     chosen = parser.parse_args()
     problem = unsupported(delay=bool(chosen.delay_ms))
     if problem:
         raise SystemExit(problem)
-    with tempfile.TemporaryDirectory() as name, hosts(2) as made:
+    with tempfile.TemporaryDirectory() as name, hosts(chosen.hosts) as made:
         if chosen.collectives:
+            made.shape(chosen.rates[0], chosen.delay_ms)
             made.torchrun([Path(__file__).with_name("shaped_collectives.py"), Path(name) / "found.json"], Path(name))
             print((Path(name) / "found.json").read_text(encoding="utf-8"))
             return
@@ -227,13 +236,14 @@ def main() -> None:
             for workload in chosen.workloads:
                 for layout in chosen.layouts:
                     before = made.sent_bytes()
-                    seconds = measure(made, workload, layout, Path(name))
+                    phases = measure(made, workload, layout, Path(name))
+                    seconds = phases.pop("seconds")
                     sent = [(b - a) / STEPS for a, b in zip(before, made.sent_bytes(), strict=True)]
                     plan = planned(workload, layout, RATES[rate], chosen.delay_ms)
                     found = {
                         "rate": rate, "delay_ms": chosen.delay_ms, "workload": workload, "layout": layout,
                         "measured_seconds": seconds, "planned_seconds": plan, "error": plan / seconds - 1,
-                        "sent_bytes_per_step": sent,
+                        "sent_bytes_per_step": sent, "phases": phases,
                     }  # fmt: skip
                     print(json.dumps(found), flush=True)
                     if chosen.json:

@@ -102,22 +102,27 @@ def _arm(kill: dict[str, Any], log: Path) -> None:
     DistributedTrainer._timed_step = timed  # type: ignore[method-assign]
 
 
-def soak_ranks(folder: Path, kills: int, seed: int = 0, steps: int = STEPS, ranks: int = RANKS) -> dict[str, Any]:
-    """The undisturbed job, then the disturbed one, both in `folder`: counts, and every difference."""
+def soak_ranks(
+    folder: Path, kills: int, seed: int = 0, steps: int = STEPS, ranks: int = RANKS, limit_seconds: float = float("inf")
+) -> dict[str, Any]:
+    """The undisturbed job, then the disturbed one, both in `folder`: counts, and every difference.
+
+    TimeoutError after `limit_seconds`: another call goes on in the same folder.
+    """
     import soak
 
+    until = time.monotonic() + limit_seconds
+    if not (folder / "corpus").is_dir():
+        soak.write_corpus(folder / "corpus")
     config = soak.soak_config(
-        soak.write_corpus(folder / "corpus"), folder / "data",
+        folder / "corpus", folder / "data",
         train={"steps": steps, "micro_batch": 2, "profile_steps": 0},
         checkpoint={"every": 3, "keep": 2, "keep_best": 0}, evaluation={"every": 0}, tracking={"batch_digests": True},
     )  # fmt: skip
     file = folder / "config.toml"
     file.write_text(config.to_toml(), encoding="utf-8")
-    began = time.monotonic()
-    whole = _job(folder, file, "whole", 0, seed, ranks)
-    seconds = time.monotonic() - began
-    began = time.monotonic()
-    killed = _job(folder, file, "killed", kills, seed, ranks)
+    whole = _job(folder, file, "whole", 0, seed, ranks, until)
+    killed = _job(folder, file, "killed", kills, seed, ranks, until)
     counts: collections.Counter[str] = collections.Counter()
     log = folder / "killed.kills"
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
@@ -136,12 +141,16 @@ def soak_ranks(folder: Path, kills: int, seed: int = 0, steps: int = STEPS, rank
     torn = [path.name for path in (folder / "killed").rglob(".*") if path.name.endswith(".partial")]
     wrong += [f"left behind: {name}" for name in torn]
     return {
-        "counts": dict(counts), "wrong": wrong, "steps": len(found), "ranks": ranks, "seconds_whole": seconds,
-        "seconds_killed": time.monotonic() - began,
+        "counts": dict(counts), "wrong": wrong, "steps": len(found), "ranks": ranks,
+        "sittings": (folder / "killed.sittings").read_text(encoding="utf-8").count("\n"),
     }  # fmt: skip
 
 
-def _job(folder: Path, config: Path, name: str, kills: int, seed: int, ranks: int) -> int:
+def _job(folder: Path, config: Path, name: str, kills: int, seed: int, ranks: int, until: float) -> int:
+    """Until it ends; at `until` it is told to stop, as by a scheduler whose time is up."""
+    done = folder / f"{name}.done"
+    if done.is_file():
+        return int(done.read_text(encoding="utf-8"))
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
         "--max-restarts", str(2 * kills + 5), str(Path(__file__)), "train", str(config), "--out", str(folder / name),
@@ -150,8 +159,18 @@ def _job(folder: Path, config: Path, name: str, kills: int, seed: int, ranks: in
     environment = os.environ | {
         "IRONLAW_SOAK": json.dumps([str(folder / f"{name}.kills"), kills, seed]), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    with (folder / f"{name}.log").open("wb") as log:
-        return subprocess.run(command, env=environment, stdout=log, stderr=log, check=False).returncode
+    with (folder / f"{name}.sittings").open("a", encoding="utf-8") as sittings:
+        sittings.write(datetime.datetime.now().isoformat() + "\n")
+    with (folder / f"{name}.log").open("ab") as log:
+        job = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            code = job.wait(None if until == float("inf") else max(0.0, until - time.monotonic()))
+            done.write_text(str(code), encoding="utf-8")
+            return code
+        except subprocess.TimeoutExpired:
+            job.terminate()
+            job.wait()
+            raise TimeoutError(f"the {name} job goes on in the next sitting") from None
 
 
 def _lines(run: Path) -> list[tuple[Any, ...]]:
@@ -173,8 +192,7 @@ def report(result: dict[str, Any]) -> str:
 
 `make soak-ranks`, {datetime.date.today().isoformat()}, commit {commit}, Python {platform.python_version()},
 PyTorch {torch.__version__}, {machine}, {result["ranks"]} gloo ranks on {os.cpu_count()} cores, fp32, ZeRO 2.
-{result["seconds_killed"]:.0f} s with the kills, {result["seconds_whole"]:.0f} s without, on a machine shared with other
-work.
+{result["sittings"]} sitting(s) of the disturbed job: where there are more, it was also stopped by SIGTERM between them.
 
 One run of {result["steps"]} steps with a checkpoint every 3. In every start of the job one rank, drawn by chance,
 kills itself with SIGKILL; torchrun starts all ranks again, which go on from the last checkpoint. Half of the kills
@@ -198,6 +216,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path, help="kept, to go on after --seconds")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of this sitting")
     arguments = parser.parse_args()
 
     from ironlaw.cli.measure import measure_and_keep
@@ -207,11 +227,15 @@ def main() -> None:
         measure_and_keep()
     profile = load_profile()
     with tempfile.TemporaryDirectory() as name:
-        os.environ["XDG_CACHE_HOME"] = str(Path(name) / "cache")  # these runs are not part of the planner's record
+        folder = arguments.folder or Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # these runs are not part of the planner's record
         save_profile(profile)
-        result = soak_ranks(Path(name), arguments.kills, arguments.seed, arguments.steps)
+        try:
+            result = soak_ranks(folder, arguments.kills, arguments.seed, arguments.steps, RANKS, arguments.seconds)
+        except TimeoutError as unfinished:
+            sys.exit(f"{unfinished}: run the same command again")
         if result["wrong"]:
-            print((Path(name) / "killed.log").read_text(encoding="utf-8", errors="replace")[-5000:], file=sys.stderr)
+            print((folder / "killed.log").read_text(encoding="utf-8", errors="replace")[-5000:], file=sys.stderr)
     page = report(result)
     print(page)
     if arguments.out is not None:

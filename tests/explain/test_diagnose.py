@@ -44,7 +44,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "batch_small": {"gains": {"batch": 0.6}},
     "misaligned": {"gains": {"alignment": 0.2}, "facts": {"misaligned": [ODD]}},
     "sync_points": {"facts": {"sync_points": [{"place": "a.py:3", "call": "item", "per_step": 9, "seconds": 1.0}]}},
-    "sync_in_accumulation": {"facts": {"gradient_syncs_per_step": 4.0}},
+    "logging_frequent": {"facts": {"logging_fraction": 0.9}, "phases": {"host": 0.1}},
+    "sync_in_accumulation": {"facts": {"gradient_syncs_per_step": 4.0}, "phases": {"communication": 0.1}},
     "communication_bound": {"phases": {"communication": 0.1}},
     "bubble": {"facts": {"bubble_fraction": 0.3}},
     "straggler": {"facts": {"rank_own_seconds": [0.05, 0.3]}},
@@ -105,6 +106,52 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     assert found.healthy and found.findings[0].rule == "sync_points_free" and "train.py:12" in found.evidence[0]
     once = [points[0] | {"per_step": 1}]  # as every loop reads its loss
     assert verdict(plan, facts={"sync_points": once}).findings[0].rule == "compute_bound"
+
+
+def test_a_slow_guest_on_which_nothing_else_ran_is_its_neighbours_doing(plan: Ledger) -> None:
+    slow = {"machine_speed": 0.7, "virtual": True, "other_load": 0.01}
+    found = verdict(plan, facts=slow)
+    condition = next(f for f in found.findings if f.rule == "host_shared")
+    assert found.healthy and found.findings[0].rule == "compute_bound" and "neighbours" in condition.evidence[1]
+    for seen in ({"other_load": 0.4}, {"virtual": False}):  # something on this machine, or no neighbours to blame
+        found = verdict(plan, facts=slow | seen)
+        assert not found.healthy and found.findings[0].rule == "machine_slow"
+    assert "40% of the cores" in verdict(plan, facts=slow | {"other_load": 0.4}).evidence[1]
+
+
+def test_a_cause_that_explains_half_of_a_symptom_is_named_before_it(plan: Ledger) -> None:
+    over = {"kinds": {"matmul": 1.4}}
+    symptom = verdict(plan, **over).findings[0]
+    assert symptom.rule == "off_plan"
+    enough, little = (verdict(plan, **over, gains={"attention": share * symptom.share}) for share in (0.6, 0.4))
+    assert [f.rule for f in enough.findings][:2] == ["attention_unfused", "off_plan"]
+    assert [f.rule for f in little.findings][:2] == ["off_plan", "attention_unfused"]
+
+
+def test_waiting_for_a_slow_rank_is_not_communication(plan: Ledger) -> None:
+    waits = {"phases": {"communication": 0.1}, "facts": {"rank_own_seconds": [0.2, 0.3], "rank": 0}}
+    assert [f.rule for f in verdict(plan, **waits).findings if f.fault] == ["straggler"]
+    alike = {"phases": {"communication": 0.1}, "facts": {"rank_own_seconds": [0.2, 0.201], "rank": 0}}
+    assert [f.rule for f in verdict(plan, **alike).findings if f.fault] == ["communication_bound"]
+
+
+def test_copies_to_the_device_are_input_too(plan: Ledger) -> None:
+    found = verdict(plan, phases={"transfer": 0.1, "data": 0.001}).findings[0]
+    assert found.rule == "input_bound" and "copied to the device" in found.sentence
+
+
+def test_own_recomputation_is_found_by_its_own_name(plan: Ledger) -> None:
+    run = make_run(plan)
+    products = run.select(phase=Phase.FORWARD, kind=Kind.MATMUL)
+    run.lines = [*run.lines, *(replace(x, operation=f"{x.operation} again", phase=Phase.BACKWARD) for x in products)]
+    run.facts["memory_bytes"] = 64 * 2**30
+    assert diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings[0].rule == "recompute_needless"
+
+
+def test_heat_that_slowed_a_processor_is_named(plan: Ledger) -> None:
+    hot = {"processor_throttled": 12, "machine_speed": 0.75}
+    assert "throttled" in {f.rule for f in verdict(plan, facts=hot).findings}
+    assert "throttled" not in {f.rule for f in verdict(plan, facts=hot | {"processor_throttled": 0}).findings}
 
 
 def test_every_rule_is_planted_or_a_ceiling() -> None:

@@ -78,6 +78,25 @@ def test_full_memory_gets_a_smaller_micro_batch() -> None:
     assert found["memory"].bytes_saved > 0 and found["memory"].settings["train.micro_batch"] < 8
 
 
+def test_needless_recomputation_is_undone() -> None:
+    config = with_settings(make_config(), {"recompute.mode": "full"})
+    found = remedies(config, make_profile())
+    assert found["recompute"].settings == {"recompute.mode": "none"}
+    assert found["recompute"].step_seconds_saved > 0 and found["recompute"].bytes_saved < 0
+    assert "recompute" not in remedies(make_config(), make_profile())
+
+
+def test_full_memory_gets_recomputation_and_a_loss_in_parts() -> None:
+    profile, config = make_profile(), make_config()
+    profile.memory_bytes = int(plan_run(config, profile).totals["resident_bytes"].value * 1.02)
+    found = remedies(config, profile)
+    assert found["recompute_more"].settings["recompute.mode"] in ("selective", "full")
+    assert found["recompute_more"].bytes_saved > 0 > found["recompute_more"].total_seconds_saved
+    chunked = found.get("loss_chunks")
+    assert chunked is None or chunked.settings == {"train.loss": "chunked"}
+    assert {"recompute_more", "loss_chunks"}.isdisjoint(remedies(config, make_profile()))
+
+
 def test_frequent_evaluation_is_spread_out() -> None:
     config = with_settings(make_config(), {"evaluation.every": 5})
     found = remedies(config, make_profile(), wall_seconds={"training": 60.0, "evaluation": 30.0})

@@ -25,3 +25,15 @@ def test_a_trace_without_shapes_claims_no_rate() -> None:
     document = explain_path(TRACES / "cpu_plain.json.gz").to_json()
     assert document["mfu"]["measured"] is None and document["flops_per_step"]["measured"] is None
     assert any("record_shapes=True" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("gpu_eager", "launch_bound"), ("gpu_ddp", "communication_bound"), ("gpu_compiled", None)],
+)
+def test_a_gpu_trace_gets_a_verdict(name: str, rule: str | None) -> None:
+    document = explain_path(TRACES / f"{name}.json.gz").to_json()
+    assert document["time"]["unattributed_seconds"] == pytest.approx(0.0, abs=1e-12)
+    first = next((f for f in document["diagnosis"]["findings"] if f["fault"]), None)
+    assert (first["rule"] if first else None) == rule
+    assert first is None or first["advice"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ironlaw.errors import UserError
-from ironlaw.machine import interference
+from ironlaw.machine import interference, load
 from ironlaw.machine.profile import (
     Curve,
     MatmulFit,
@@ -139,11 +141,41 @@ def test_without_a_history_the_rounds_of_the_measurement_count(user_cache: Path,
     assert typical == pytest.approx({"compute": 1.1, "memory": 1.05})
 
 
-def test_what_was_seen_earlier_counts_too(user_cache: Path, machine_profile: Profile) -> None:
-    interference.remember(machine_profile, [{"compute": 2.0, "memory": 3.0}] * 3)
-    typical = interference.typical(machine_profile)
-    assert typical["compute"] == pytest.approx((1.0 + 1.1 + 1.2 + 3 * 2.0) / 6)
-    assert typical["memory"] == pytest.approx((1.0 + 1.05 + 1.1 + 3 * 3.0) / 6)
+def test_the_middle_of_the_last_runs_counts(user_cache: Path, machine_profile: Profile) -> None:
+    for slower in (2.0, 3.0):  # with the measurement's own 1.1, three looks
+        interference.remember(machine_profile, [{"compute": slower, "memory": slower}] * 50)
+    assert interference.typical(machine_profile) == pytest.approx({"compute": 2.0, "memory": 2.0})
+
+
+def test_one_bad_run_does_not_change_the_plans_after_it(user_cache: Path, machine_profile: Profile) -> None:
+    for slower in (1.1, 1.1, 9.0):
+        interference.remember(machine_profile, [{"compute": slower, "memory": 1.05}] * 200)
+    assert interference.typical(machine_profile)["compute"] == pytest.approx(1.1)
+
+
+def test_what_is_older_than_the_last_runs_is_forgotten(user_cache: Path, machine_profile: Profile) -> None:
+    for slower in (5.0,) * 40 + (1.2,) * interference.RUNS_COUNTED:
+        interference.remember(machine_profile, [{"compute": slower, "memory": slower}])
+    assert interference.typical(machine_profile)["compute"] == pytest.approx(1.2)
+    later = time.time() + 2 * interference.FORGOTTEN_AFTER_SECONDS
+    assert interference.typical(machine_profile, now=later) == pytest.approx({"compute": 1.1, "memory": 1.05})
+
+
+def test_what_other_programs_disturbed_is_not_remembered(user_cache: Path, machine_profile: Profile) -> None:
+    quiet, loud = {"compute": 1.2, "memory": 1.2, "others": 0.02}, {"compute": 4.0, "memory": 4.0, "others": 0.6}
+    interference.remember(machine_profile, [loud] * 20)
+    assert not interference.history_path().exists()
+    interference.remember(machine_profile, [quiet] + [loud] * 20)
+    assert json.loads(interference.history_path().read_text(encoding="utf-8"))["compute"] == 1.2
+    assert interference.others([quiet, loud]) == pytest.approx(0.31) and interference.others([{"compute": 1.0}]) is None
+
+
+def test_rounds_of_a_measurement_beside_other_programs_do_not_count(machine_profile: Profile, user_cache: Path) -> None:
+    disturbed = machine_profile.interference | {"others": [0.0, 0.5, 0.5]}
+    typical = interference.typical(replace(machine_profile, interference=disturbed))
+    assert typical == {"compute": 1.0, "memory": 1.0}  # of the first round, the only quiet one
+    all_of_them = machine_profile.interference | {"others": [0.5, 0.5, 0.5]}
+    assert interference.typical(replace(machine_profile, interference=all_of_them)) == {"compute": 1.0, "memory": 1.0}
 
 
 def test_another_machine_does_not_count(user_cache: Path, machine_profile: Profile) -> None:
@@ -164,6 +196,36 @@ def test_a_torn_history_is_no_error(user_cache: Path, machine_profile: Profile) 
     with interference.history_path().open("a", encoding="utf-8") as file:
         file.write('{"machine": "hal')
     assert interference.typical(machine_profile)["compute"] > 1.1  # the whole line before it still counts
+
+
+# -- other programs ----------------------------------------------------------------------------------------------
+
+
+def test_the_load_of_others_is_what_the_cores_did_less_what_we_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, clock = tmp_path / "stat", {"process": 0.0, "wall": 0.0}
+    cores = sorted(load._cores())
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def write(busy_seconds: float) -> None:
+        rows = [f"cpu{core} {round(busy_seconds * ticks)} 0 0 77 5 0 0 99" for core in cores]
+        stat.write_text("\n".join(["cpu 9 9 9 9 9 9 9 9", *rows, "cpu9999 1 1 1 1 1 1 1 1"]), encoding="ascii")
+
+    monkeypatch.setattr(load.time, "process_time", lambda: clock["process"])
+    monkeypatch.setattr(load.time, "perf_counter", lambda: clock["wall"])
+    write(0.0)
+    seen = load.OtherLoad(stat)
+    write(3.0)  # each core computed 3 of 4 s, and we one second of that on each
+    clock |= {"process": 1.0 * len(cores), "wall": 4.0}
+    assert seen.share() == pytest.approx(0.5)
+    clock["wall"] = 4.1
+    assert seen.share() == pytest.approx(0.5)  # asked again at once
+    clock["wall"] = 6.0
+    assert seen.share() == 0.0
+    stat.unlink()
+    clock["wall"] = 8.0
+    assert seen.share() is None
 
 
 def test_the_middle_leaves_out_rare_extremes() -> None:

@@ -32,6 +32,7 @@ ROTARY: dict[str, Any] = {
     "tied": False,
 }  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 16.0}
+EXPERTS: dict[str, Any] = {"experts": 5, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 2, "hidden": 32, "heads": 4, "vocab": 70, "context": 64},
     "gpt2 with exact gelu and its own output layer": {
@@ -45,6 +46,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": ROTARY | {"sliding_window": 8},
     "qwen2": ROTARY | {"qkv_bias": True, "tied": True, "rope_theta": 1e6},
     "qwen3": ROTARY | {"qk_norm": True, "head_size": 12, "norm_eps": 1e-6},
+    "mixtral": ROTARY | {"moe": EXPERTS},
+    "qwen2_moe": ROTARY | {"qkv_bias": True, "moe": EXPERTS | {
+        "expert_ffn": 24, "normalize": False, "shared_experts": 1, "shared_ffn": 20, "shared_gate": True,
+        "balance_loss": 0.001,
+    }},
+    "qwen3_moe with dense layers": ROTARY | {"layers": 4, "qk_norm": True, "head_size": 12, "moe": EXPERTS | {
+        "expert_ffn": 24, "dense_layers": 1, "every": 2,
+    }},
+    "olmoe": ROTARY | {"qk_norm": True, "qk_norm_whole": True, "moe": EXPERTS | {"normalize": False}},
 }  # fmt: skip
 
 
@@ -123,6 +133,13 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
         (ROTARY | {"qk_norm": True, "sliding_window": 8}, "qk_norm is Qwen3's"),
         (ROTARY | {"qkv_bias": True, "sliding_window": 8}, "Qwen2's"),
         (ROTARY | {"bias": True, "sliding_window": 8}, "Mistral's"),
+        ({"bias": False, "moe": EXPERTS}, "experts go with"),
+        (ROTARY | {"moe": EXPERTS | {"balance": "bias"}}, "score by softmax"),
+        (ROTARY | {"moe": EXPERTS | {"score": "sigmoid"}}, "score by softmax"),
+        (ROTARY | {"moe": EXPERTS | {"shared_experts": 1}}, "shared experts are Qwen2-MoE's"),
+        (ROTARY | {"qkv_bias": True, "moe": EXPERTS}, "Qwen2-MoE's"),
+        (ROTARY | {"moe": EXPERTS | {"dense_layers": 1}}, "every layer has experts"),
+        (ROTARY | {"moe": EXPERTS | {"normalize": False}}, "sum to 1"),
     ],
 )
 def test_what_no_architecture_computes_is_refused(change: dict[str, Any], message: str) -> None:

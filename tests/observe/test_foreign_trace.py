@@ -82,3 +82,41 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(UserError, match="export_chrome_trace"):
         read_trace(path)
+
+
+# -- several kinds of GPU traces ---------------------------------------------------------------------------------
+
+
+def milliseconds(ledger: Ledger) -> dict[str, float]:
+    return {str(phase): 1e3 * seconds for phase, seconds in ledger.phase_seconds.items()}
+
+
+def test_kernels_that_only_the_driver_call_links_have_the_phase_of_the_operation_around_it() -> None:
+    ledger = trace_ledger(read_trace(TRACES / "gpu_eager.json.gz"))
+    found = milliseconds(ledger)
+    assert found["forward"] == pytest.approx(2.0 + 0.002) and found["backward"] == pytest.approx(2.0)
+    assert found["optimizer"] == pytest.approx(0.5)
+    assert found["host"] + found["idle"] == pytest.approx(16.0 - 4.502, rel=1e-3)
+    assert ledger.facts["precision"] == "fp32" and ledger.facts["launches_per_step"] == 301
+    assert ledger.facts["sync_points"][0]["place"] == "train.py:41"
+    names = {line.operation for line in ledger.lines if line.kind is Kind.OPTIMIZER}
+    assert names and not any("<" in name or "void" in name for name in names)
+
+
+def test_compiled_regions_have_phases_and_kinds() -> None:
+    ledger = trace_ledger(read_trace(TRACES / "gpu_compiled.json.gz"))
+    assert milliseconds(ledger) == pytest.approx({"forward": 6.0, "backward": 10.0, "optimizer": 1.0})
+    kinds: dict[Kind, float] = {}
+    for line in ledger.lines:
+        kinds[line.kind] = kinds.get(line.kind, 0.0) + 1e3 * (line.seconds or 0.0)
+    assert kinds[Kind.MATMUL] == pytest.approx(11.0) and kinds[Kind.ATTENTION] == pytest.approx(2.0)
+    assert kinds[Kind.NORM] == pytest.approx(2.0) and kinds[Kind.OPTIMIZER] == pytest.approx(1.0)
+    assert ledger.facts["unfused_attention"] is False
+
+
+def test_only_what_outlasts_the_backward_pass_is_exposed_communication() -> None:
+    ledger = trace_ledger(read_trace(TRACES / "gpu_ddp.json.gz"))
+    expected = {"forward": 4.0, "backward": 6.0, "communication": 4.0, "optimizer": 1.0}
+    assert milliseconds(ledger) == pytest.approx(expected)
+    whole = sum(line.seconds or 0.0 for line in ledger.lines if line.kind is Kind.COLLECTIVE)
+    assert whole == pytest.approx(0.010) and ledger.facts["world_size"] == 4

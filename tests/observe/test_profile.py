@@ -12,6 +12,7 @@ import torch
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
+from ironlaw.observe.board import find_board, processor_throttle_count
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import typical
@@ -178,3 +179,67 @@ def test_energy_sums_packages_and_survives_wrap_around(tmp_path: Path) -> None:
 
 def test_no_counters_is_no_measurement(tmp_path: Path) -> None:
     assert EnergyMeter(tmp_path).joules() is None
+
+
+class FakeNvml:
+    """The calls of nvidia-ml-py that we make, on a board that draws 300 W of its 350 and is held down by it."""
+
+    NVML_CLOCK_SM = 1
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, works: bool = True) -> None:
+        self.millijoules, self.works = 5_000_000, works
+
+    def nvmlInit(self) -> None:
+        if not self.works:
+            raise self.NVMLError("no driver")
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return f"board {index}"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        return self.millijoules
+
+    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
+        return 1410
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: str, clock: int) -> int:
+        return 1980
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
+        return 0x4
+
+
+def test_the_energy_of_a_board_is_added_to_the_processors(tmp_path: Path) -> None:
+    nvml = FakeNvml()
+    rapl(tmp_path, {"intel-rapl:0": 0})
+    meter = EnergyMeter(tmp_path, accelerated=True, board=find_board(0, nvml))
+    nvml.millijoules += 3_000
+    rapl(tmp_path, {"intel-rapl:0": 500_000})
+    assert meter.joules() == pytest.approx(3.5)
+    assert meter.basis == "RAPL counters of the whole package and NVML counter of the board"
+
+
+def test_the_processor_alone_does_not_pass_for_an_accelerated_run(tmp_path: Path) -> None:
+    rapl(tmp_path, {"intel-rapl:0": 0})
+    assert find_board(0, FakeNvml(works=False)) is None
+    assert EnergyMeter(tmp_path, accelerated=True, board=None).joules() is None
+
+
+def test_the_board_says_what_holds_its_clock_down() -> None:
+    board = find_board(0, FakeNvml())
+    assert board is not None and board.facts() == {}
+    board.sample()
+    assert board.facts() == {
+        "clock_hertz": 1.41e9, "clock_highest_hertz": 1.98e9, "clock_held_down_by": {"power": 1.0},
+    }  # fmt: skip
+
+
+def test_cores_count_how_often_heat_slowed_them(tmp_path: Path) -> None:
+    assert processor_throttle_count(tmp_path) is None
+    for core, count in enumerate((3, 4)):
+        (tmp_path / f"cpu{core}" / "thermal_throttle").mkdir(parents=True)
+        (tmp_path / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").write_text(f"{count}\n")
+    assert processor_throttle_count(tmp_path) == 7

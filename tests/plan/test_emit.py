@@ -169,6 +169,14 @@ def test_every_option_exists_in_the_release_it_was_looked_up_in(trainer):
     assert written_layouts > 10 and len(seen) > 12
 
 
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-moe-16b", "qwen2-57b-a14b", "qwen3-30b-a3b", "olmoe-1b-7b"])
+def test_every_option_of_experts_exists_in_the_release_it_was_looked_up_in(name):
+    text = written("megatron", "dp=8 ep=8 zero=1", ModelConfig.named(name))
+    said = set(option_names("megatron", text)["megatron"])
+    assert said <= {*NAMES["megatron"]["names"], *NAMES["megatron_experts"]["names"]}
+    assert "--num-experts" in said
+
+
 def test_torchtitan_says_hybrid_sharding_schedules_and_lighter_ends():
     parallelism = tomllib.loads(written("torchtitan", "dp=8 zero=3 shard=2"))["parallelism"]
     assert parallelism["data_parallel_replicate_degree"] == 4 and parallelism["data_parallel_shard_degree"] == 2

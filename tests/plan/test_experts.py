@@ -127,6 +127,20 @@ def test_trainers_that_cannot_say_experts_refuse():
         assert TRAINERS[name].cannot(layout, MIXTRAL)
 
 
+@pytest.mark.parametrize(
+    ("layout", "changes", "reason"),
+    [
+        ("dp=32 tp=2 ep=8", {}, "use sp=1"),
+        ("dp=64 ep=8", {"balance": "bias"}, "sigmoid scores only"),
+        ("dp=64 ep=8", {"experts_per_token": 1}, "moe.normalize = false"),
+    ],
+)
+def test_megatron_refuses_what_its_core_raises_for(layout, changes, reason):
+    assert MIXTRAL.moe is not None and MIXTRAL.moe.normalize and MIXTRAL.moe.score == "softmax"
+    model = MIXTRAL.model_copy(update={"moe": MIXTRAL.moe.model_copy(update=changes)})
+    assert reason in TRAINERS["megatron"].cannot(parse_layout(layout), model)
+
+
 def test_rows_of_measured_runs_with_experts(tmp_path):
     head = (
         "id,layers,hidden,heads,kv_heads,ffn,gated_ffn,vocab,seq,global_batch,micro_batch,accelerator,accelerators,ep"

@@ -73,6 +73,20 @@ def test_a_link_costs_its_bytes_and_its_latency(machine_profile: Profile) -> Non
     assert two_hosts.step_seconds < planned(machine_profile, "dp=4", apart).step_seconds + 0.1
 
 
+def test_a_pipeline_waits_for_the_gradients_of_its_tied_weight(machine_profile: Profile) -> None:
+    """The first stage and the last send them to each other when all passes are through."""
+    apart = Fabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=0.0, bytes_per_second=1e6))
+    near = Fabric(COSTS, ranks_per_host=1, between=Link(latency_seconds=0.0, bytes_per_second=1e9))
+    more = [
+        planned(machine_profile, "pp=2", apart, vocab=vocab).step_seconds
+        - planned(machine_profile, "pp=2", near, vocab=vocab).step_seconds
+        for vocab in (512, 4096)
+    ]
+    assert more[1] - more[0] == pytest.approx((4096 - 512) * 64 * 4 / 1e6, rel=0.05)
+    untied = [planned(machine_profile, "pp=2", apart, vocab=vocab, tied=False).step_seconds for vocab in (512, 4096)]
+    assert untied[1] - untied[0] < 0.1 * (more[1] - more[0])
+
+
 def test_ddp_hides_reductions_behind_the_backward_pass_only_where_a_link_is_slow(machine_profile: Profile) -> None:
     link = Link(latency_seconds=0.0, bytes_per_second=2e8)
     plan = planned(machine_profile, "dp=2", Fabric(COSTS, ranks_per_host=1, between=link), hidden=512, layers=8)

@@ -273,3 +273,13 @@ def test_gpt3_on_4096_accelerators_in_seconds_and_a_gibibyte():
     assert json.loads(done.stdout)["searched"]["planned"] > 5_000
     assert min(seconds, processor) < 10
     assert int(done.stderr) < 2**20  # KiB
+
+
+def test_a_config_that_offloads_is_planned_so_on_one_accelerator(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[model]\nname = "llama3-8b"\n[train]\nsequence = 2048\nglobal_batch = 8\nmicro_batch = 2\n')
+    for value in ("activations", "both"):
+        answer = plan_request(str(path), on="1xh100-sxm-80gb", overrides=[f"train.offload={value}"], options=Options())
+        layout = answer.more["layout"]
+        assert (layout["offload"], layout["micro_batch"], layout["recompute"]) == (value, 2, "none")
+        assert answer.ledger.facts["host_bytes"] > 0

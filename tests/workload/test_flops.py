@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from workload_cases import MOE
 
 from ironlaw.catalog.models import model_names
 from ironlaw.config import build_config
@@ -27,20 +28,6 @@ GPT: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "vocab": 101, "con
 LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 72, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
-}  # fmt: skip
-MOE: dict[str, dict[str, Any]] = {
-    "mixtral": {"experts": 8, "experts_per_token": 2},
-    "mixtral with a capacity": {"experts": 6, "experts_per_token": 2, "capacity_factor": 1.3},
-    "deepseek": {
-        "experts": 8, "experts_per_token": 3, "expert_ffn": 16, "shared_experts": 2, "dense_layers": 1,
-        "score": "sigmoid", "routed_scale": 2.5, "balance": "bias",
-    },
-    "qwen2-moe": {
-        "experts": 6, "experts_per_token": 2, "expert_ffn": 20, "normalize": False, "shared_experts": 1,
-        "shared_ffn": 44, "shared_gate": True,
-    },
-    "wide experts": {"experts": 4, "experts_per_token": 3, "expert_ffn": 400},
-    "sparse at times": {"experts": 5, "experts_per_token": 1, "every": 2},
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "gpt": GPT,

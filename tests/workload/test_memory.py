@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
+from workload_cases import MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.profile import _allocations, silent_stderr
 from ironlaw.plan.memory import in_execution_order, walk
 from ironlaw.workload.operations import saved_bytes
 from ironlaw.workload.transformer import Precision, Shape, layer_groups, training_operations
@@ -21,20 +20,6 @@ GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "con
 LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
-}  # fmt: skip
-MOE: dict[str, dict[str, Any]] = {
-    "mixtral": {"experts": 8, "experts_per_token": 2},
-    "mixtral with a capacity": {"experts": 6, "experts_per_token": 2, "capacity_factor": 1.3},
-    "deepseek": {
-        "experts": 8, "experts_per_token": 3, "expert_ffn": 16, "shared_experts": 2, "dense_layers": 1,
-        "score": "sigmoid", "routed_scale": 2.5, "balance": "bias",
-    },
-    "qwen2-moe": {
-        "experts": 6, "experts_per_token": 2, "expert_ffn": 20, "normalize": False, "shared_experts": 1,
-        "shared_ffn": 44, "shared_gate": True,
-    },
-    "wide experts": {"experts": 4, "experts_per_token": 3, "expert_ffn": 400},
-    "sparse at times": {"experts": 5, "experts_per_token": 1, "every": 2},
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
@@ -104,22 +89,7 @@ def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = F
     once()  # caches and one-time buffers
     if not gradients_held:
         model.zero_grad(set_to_none=True)
-    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with silent_stderr():
-        recorded.start()
-    once()
-    with silent_stderr():
-        recorded.stop()
-    held = peak = 0
-    alive: set[int] = set()
-    for _, pointer, size in sorted(_allocations(recorded), key=lambda event: event[0]):
-        if size > 0:
-            alive.add(pointer)
-        elif pointer not in alive:
-            continue  # allocated before the recording
-        held += size
-        peak = max(peak, held)
-    return peak
+    return highest_allocated(once)
 
 
 # In reduced precision oneDNN's workspaces and autocast's cache add a little that the plan does not list.

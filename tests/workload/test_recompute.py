@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from workload_cases import highest_allocated
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.profile import _allocations, silent_stderr
 from ironlaw.plan.memory import highest
 from ironlaw.plan.recompute import choices, solve
 from ironlaw.train.recompute import recompute_blocks
@@ -101,22 +100,7 @@ def highest_moment(shape: Shape) -> int:
         module.zero_grad(set_to_none=True)
 
     once()
-    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with silent_stderr():
-        recorded.start()
-    once()
-    with silent_stderr():
-        recorded.stop()
-    held = peak = 0
-    alive: set[int] = set()
-    for _, pointer, size in sorted(_allocations(recorded), key=lambda event: event[0]):
-        if size > 0:
-            alive.add(pointer)
-        elif pointer not in alive:
-            continue
-        held += size
-        peak = max(peak, held)
-    return peak
+    return highest_allocated(once)
 
 
 # In bf16 oneDNN's workspace inside a product is not listed: up to 5% of the peak at these sizes.

@@ -123,6 +123,16 @@ def resolve(name: str) -> str:
     raise unknown("accelerator", name, names)
 
 
+def catalogued(name: str) -> str:
+    """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
+    words = set(name.lower().replace("-", " ").split())
+    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
+    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
+    if not known:
+        raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
+    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
+
+
 def _short_forms(full: str) -> set[str]:
     """Leading words of a name, run together: h100-sxm-80gb answers to h100, h100sxm and h100sxm80gb."""
     words = full.split("-")

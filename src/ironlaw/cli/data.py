@@ -1,14 +1,16 @@
-"""`ironlaw data prepare | stats | inspect | check | export`"""
+"""`ironlaw data prepare | stats | inspect | check | export | clean`"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ironlaw import units
 from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
@@ -135,6 +137,42 @@ def export(
     else:
         for name, documents in written.items():
             output().print(f"{name}.bin, .idx: {documents:,} documents")
+
+
+@data.command()
+def clean(
+    names: Annotated[list[str] | None, typer.Argument(help="What to remove, as listed; else everything.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="The folder; the one of data.cache unless given.")] = None,
+    unused_days: Annotated[
+        float | None, typer.Option("--unused-days", min=0, help="Only what nobody used for so long.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """What the cache of prepared data holds, with its sizes; removes it after asking."""
+    from ironlaw.data.cache import chosen, entries, remove
+    from ironlaw.data.config import DataConfig
+    from ironlaw.report.data_view import show_cache
+
+    folder = cache or DataConfig().cache_folder
+    picked = chosen(entries(folder), names or [], unused_days)
+    if not json:
+        show_cache(output(), folder, picked)
+    wanted = yes
+    if picked and not yes and not json and sys.stdin.isatty() and output().is_terminal:
+        wanted = typer.confirm("Remove these?")
+    removed = [entry for entry in picked if remove(entry)] if wanted else []
+    if json:
+        listed = [
+            {"name": e.name, "kind": e.kind, "source": e.source, "bytes": e.bytes, "unused_days": e.days,
+             "busy": e.busy, "removed": e in removed}
+            for e in picked
+        ]  # fmt: skip
+        print_json({"schema_version": 1, "folder": str(folder), "entries": listed})
+    elif removed:
+        output().print(f"removed     {len(removed)}, {units.bytes_(sum(entry.bytes for entry in removed))}")
+    elif picked:
+        output().print("next        ironlaw data clean --yes   removes these")
 
 
 def _documents(dataset: Dataset, split: str) -> Iterator[Any]:

@@ -35,10 +35,14 @@ def explain(
 
 def _compare(before: Path, after: Path, json: bool) -> None:
     from ironlaw.explain.compare import compare
+    from ironlaw.explain.grades import keep
     from ironlaw.explain.open import explain_path
     from ironlaw.report.comparison_view import show_comparison
 
-    document = compare(explain_path(before), explain_path(after)).to_json()
+    comparison = compare(explain_path(before), explain_path(after))
+    if comparison.grade is not None:
+        keep(comparison.grade)
+    document = comparison.to_json()
     if json:
         print_json(document)
     else:

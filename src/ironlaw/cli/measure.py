@@ -31,9 +31,8 @@ def measure(
 
 
 def measure_and_keep(threads: int | None = None) -> Profile:
-    """Measure with a progress bar, and keep the profile and what it saw of interference. `train` does it too."""
+    """Measure with a progress bar, and keep the profile. `train` does it too."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
-    from ironlaw.machine import interference
     from ironlaw.machine.links import save_costs
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links
@@ -50,5 +49,4 @@ def measure_and_keep(threads: int | None = None) -> Profile:
             update(0.99, "two ranks")
             save_costs(measure_links(profile))
     save_profile(profile)
-    interference.remember(profile, interference.rounds(profile))
     return profile

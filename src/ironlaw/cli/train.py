@@ -24,17 +24,19 @@ def train(
     layout: Annotated[str | None, typer.Option(help='"dp=1 micro_batch=4"; one process holds dp=1.')] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
     settings = load_config(config, [*(set_ or []), *_from_layout(layout)])
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _train_on_ranks(settings, out, resume, json)
+        _train_on_ranks(settings, out, resume, dashboard, json)
         return
     if resume and out is None:
         raise UserError("--resume needs --out DIR: which run should go on?")
 
     from ironlaw.cli.measure import measure_and_keep
     from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name, find_run
     from ironlaw.train.session import run_training
@@ -48,7 +50,7 @@ def train(
         measure_and_keep()
     profile = load_profile()
 
-    live = LiveRun(say, folder)
+    live = LiveRun(say, folder, Dashboard(folder) if dashboard else None)
     with live:
         outcome = run_training(
             settings, folder, profile, resume=resume,
@@ -72,7 +74,7 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
         raise typer.Exit(130)
 
 
-def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: bool) -> None:
+def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboard: bool, json: bool) -> None:
     """One rank of a job that torchrun started. A restarted job goes on where it was."""
     if out is None and (resume or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0):
         raise UserError("give --out DIR: a job that is restarted or resumed must find its run")
@@ -80,6 +82,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: b
     from ironlaw.cli.measure import measure_and_keep
     from ironlaw.machine import host
     from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.report.dashboard import Dashboard
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
     from ironlaw.train.run_directory import default_name
@@ -90,7 +93,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, json: b
         if not here.first_does(lambda: profile_path().is_file()):
             here.first_does(measure_and_keep)
         profile = here.first_does(load_profile)
-        live = LiveRun(say, folder)
+        live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:
                 live.say(here.title)

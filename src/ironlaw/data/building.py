@@ -21,6 +21,7 @@ from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
 from ironlaw.data.splits import SPLITS, Splitter
 from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of
+from ironlaw.data.unigram import Counting
 from ironlaw.errors import UserError
 
 PROGRESS = "progress.json"
@@ -73,12 +74,19 @@ def resume(folder: Path, head: dict[str, Any]) -> Work:
 def build(
     work: Work, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
     progress: shards.Progress | None,
-) -> None:  # fmt: skip
-    """Make the shards that are missing. Interrupted or out of space, it leaves the finished ones and no others."""
+) -> Counting:  # fmt: skip
+    """Make the shards that are missing; how often each id occurs in all of them.
+
+    Interrupted or out of space, it leaves the finished ones and no others.
+    """
     dtype = np.dtype(work.head["dtype"])
     total = corpus.bytes
     writer: shards.ShardWriter | None = None
     begun = dict(work.seconds)
+    counting = Counting(work.head["tokenizer"]["vocab"], SPLITS)
+    if work.shards:  # of an earlier call
+        for split in SPLITS:
+            counting.add_array(split, shards.open_tokens(work.folder, {**work.head, "shards": work.shards}, split))
 
     def finish(writer: shards.ShardWriter) -> None:
         work.shards.append(writer.finish())
@@ -99,12 +107,17 @@ def build(
                     if piece.next is not None and writer.tokens >= shard_tokens:
                         finish(writer)
                         writer = None
-                work.seconds["write"] += time.perf_counter() - start
+                counted = time.perf_counter()
+                work.seconds["write"] += counted - start
+                for split in SPLITS:
+                    counting.add(split, [ids for piece, ids in chunk if piece.split == split and len(ids)])
+                work.seconds["unigram"] += time.perf_counter() - counted
                 if progress is not None:
                     progress(min(chunk[-1][0].done_bytes, total), total)
         if writer is not None or not work.shards:
             finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text))
             writer = None
+        return counting
     finally:
         if writer is not None:
             writer.close()
@@ -174,6 +187,20 @@ def making(final: Path) -> Iterator[Path]:
                     shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise cannot_write(final.parent, error, kept=(partial / PROGRESS).exists()) from None
+
+
+def in_the_making(final: Path) -> bool:
+    """Whether a process is making `final` now. Without locks on this file system: never."""
+    try:
+        import fcntl
+
+        with (final.parent / f".lock-{final.name}").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):
+        return False
 
 
 @contextmanager

@@ -87,14 +87,21 @@ class Corpus:
         """Skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(self, see: Callable[[File, str], None] | None = None) -> None:
-        """Read every text file once and keep those that hold text; `see(file, text)` is told of each.
+    def scan(
+        self, see: Callable[[File, str], None] | None = None, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Read every text file once and keep those that hold text; `see(file, text)` is told of each, `progress` of the
+        bytes done and in all.
 
         The split needs to know which they are: held-out files that turn out to be pictures hold nothing out.
         Reading costs little beside tokenising.
         """
         kept = []
+        done, total = 0, self.bytes
         for file in self.files:
+            done += file.size
+            if progress is not None:
+                progress(done, total)
             text = self.text(file) if file.kind == "text" else ""
             if text is not None:
                 kept.append(file)

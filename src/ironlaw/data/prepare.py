@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw import units
 from ironlaw.data import building, megatron, shards
 from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
@@ -25,12 +26,13 @@ from ironlaw.data.dataset import Dataset, Statistics, open_dataset
 from ironlaw.data.sample import sample
 from ironlaw.data.splits import SPLITS
 from ironlaw.data.tokenise import Tokeniser, worker_count
-from ironlaw.data.unigram import unigram_loss
+from ironlaw.data.unigram import loss_of_counts
 from ironlaw.errors import UserError
 
 __all__ = ["Dataset", "Say", "Statistics", "open_dataset", "prepare"]
 
 Say = Callable[[str], None]
+_SCAN_LINE_SECONDS = 5.0
 _MOCK_TOKENS = 2**24
 _MOCK_DOCUMENT = 512  # tokens, on average: where documents are masked, so is mock data
 
@@ -87,7 +89,8 @@ def prepare_source(
             if place != folder:
                 _build(config, vocab, source, corpus, given, place, progress, say)
     try:
-        dataset = open_dataset(folder, reused=reused)
+        # What was written just now was hashed on its way: only sizes are looked at.
+        dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)
     except shards.DamagedShards as damage:
         say(str(damage).split(":")[0] + ": making them again")
         _remake(config, corpus, folder, damage)
@@ -142,7 +145,7 @@ def _build(
     """Fill `folder` with everything `open_dataset` reads."""
     spent: defaultdict[str, float] = defaultdict(float)
     start = time.perf_counter()
-    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed, progress=_scanning(say))
     if not corpus.files:
         raise corpora.no_text(source.path, corpus)
     spent["read"] += time.perf_counter() - start
@@ -156,7 +159,8 @@ def _build(
         say(f"Going on behind {len(work.shards)} finished shards")
     workers = worker_count(config.workers, corpus.bytes)
     tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
-    building.build(work, corpus, splitter, tokeniser, described["end_of_text"], config.shard_tokens, progress)
+    end = described["end_of_text"]
+    counting = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
 
     index: dict[str, Any] = {
         "path": source.path,
@@ -167,15 +171,28 @@ def _build(
         "skipped": _skipped(corpus, work.shards),
     }
     _check(source, index, folder)
-    start = time.perf_counter()
-    train, validation = (shards.open_tokens(folder, index, split) for split in SPLITS)
-    baseline = unigram_loss(train, validation, described["vocab"])
-    spent["unigram"] += time.perf_counter() - start
+    for split in SPLITS:  # separators were written beside what was counted
+        written = sum(shard[split]["tokens"] for shard in work.shards)
+        counting.counts[split][end] += written - counting.counts[split].sum()
+    baseline = loss_of_counts(*(counting.counts[split] for split in SPLITS))
     seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
     building.write_json(
         folder / shards.INDEX,
         {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
     )
+
+
+def _scanning(say: Say) -> shards.Progress:
+    """Told of a first reading of everything, says a line now and then: a few seconds' worth of text needs none."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SCAN_LINE_SECONDS:
+            last = time.monotonic()
+            say(f"Reading {units.bytes_(done)} of {units.bytes_(total)} to find which documents are held out")
+
+    return progress
 
 
 def _tokenizer(

@@ -7,7 +7,7 @@ into the same split, adding documents moves no other, and workers need not know 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,7 +65,10 @@ class Splitter:
         return number(content_key(content), self.seed)
 
 
-def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> Splitter:
+def split(
+    corpus: Corpus, fraction: float, seed: int, all_text: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Splitter:  # fmt: skip
     """Scan the corpus (files without text leave it) and find what to hold out.
 
     `all_text = False` spares a large corpus the scan: its documents are then held out as they come.
@@ -85,7 +88,7 @@ def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> 
         else:
             numbers.add(number(content_key(text), seed))
 
-    corpus.scan(see)
+    corpus.scan(see, progress)
     records = [file for file in corpus.files if file.kind != "text"]
     complete = sum(file.size for file in records) <= _SMALL_BYTES
     if records and complete:

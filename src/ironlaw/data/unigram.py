@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from ironlaw.data.shards import TokenArray
@@ -22,9 +24,29 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float
 
     Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
     """
-    if len(validation) == 0:
+    return loss_of_counts(token_counts(train, vocab), token_counts(validation, vocab))
+
+
+def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
+    """The same from how often each id occurs."""
+    total = int(validation.sum())
+    if total == 0:
         return None
-    seen = token_counts(train, vocab) + 1.0
+    seen = train + 1.0
     log_probability = np.log(seen) - np.log(seen.sum())
-    occurrences = token_counts(validation, vocab)
-    return float(-(occurrences @ log_probability) / len(validation))
+    return float(-(validation @ log_probability) / total)
+
+
+class Counting:
+    """How often each id occurs in each split, counted as the tokens are made, while other cores make the next."""
+
+    def __init__(self, vocab: int, splits: Iterable[str]) -> None:
+        self.vocab = vocab
+        self.counts = {split: np.zeros(vocab, dtype=np.int64) for split in splits}
+
+    def add(self, split: str, parts: Sequence[np.ndarray]) -> None:
+        if parts:
+            self.counts[split] += np.bincount(np.concatenate(parts), minlength=self.vocab)
+
+    def add_array(self, split: str, tokens: TokenArray) -> None:
+        self.counts[split] += token_counts(tokens, self.vocab)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.explanation import Explanation
 from ironlaw.explain.gap import Gap, subtract_ledgers
+from ironlaw.explain.grades import Grade, graded_pair
 from ironlaw.explain.noise import sample, threshold
 from ironlaw.ledger import Ledger
 
@@ -29,6 +30,7 @@ class Comparison:
     per_token: bool
     noise: float | None
     settings: list[dict[str, Any]]
+    grade: Grade | None = None  # where B is A with one of A's remedies applied
 
     @property
     def real(self) -> bool | None:
@@ -75,6 +77,7 @@ class Comparison:
             "operations": [_pair(row) | {"phase": str(row.phase), "kind": str(row.kind)} for row in gap.operations],
             "memory": [_pair(row) for row in gap.memory],
             "settings": self.settings,
+            "grade": asdict(self.grade) if self.grade is not None else None,
             "bottlenecks": [self.before.diagnosis.sentence, self.after.diagnosis.sentence],
         }
 
@@ -88,7 +91,10 @@ def compare(before: Explanation, after: Explanation) -> Comparison:
     if rate is not None and rate.planned and rate.measured:
         change, per_token = rate.planned / rate.measured - 1, True
     noise = threshold(sample(before.metrics, step.planned), sample(after.metrics, step.measured))
-    return Comparison(before, after, gap, change, per_token, noise, _settings(before, after))
+    settings = _settings(before, after)
+    remedies = [remedy.to_json() for remedy in before.remedies]
+    grade = graded_pair(remedies, settings, change, str(before.run.facts.get("machine")))
+    return Comparison(before, after, gap, change, per_token, noise, settings, grade)
 
 
 def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:

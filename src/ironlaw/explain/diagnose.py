@@ -11,6 +11,7 @@ from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.rules import RULES, Axis, Rule
 
 FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
+EXPLAINS = 0.5  # of a symptom's share: a cause that costs as much stands before it
 MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
 
@@ -28,6 +29,11 @@ class Finding:
     source: str
     fault: bool
     notice: bool = False
+    symptom: bool = False
+
+    @property
+    def weight(self) -> float:
+        return self.share * (EXPLAINS if self.symptom else 1.0)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -60,7 +66,10 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
-    """Try every rule; the fault that costs the most binds, and without a fault the ceiling with the largest share."""
+    """Try every rule; the fault that costs the most binds, and without a fault the ceiling with the largest share.
+
+    A symptom (time beyond its plan) counts half: a cause that explains half of it says more.
+    """
     findings, not_tested = _findings(evidence, rules)
     reason = _insufficient(evidence)
     if reason is None and not findings:
@@ -97,9 +106,10 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
                     rule.source,
                     rule.fault,
                     rule.notice,
+                    rule.symptom,
                 )
             )
-    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -f.share)), not_tested
+    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -f.weight)), not_tested
 
 
 def _insufficient(evidence: Evidence) -> str | None:
@@ -119,10 +129,10 @@ def _insufficient(evidence: Evidence) -> str | None:
 def _confidence(evidence: Evidence, findings: Sequence[Finding]) -> str:
     """High: well over its threshold, clear of the next cause, and the phases close. Each doubt is a step down."""
     first = findings[0]
-    rivals = [f.share for f in findings[1:] if f.fault == first.fault]
+    rivals = [f.weight for f in findings[1:] if f.fault == first.fault]
     doubts = [
         first.fault and first.share < 1.3 * first.threshold,
-        bool(rivals) and first.share < 1.2 * max(rivals),
+        bool(rivals) and first.weight < 1.2 * max(rivals),
         evidence.unattributed is None or abs(evidence.unattributed) > 0.05,
         not first.fault and evidence.machine_speed is None,
     ]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ironlaw.catalog import cpu_power, grid
+from ironlaw.catalog import accelerator, cpu_power, grid
+from ironlaw.catalog.accelerators import catalogued
+from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 
 JOULES_PER_KWH = 3.6e6
 GRID = "world"
+IDLEST = 0.5  # of a board's power limit: a training step that waits a lot still draws about half of it
 
 
 def energy_use(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
@@ -22,17 +25,35 @@ def energy_use(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
     if measured is not None:
         joules, low, high, basis = measured.value, None, None, measured.basis
     else:
-        power = cpu_power(str(run.facts.get("machine"))) if run.facts.get("device") == "cpu" else None
+        power = _watts(run)
         if power is None or total is None:
             return None
-        threads = int(run.facts.get("threads") or 1)
-        low, high = (float(w) * threads * total.value for w in (power.low, power.high))
-        joules = (low * high) ** 0.5
-        basis = f"estimated: {threads} cores of {power.family}, {power.low} to {power.high} W each ({power.source})"
+        low, high = power[0] * total.value, power[1] * total.value
+        joules, basis = (low * high) ** 0.5, f"estimated: {power[2]}"
     kg_per_kwh = float(intensity.kg_co2_per_kwh.value)
     return {
         "joules": joules, "interval": [low, high] if low is not None else None, "kwh": joules / JOULES_PER_KWH,
         "co2_kg": joules / JOULES_PER_KWH * kg_per_kwh, "measured": measured is not None, "basis": basis,
         "co2_basis": f"{kg_per_kwh * 1e3:.0f} g/kWh, the {GRID} average of {intensity.year}; "
-                     "processor only, no cooling",
+                     f"{'processor' if run.facts.get('device') == 'cpu' else 'accelerator'} only, no cooling",
     }  # fmt: skip
+
+
+def _watts(run: Ledger) -> tuple[float, float, str] | None:
+    """(low, high, where from) of what the run drew, where only its hardware is known."""
+    name = str(run.facts.get("machine"))
+    if run.facts.get("device") == "cpu":
+        power = cpu_power(name)
+        if power is None:
+            return None
+        threads = int(run.facts.get("threads") or 1)
+        words = f"{threads} cores of {power.family}, {power.low} to {power.high} W each ({power.source})"
+        return threads * float(power.low), threads * float(power.high), words
+    try:
+        board = accelerator(catalogued(name))
+    except UserError:
+        return None
+    if board.tdp_watts is None:
+        return None
+    limit = float(board.tdp_watts.value)
+    return IDLEST * limit, limit, f"a board of {board.name}, {IDLEST * limit:.0f} to {limit:.0f} W"

@@ -46,6 +46,11 @@ class Evidence:
         """Of a plan by tracing: it was not fitted to this module, so that more must be off before it tells."""
         return 0.25 if self.run.facts.get("source") == "observe" else 0.0
 
+    @property
+    def plan_is_of_another_machine(self) -> bool:
+        """Ranks on one processor share its cores, and each one's plan has them all: what exceeds it means nothing."""
+        return self.fact("device") == "cpu" and (self.fact("world_size") or 1) > 1
+
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)
 
@@ -110,6 +115,8 @@ class Evidence:
 
     def most_off_plan(self) -> tuple[str, float, float] | None:
         """(kind, measured, planned at the machine's speed) of the kind with the most seconds the plan lacks."""
+        if self.plan_is_of_another_machine:
+            return None
         speed = self.machine_speed or 1.0
         both = [
             (row.name, row.measured, row.planned / speed)
@@ -129,7 +136,7 @@ class Evidence:
         0 above the plan when some kind is not: then the cause is not the machine as a whole.
         """
         planned, speed = self.gap.step.planned, self.machine_speed or 1.0
-        if planned is None or self.step is None:
+        if planned is None or self.step is None or self.plan_is_of_another_machine:
             return None
         large = [row for row in self.gap.kinds if (row.planned or 0.0) > LARGE_KIND * planned]
         ratios = [row.measured * speed / row.planned for row in large if row.measured is not None and row.planned]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ironlaw.catalog import accelerator, peak
+from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.explanation import NOT_PLANNED, Explanation
 from ironlaw.explain.gap import subtract_ledgers
-from ironlaw.explain.observed import catalogued
 from ironlaw.ledger import Estimate, Ledger, Origin
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Line, Phase, relative_error, subtract
+from ironlaw.workload.recompute import AGAIN
 
+RUN_AGAIN = (AGAIN, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
 
@@ -122,6 +124,14 @@ def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
         for line in run.lines
     ]
     return replace(run, lines=lines), scale
+
+
+def recomputed_seconds(run: Ledger) -> float:
+    """Per step: of the operations that run again, or with the Python between them where a recording tells."""
+    lines, scale = reconcile(run)
+    operations = sum(line.seconds or 0.0 for line in lines.lines if line.operation.endswith(RUN_AGAIN))
+    whole = run.facts.get("recomputed_seconds") or 0.0
+    return max(operations, float(whole) * scale.get(Phase.BACKWARD, 1.0))
 
 
 def _total(name: str, plan: Ledger, run: Ledger) -> Row:

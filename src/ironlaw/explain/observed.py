@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
+from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.diagnose import diagnose
 from ironlaw.explain.evidence import Evidence
@@ -14,12 +15,12 @@ from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
-from ironlaw.ledger import Estimate, Ledger, Origin, Phase
+from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
+from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
+from ironlaw.observe.trials import score_products
 
-OPERATIONS_FILE = "operations.json"
-BATCH_FACTOR = 8  # between the traced micro-batch and its variant
 GRADED = ("precision", "batch", "attention", "alignment", "threads")  # rules that rest on a remedy's gain
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
@@ -52,7 +53,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
     operations = run_dir / OPERATIONS_FILE
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         document = json.loads(operations.read_text(encoding="utf-8"))
-        _score_products(document, run)
+        _add_shapes(document, run)
         variants = _variants(document, run, profile)
     return find_observed_remedies(Observed(plan, run, gap, profile, variants))
 
@@ -67,25 +68,15 @@ def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[s
         plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation)
         if name == "larger_batch":
             plan = plan_trace(trace_from_json(variant), profile)
-            plan.totals["step_seconds"] = plan.totals["step_seconds"].scaled(accumulation / BATCH_FACTOR)
+            plan.totals["step_seconds"] = plan.totals["step_seconds"].scaled(accumulation / larger_by(run.facts))
         made[name] = plan
     return made
 
 
-def _score_products(document: dict[str, Any], run: Ledger) -> None:
-    """(batch, tokens, head size) of every product that a softmax over a square of scores follows."""
-    columns = document["columns"]
-    rows = [dict(zip(columns, row, strict=True)) for row in document["operations"]]
-    run.facts["product_shapes"] = [row["matmul"] for row in rows if row["matmul"]]
-    found, product = [], None
-    for row in rows:
-        if row["matmul"]:
-            product = row
-        elif row["phase"] == "forward" and row["name"].endswith("softmax") and product is not None:
-            m, n, k = product["matmul"]
-            if m == n:
-                found.append([product["batch"], m, k])
-    run.facts["score_products"] = found
+def _add_shapes(document: dict[str, Any], run: Ledger) -> None:
+    where = document["columns"].index("matmul")
+    run.facts["product_shapes"] = [row[where] for row in document["operations"] if row[where]]
+    run.facts["score_products"] = score_products(document)
 
 
 def _add_ranks(run_dir: Path, run: Ledger) -> None:
@@ -93,7 +84,10 @@ def _add_ranks(run_dir: Path, run: Ledger) -> None:
     ranks = [run, *(load_ledger(path) for path in sorted(run_dir.glob("rank*/ledger.json")))]
     if len(ranks) < 2:
         return
-    own = [sum(r.phase_seconds.get(phase, 0.0) for phase in ALONE) for r in ranks]
+    # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
+    apart = all(Phase.COMMUNICATION in r.phase_seconds for r in ranks)
+    phases = [phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION] if apart else ALONE
+    own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
 
 
@@ -144,18 +138,6 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
             f"`ironlaw measure --threads {facts['threads']}` and explain again"
         )
     return plan_trace(traced, profile, **again)
-
-
-def catalogued(name: str) -> str:
-    """The catalogue's name of a device as its driver calls it: "NVIDIA H100 80GB HBM3" holds "h100"."""
-    from ironlaw.catalog import accelerator_names
-
-    words = set(name.lower().replace("-", " ").split())
-    words |= set() if words & {"pcie", "nvl"} else {"sxm"}
-    known = [entry for entry in accelerator_names() if entry.split("-")[0] in words]
-    if not known:
-        raise UserError(f"the catalogue has no {name}, so there is nothing to plan with")
-    return max(known, key=lambda entry: len(words & set(entry.split("-"))))
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:

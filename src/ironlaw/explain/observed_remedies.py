@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ironlaw.explain.gap import Gap, reconcile
+from ironlaw.explain.gap import Gap, recomputed_seconds, reconcile
 from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
 
-RECOMPUTED = "_recomputed"
 FULL_MEMORY = 0.85
 LEAST_PLANNED = 0.10
 FEWER = 10  # times, evaluations and checkpoints
@@ -113,8 +112,9 @@ def _batch(now: Observed) -> Remedy | None:
         Effect.NONE if merged else Effect.TRAINING,
         "takes more memory" if merged else "fewer updates for the same samples: retune the learning rate",
         "one forward pass is too little work for what calling it costs",
-        f"a micro-batch of {8 * int(now.run.facts.get('batch') or 1)}", (1 - per_sample) * busy,
-        "planned: eight times the micro-batch on this machine's curves, for the same samples",
+        f"a micro-batch of {(accumulation if merged else 8) * int(now.run.facts.get('batch') or 1)}",
+        (1 - per_sample) * busy,
+        "planned: the larger micro-batch on this machine's curves, for the same samples",
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def _attention(now: Observed) -> Remedy | None:
     return _remedy(
         now, "attention", "Fuse attention", Effect.ROUNDING, "rounding differs in the last bits",
         "attention writes its scores to memory", "torch.nn.functional.scaled_dot_product_attention(q, k, v, "
-        "is_causal=True)", spent - fused, "measured, against the fused kernel's curve on this machine", pairs_bytes,
+        "is_causal=True)", spent - fused, "measured, against the fused kernel timed at the end of the run", pairs_bytes,
     )  # fmt: skip
 
 
@@ -155,7 +155,8 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
             precision = "bf16" if now.run.facts.get("precision") == "bf16" else "fp32"
             fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
     again = int(now.run.facts.get("accumulation") or 1)
-    return spent, fused * again, scores
+    timed = now.run.facts.get("fused_attention_seconds")  # at the end of the run: the machine as it was then
+    return spent, (fused if timed is None else timed) * again, scores
 
 
 def _under(operation: str, root: str, *names: str) -> bool:
@@ -176,11 +177,6 @@ def _alignment(now: Observed) -> Remedy | None:
         "slightly larger model", "a large matrix has a size that tiles do not divide", f"sizes: {shapes}", saved,
         "both products timed at the end of the run",
     )  # fmt: skip
-
-
-def recomputed_seconds(run: Ledger) -> float:
-    lines, _ = reconcile(run)
-    return sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RECOMPUTED))
 
 
 def _recompute(now: Observed) -> Remedy | None:
@@ -211,13 +207,13 @@ def _between(name: str, title: str, risk: str, how: str) -> Callable[[Observed],
 
 def _syncs(now: Observed) -> Remedy | None:
     extra = (now.run.facts.get("gradient_syncs_per_step") or 0.0) - 1
-    waiting = sum(x.seconds or 0.0 for x in now.run.lines if x.kind is Kind.COLLECTIVE)
+    waiting = now.phase(Phase.COMMUNICATION)
     if extra <= 0.5:
         return None
     return _remedy(
         now, "no_sync", "Synchronise gradients once per step", Effect.NONE, "none", "gradients accumulate",
         "with model.no_sync(): around all micro-batches but the last", waiting * extra / (extra + 1),
-        "measured collectives of the recorded steps",
+        "measured waits for the exchange of gradients",
     )  # fmt: skip
 
 

@@ -120,9 +120,33 @@ def _micro_batches(now: Situation) -> Iterable[Settings]:
 
 
 def _smaller_micro_batches(now: Situation) -> Iterable[Settings]:
-    if now.plan.totals["resident_bytes"].value < TIGHT_MEMORY * now.profile.memory_bytes:
+    if not _tight(now):
         return []
     return [s for s in _micro_batches(now) if s["train.micro_batch"] < now.config.micro_batch]
+
+
+def _keep_activations(now: Situation) -> Iterable[Settings]:
+    mode = now.config.recompute.mode
+    lighter = {"none": (), "selective": ("none",)}.get(mode, ("none", "selective"))
+    return [{"recompute.mode": other} for other in lighter]
+
+
+def _tight(now: Situation) -> bool:
+    return now.plan.totals["resident_bytes"].value >= TIGHT_MEMORY * now.profile.memory_bytes
+
+
+def _recompute_more(now: Situation) -> Iterable[Settings]:
+    heavier = {"none": ("selective", "full"), "selective": ("full",), "every": ("full",)}
+    return [{"recompute.mode": mode} for mode in heavier.get(now.config.recompute.mode, ())] if _tight(now) else []
+
+
+def _other_losses(now: Situation) -> Iterable[Settings]:
+    """All logits at once, or a few hundred tokens' at a time: the one that the run does not do."""
+    return [{"train.loss": "full" if now.plan.facts.get("loss_chunk") else "chunked"}]
+
+
+def _smaller_loss(now: Situation) -> Iterable[Settings]:
+    return [{"train.loss": "chunked"}] if _tight(now) and not now.plan.facts.get("loss_chunk") else []
 
 
 def _larger_batches(now: Situation) -> Iterable[Settings]:
@@ -188,6 +212,22 @@ REMEDIES: tuple[RemedyKind, ...] = (
         "memory", "Smaller micro-batches, accumulated", "memory is more than 85% full", Effect.NONE,
         "may cost time; gradients are the same up to the order of summation", _smaller_micro_batches,
         saves_memory=True,
+    ),
+    RemedyKind(
+        "recompute", "Keep activations instead of recomputing them", "something is recomputed", Effect.NONE,
+        "none: the loss changes by no bit; takes memory", _keep_activations,
+    ),
+    RemedyKind(
+        "recompute_more", "Recompute activations", "memory is more than 85% full", Effect.NONE,
+        "costs time; the loss changes by no bit", _recompute_more, saves_memory=True,
+    ),
+    RemedyKind(
+        "loss", "The loss over all tokens at once, or over some at a time", "always", Effect.NONE,
+        "none: gradients are the same up to the order of summation", _other_losses,
+    ),
+    RemedyKind(
+        "loss_chunks", "The loss over some tokens at a time", "memory is more than 85% full", Effect.NONE,
+        "may cost time; gradients are the same up to the order of summation", _smaller_loss, saves_memory=True,
     ),
     RemedyKind(
         "evaluation", "Evaluate less often", "evaluation takes over 5% of the time", Effect.NONE,

@@ -34,4 +34,5 @@ class Rule:
     advice: str
     source: str  # why the threshold is where it is
     fault: bool = True  # False: what a healthy run is bound by, or a notice
+    symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
     notice: bool = False  # costs nothing here, and would elsewhere: named before a ceiling, and the run is healthy

@@ -9,8 +9,9 @@ from __future__ import annotations
 from ironlaw import units
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.rule import Axis, Rule, Statement
-from ironlaw.explain.rules_of_code import CODE_RULES
+from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.ledger import Kind, Phase
+from ironlaw.machine.interference import MOST_OTHERS
 
 
 def _off_plan(evidence: Evidence) -> float | None:
@@ -42,17 +43,54 @@ def _slowdown(evidence: Evidence) -> float | None:
     return None if evidence.machine_speed is None else max(0.0, 1.0 - evidence.machine_speed)
 
 
+def _slow_here(evidence: Evidence) -> float | None:
+    """Slow by something that can be found on this machine."""
+    slowdown = _slowdown(evidence)
+    return 0.0 if slowdown is not None and _neighbours(evidence) else slowdown
+
+
+def _slow_host(evidence: Evidence) -> float | None:
+    slowdown = _slowdown(evidence)
+    return slowdown if slowdown is None or _neighbours(evidence) else 0.0
+
+
+def _neighbours(evidence: Evidence) -> bool:
+    """A guest of a shared host on which nothing else ran: what slowed it is out of its sight and reach, and passes."""
+    return bool(evidence.fact("virtual")) and (evidence.fact("other_load") or 0.0) <= MOST_OTHERS
+
+
+def _input_share(evidence: Evidence) -> float | None:
+    """Waiting for a batch, and copying it to the device."""
+    waiting, copying = evidence.phase_share(Phase.DATA), evidence.phase_share(Phase.TRANSFER)
+    return copying if waiting is None else waiting + (copying or 0.0)
+
+
+def _host_share(evidence: Evidence) -> float | None:
+    """The loop's own Python, less what is known to be logging."""
+    host, logging = evidence.phase_share(Phase.HOST), logging_share(evidence)
+    return None if host is None else max(0.0, host - (logging or 0.0))
+
+
+def _stage(evidence: Evidence) -> str:
+    copies = (evidence.phase_share(Phase.TRANSFER) or 0.0) > (evidence.phase_share(Phase.DATA) or 0.0)
+    return "copy" if copies else str(evidence.fact("data_stage"))
+
+
 STAGES = {
     "workers": ": the loader's workers do not keep up",
     "tokenise": ": text is tokenised on one core while the step waits",
     "read": ": it is read while the step waits",
+    "lock": ": a thread of the same process prepares it, and shares the interpreter's lock with the loop",
+    "copy": ": it is copied to the device while the step waits",
 }
 
 
 def _input_says(evidence: Evidence, value: float) -> Statement:
-    stage = STAGES.get(str(evidence.fact("data_stage")), "")
+    stage = STAGES.get(_stage(evidence), "")
     figures = [f"data wait {_phase_seconds(evidence, Phase.DATA)} of a step of {units.seconds(evidence.step)}"]
-    if stage:
+    if stage and _stage(evidence) == "copy":
+        figures.append(f"copies {_phase_seconds(evidence, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
+    elif stage:
         busy = evidence.fact("data_cpu_fraction")
         figures.append(f"in {evidence.fact('data_place')}; the thread computed {units.percent(busy, 0)} of the wait")
     return (
@@ -81,8 +119,20 @@ def _slow_machine_says(evidence: Evidence, value: float) -> Statement:
     return (
         f"The machine was slower than it typically is: the same kernels ran at "
         f"{units.percent(evidence.machine_speed, 0)} of the speed that was planned with.",
-        [f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed"],
+        [
+            f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed",
+            *_others(evidence),
+        ],
     )
+
+
+def _others(evidence: Evidence) -> list[str]:
+    """Whose doing it was: that of programs on this machine, or of neighbours that the system cannot see."""
+    share = evidence.fact("other_load")
+    if share is None:
+        return []
+    whose = f"other programs used {units.percent(share, 0)} of the cores meanwhile"
+    return [whose if share > MOST_OTHERS else f"{whose}: neighbours on the same host, or heat"]
 
 
 def _throughout_says(evidence: Evidence, value: float) -> Statement:
@@ -90,7 +140,10 @@ def _throughout_says(evidence: Evidence, value: float) -> Statement:
     return (
         f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
         "kind of operation.",
-        [f"step {units.seconds(measured)}, planned {units.seconds(planned)} at the speed seen; every kind is over"],
+        [
+            f"step {units.seconds(measured)}, planned {units.seconds(planned)} at the speed seen; every kind is over",
+            *_others(evidence),
+        ],
     )
 
 
@@ -194,12 +247,12 @@ def _wall(evidence: Evidence, name: str) -> str:
 
 FIRST_RULES: tuple[Rule, ...] = (
     Rule(
-        "input_bound", Axis.DATA, 0.10, lambda e: e.phase_share(Phase.DATA), _input_says,
+        "input_bound", Axis.DATA, 0.10, _input_share, _input_says,
         "put data.cache on faster storage; `--set data.mock=true` trains on random tokens and shows what data costs",
         "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here",
     ),
     Rule(
-        "host_bound", Axis.MACHINE, 0.10, lambda e: e.phase_share(Phase.HOST), _host_says,
+        "host_bound", Axis.MACHINE, 0.10, _host_share, _host_says,
         "close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms",
     ),
@@ -209,25 +262,30 @@ FIRST_RULES: tuple[Rule, ...] = (
         "dispatch itself, and operations that take under four dispatches of a tiny one, as measured here",
     ),
     Rule(
-        "machine_slow", Axis.MACHINE, 0.07, _slowdown, _slow_machine_says,
+        "machine_slow", Axis.MACHINE, 0.07, _slow_here, _slow_machine_says,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
         "the plan already allows for the interference that is typical here; what is left over stays under 7%",
     ),
     Rule(
+        "host_shared", Axis.MACHINE, 0.07, _slow_host, _slow_machine_says,
+        "nothing in the training; if it stays so, the plan learns it from the next runs, or `ironlaw measure` again",
+        "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing", fault=False,
+    ),
+    Rule(
         "slower_throughout", Axis.MACHINE, 0.15, _throughout, _throughout_says,
         "look for other programs on the same cores (`top`), and for more threads than free cores",
-        "no single operation explains it, and it is more than what plan and machine vary by",
+        "no single operation explains it, and it is more than what plan and machine vary by", symptom=True,
     ),
     Rule(
         "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"), _irregular_says,
         "look at when they happen (the step-time chart): other processes come in bursts, checkpoints at intervals",
-        "shared machines without competing work stay under 5%",
+        "shared machines without competing work stay under 5%", symptom=True,
     ),
     Rule(
         "unattributed", Axis.UNKNOWN, 0.05, lambda e: None if e.unattributed is None else abs(e.unattributed),
         _unattributed_says,
         "train longer: with few steps the mean of the phases and the typical step differ",
-        "Ironlaw's own limit for an explanation that holds",
+        "Ironlaw's own limit for an explanation that holds", symptom=True,
     ),
     Rule(
         "evaluation_frequent", Axis.ALGORITHM, 0.10, lambda e: e.wall_share("evaluation"), _evaluation_says,
@@ -257,7 +315,7 @@ FIRST_RULES: tuple[Rule, ...] = (
     Rule(
         "off_plan", Axis.MACHINE, 0.10, _off_plan, _off_plan_says,
         "measure the machine again; if it stays, the profile does not cover these shapes",
-        "the plan is wanted within 10%",
+        "the plan is wanted within 10%", symptom=True,
     ),
     Rule(
         "compute_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("compute"), _compute_says,

@@ -10,11 +10,10 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import Evidence
-from ironlaw.explain.gap import reconcile
+from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Axis, Rule, Statement
 from ironlaw.ledger import Kind, Phase
 
-RECOMPUTED = "_recomputed"
 ROOM = 0.85  # of the memory
 
 
@@ -37,8 +36,34 @@ def _launch_gaps(evidence: Evidence) -> float | None:
     return (evidence.phase_share(Phase.HOST) or 0.0) + (evidence.phase_share(Phase.IDLE) or 0.0)
 
 
+def logging_share(evidence: Evidence) -> float | None:
+    """Of the step: the loop's own time, as far as a logger was on the stack."""
+    fraction, host = evidence.fact("logging_fraction"), evidence.phase_share(Phase.HOST)
+    if fraction is None:
+        return None
+    return float(fraction) * ((host or 0.0) + (evidence.phase_share(Phase.IDLE) or 0.0))
+
+
 def _communication(evidence: Evidence) -> float | None:
-    return evidence.phase_share(Phase.COMMUNICATION)
+    """Less what has a cause of its own: waiting for a rank that is slower, and exchanges that nothing needs."""
+    share = evidence.phase_share(Phase.COMMUNICATION)
+    if share is None:
+        return None
+    return max(0.0, share - (_behind(evidence) or 0.0)) * (1 - _useless(evidence))
+
+
+def _behind(evidence: Evidence) -> float | None:
+    """How long this rank waits for the slowest one to come, as a share of the step."""
+    ranks, rank = evidence.fact("rank_own_seconds"), int(evidence.fact("rank") or 0)
+    if not ranks or len(ranks) <= rank or not evidence.step:
+        return None
+    return float(max(ranks) - ranks[rank]) / evidence.step
+
+
+def _useless(evidence: Evidence) -> float:
+    """Share of the gradient exchanges of a step after which it accumulates further."""
+    per_step = float(evidence.fact("gradient_syncs_per_step") or 0.0)
+    return max(0.0, per_step - 1) / per_step if per_step else 0.0
 
 
 def _bubble(evidence: Evidence) -> float | None:
@@ -83,23 +108,35 @@ def _syncs_costly(evidence: Evidence) -> float | None:
 
 
 def _extra_syncs(evidence: Evidence) -> float | None:
-    """Share of the gradient exchanges that accumulation makes useless, weighted by what exchanging costs."""
-    per_step = evidence.fact("gradient_syncs_per_step")
-    if not per_step:
+    """Exposed communication that is for exchanges in the middle of accumulation."""
+    share = evidence.phase_share(Phase.COMMUNICATION)
+    if share is None or not evidence.fact("gradient_syncs_per_step"):
         return None
-    return max(0.0, float(per_step) - 1) / float(per_step)
+    return share * _useless(evidence)
 
 
 def _recomputes(evidence: Evidence) -> float | None:
     if not evidence.run.lines or not evidence.step:
         return None
-    lines, _ = reconcile(evidence.run)
-    spent = sum(x.seconds or 0.0 for x in lines.lines if x.operation.endswith(RECOMPUTED))
+    spent = recomputed_seconds(evidence.run)
     resident, have = evidence.run.totals.get("resident_bytes"), evidence.fact("memory_bytes")
     kept = evidence.plan.memory_bytes().get("activations") or 0.0
     if resident is not None and have and resident.value + kept > ROOM * have:
         return 0.0  # memory needs it
     return spent / evidence.step
+
+
+def _device_busy(evidence: Evidence) -> float | None:
+    """Of a traced step: the device computes."""
+    if evidence.fact("device") != "cuda" or evidence.fact("source") != "trace":
+        return None
+    return sum(evidence.phase_share(phase) or 0.0 for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+
+
+def _busy_says(evidence: Evidence, value: float) -> Statement:
+    kinds = sorted(evidence.gap.kinds, key=lambda row: -(row.measured or 0.0))
+    shares = [f"{row.name} {units.percent((row.measured or 0.0) / (evidence.step or 1.0), 0)}" for row in kinds[:3]]
+    return f"The device computes {units.percent(value, 0)} of the step: nothing holds it up.", shares
 
 
 def _skipped(evidence: Evidence) -> float | None:
@@ -127,8 +164,14 @@ def _quantisation(evidence: Evidence) -> float | None:
 
 
 def _throttled(evidence: Evidence) -> float | None:
+    """By the board's mean clock during the steps; a processor's, by its speed, where the system counted heat."""
     clock, highest = evidence.fact("clock_hertz"), evidence.fact("clock_highest_hertz")
-    return None if not clock or not highest else max(0.0, 1 - float(clock) / float(highest))
+    if clock and highest:
+        return max(0.0, 1 - float(clock) / float(highest))
+    events, speed = evidence.fact("processor_throttled"), evidence.machine_speed
+    if events is None or speed is None:
+        return None
+    return max(0.0, 1 - speed) if events else 0.0
 
 
 def _matrix_units(evidence: Evidence) -> float | None:
@@ -221,10 +264,16 @@ CODE_RULES: tuple[Rule, ...] = (
         "keep values on the device, and read them every so many steps", "a step loses its run-ahead at each of them",
     ),
     Rule(
-        "sync_in_accumulation", Axis.ALGORITHM, 0.25, _extra_syncs,
-        _says("Gradients are exchanged for every micro-batch: {share} of the exchanges are useless.",
+        "logging_frequent", Axis.ALGORITHM, 0.05, logging_share,
+        _says("Logging takes {share} of the step."), "log every so many steps",
+        "as for checkpoints: above 5% it costs more than what it tells",
+    ),
+    Rule(
+        "sync_in_accumulation", Axis.ALGORITHM, 0.05, _extra_syncs,
+        _says("Gradients are exchanged for every micro-batch: {share} of the step waits for useless exchanges.",
               "gradient_syncs_per_step", "accumulation"),
-        "with model.no_sync(): around all micro-batches but the last", "one exchange per step is enough",
+        "with model.no_sync(): around all micro-batches but the last",
+        "one exchange per step is enough; 5% as for other things that are left out for free",
     ),
     Rule(
         "communication_bound", Axis.MACHINE, 0.10, _communication,
@@ -266,13 +315,19 @@ CODE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "throttled", Axis.MACHINE, 0.10, _throttled,
-        _says("The device runs below its clock: {share} slower.", "clock_hertz", "clock_highest_hertz"),
+        _says("The device runs below its clock: {share} slower.", "clock_hertz", "clock_highest_hertz",
+              "clock_held_down_by", "processor_throttled"),
         "look at its power limit and cooling", "boards vary by a few percent",
     ),
     Rule(
         "updates_skipped", Axis.ALGORITHM, 0.05, _skipped,
         _says("Loss scaling skips updates: {share} of the steps did nothing.", "skipped_updates"),
         "bf16, which needs no scaling, or a lower initial scale", "a scale that has settled skips one in 2,000",
+    ),
+    Rule(
+        "device_busy", Axis.ALGORITHM, 0.70, _device_busy, _busy_says,
+        "only less work or faster kernels shorten the step", "a device that is fed and does not wait for others",
+        fault=False,
     ),
     Rule(
         "sync_points_free", Axis.ALGORITHM, SYNC_THRESHOLD, _syncs, _syncs_say,

@@ -21,6 +21,7 @@ from typing import Any
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.explain import grades
 from ironlaw.explain.explanation import read_metrics
 from ironlaw.explain.remedies import EFFECTS, Effect, Remedy, find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
@@ -109,7 +110,7 @@ def tune(
 
     Raises UserError when the budget does not last for the first measurement.
     """
-    began = clock()
+    began, real = clock(), measure is None
     measure = measure or Runner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12))
     tried: set[tuple[Any, ...]] = set()
     start = measure(config, "start")
@@ -128,6 +129,8 @@ def tune(
         tried.add(_key(remedy))
         trial, after, control = _try(result, remedy, measure, profile)
         result.trials.append(trial)
+        if real:
+            grades.keep(grades.Grade(trial.remedy, trial.predicted_gain, trial.measured_gain, "tune", profile.name))
         verdict = "kept" if trial.kept else f"dropped: {trial.reason}"
         say(
             f"{remedy.name:<10} {remedy.apply}: planned {units.signed_percent(trial.predicted_gain)}, measured "

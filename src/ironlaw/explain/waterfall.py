@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ironlaw.explain.gap import Gap
+from ironlaw.explain.gap import RUN_AGAIN, Gap
 from ironlaw.ledger import Kind, Ledger, Phase
 
 # name -> what it means; in the order of the descent.
@@ -78,7 +78,8 @@ class Waterfall:
 
 def waterfall(plan: Ledger, run: Ledger, gap: Gap) -> Waterfall:
     step, peak = gap.step.measured, plan.facts.get("matmul_peak_flops_per_second")
-    flops = float(plan.flops()) or None
+    again = sum(line.flops or 0 for line in plan.lines if line.operation.endswith(RUN_AGAIN))
+    flops = float(plan.flops() - again) or None  # of the model: what runs again is no progress
     ideal = flops / peak if flops and peak else None
     drops = {name: Drop(name) for name in STEPS}
     timed = any(row.measured is not None for row in gap.operations)
@@ -93,11 +94,7 @@ def waterfall(plan: Ledger, run: Ledger, gap: Gap) -> Waterfall:
         if timed or ideal is not None:
             last.seconds = (last.seconds or 0.0) + rest
         _add(drops["unattributed"], "unattributed", gap.unattributed_seconds, True)
-    again = sum(line.flops or 0 for line in plan.lines if line.operation.endswith(RECOMPUTED))
     return Waterfall(step, ideal, flops, float(again), peak, list(drops.values()), timed)
-
-
-RECOMPUTED = "_recomputed"
 
 
 def _operations(plan: Ledger, gap: Gap, peak: float | None, drops: dict[str, Drop]) -> None:
@@ -105,7 +102,7 @@ def _operations(plan: Ledger, gap: Gap, peak: float | None, drops: dict[str, Dro
     for line in plan.lines:
         flops[line.phase, line.kind, line.operation] += line.flops or 0
     for row in gap.operations:
-        if row.measured is None or row.name.endswith(RECOMPUTED):
+        if row.measured is None or row.name.endswith(RUN_AGAIN):
             continue
         at_peak = flops[row.phase, row.kind, row.name] / peak if peak else 0.0
         lawful = row.measured if row.planned is None else min(row.measured, row.planned)
@@ -135,7 +132,7 @@ def _phases(gap: Gap, drops: dict[str, Drop]) -> None:
 def _recomputation(plan: Ledger, gap: Gap, drops: dict[str, Drop]) -> None:
     for row in gap.operations:
         seconds = row.measured if row.measured is not None else row.planned
-        if row.name.endswith(RECOMPUTED) and seconds:
+        if row.name.endswith(RUN_AGAIN) and seconds:
             _add(drops["recomputation"], row.name, seconds, row.measured is not None)
 
 

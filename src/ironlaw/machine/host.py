@@ -30,6 +30,16 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def is_virtual() -> bool | None:
+    """Whether this is a guest of a hypervisor, whose neighbours on the same host it cannot see; None if unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return "hypervisor" in flags.split() if flags else None
+
+
 def usable_cores() -> int:
     """Cores this process may run on (a container often has fewer than the machine)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,14 +2,19 @@
 
 A virtual machine shares its cores' execution units, caches and memory with neighbours that come and go within
 seconds: matrix products of one minute can take 1.6 times those of the next. One measurement of 20 s catches too
-few of those swings, so what each measurement and each run saw is kept, and a plan uses them all.
+few of those swings, so what each run saw is kept, one line per run, and a plan takes the middle of the last ones.
+
+Neighbours cannot be seen; other programs on this machine can. What was looked at while they used the cores is left
+out: it says how slow the machine was then, which the run's explanation tells, and nothing of the next run.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,53 +23,83 @@ from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
-ENTRIES_KEPT = 400
+OTHERS = "others"  # share of the cores that other programs used meanwhile
+MOST_OTHERS = 0.10  # from here on kernels on all cores have to wait for them
+RUNS_COUNTED = 12
+FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
 
 
 def history_path() -> Path:
     return cache_folder() / "machine" / "interference.jsonl"
 
 
-def remember(profile: Profile, ratios: Iterable[dict[str, float]]) -> None:
-    """Append what a measurement or a run saw of the machine of this profile."""
+def remember(profile: Profile, looks: Iterable[Mapping[str, float]]) -> None:
+    """Append what one run saw of the machine of this profile; nothing when other programs disturbed all of it."""
+    seen = middle(undisturbed(looks))
+    if seen is None:
+        return
     path = history_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": anchors(profile)}
     with path.open("a", encoding="utf-8") as file:
-        for ratio in ratios:
-            file.write(json.dumps(about | ratio) + "\n")
+        file.write(json.dumps(about | {"at": time.time()} | seen) + "\n")
+
+
+def undisturbed(looks: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Those during which no other program used the cores. Where the system does not tell, all of them."""
+    return [look for look in looks if (look.get(OTHERS) or 0.0) <= MOST_OTHERS]
 
 
 def rounds(profile: Profile) -> list[dict[str, float]]:
     """The measurement's own rounds, as `remember` takes them."""
     columns = [profile.interference[kind] for kind in KINDS]
-    return [dict(zip(KINDS, values, strict=True)) for values in zip(*columns, strict=True)]
+    others = profile.interference.get(OTHERS) or [0.0] * len(columns[0])
+    return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, others, strict=True)]
 
 
-def typical(profile: Profile) -> dict[str, float]:
-    """Kind of kernel -> time over best that is typical here: all that was seen lately, this profile included."""
-    seen, now = rounds(profile), anchors(profile)
-    try:
-        for text in history_path().read_text(encoding="utf-8").splitlines()[-ENTRIES_KEPT:]:
+def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
+    """Kind of kernel -> time over best that is typical here: the middle of this measurement and of the last runs."""
+    own, anchor = middle(undisturbed(rounds(profile))), anchors(profile)
+    seen = [own] if own is not None else []
+    now = time.time() if now is None else now
+    for text in reversed(_history()):
+        if len(seen) > RUNS_COUNTED:
+            break
+        try:
             entry = json.loads(text)
-            if (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds)):
+            same = (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds))
+            if same and now - entry["at"] <= FORGOTTEN_AFTER_SECONDS:
                 # Its ratios are to the best that was known then; today's may be better.
-                seen.append({kind: entry[kind] * entry["anchor"][kind] / now[kind] for kind in KINDS})
-    except (OSError, KeyError, json.JSONDecodeError):
-        pass
-    return middle(seen) or dict.fromkeys(KINDS, 1.0)
+                seen.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
+        except (KeyError, TypeError, ValueError):  # torn, or of an earlier version
+            continue
+    return {kind: statistics.median(s[kind] for s in seen) if seen else 1.0 for kind in KINDS}
 
 
-def middle(ratios: Sequence[dict[str, float]]) -> dict[str, float] | None:
+def _history() -> list[str]:
+    try:
+        return history_path().read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def middle(looks: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
     """Mean of the middle 80% per kind, as a run's typical step is; None of nothing."""
-    if not ratios:
+    known = list(looks)
+    if not known:
         return None
     result = {}
     for kind in KINDS:
-        values = np.sort([ratio[kind] for ratio in ratios])
+        values = np.sort([look[kind] for look in known])
         cut = len(values) // 10
         result[kind] = float(values[cut : len(values) - cut].mean())
     return result
+
+
+def others(looks: Iterable[Mapping[str, float]]) -> float | None:
+    """Mean share of the cores that other programs used; None where the system does not tell."""
+    known = [look[OTHERS] for look in looks if look.get(OTHERS) is not None]
+    return float(np.mean(known)) if known else None
 
 
 def anchors(profile: Profile) -> dict[str, float]:

@@ -25,6 +25,7 @@ import torch
 
 import ironlaw
 from ironlaw.machine import host
+from ironlaw.machine.interference import OTHERS
 from ironlaw.machine.kernels import (
     Call,
     Pool,
@@ -36,6 +37,7 @@ from ironlaw.machine.kernels import (
     tiny_builder,
     update_builder,
 )
+from ironlaw.machine.load import OtherLoad
 from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import onednn_available
 
@@ -144,12 +146,14 @@ def measure(
     samplers = _samplers(chosen, fp32_products)
     synchronize = torch.cuda.synchronize if chosen.type == "cuda" else (lambda: None)
     probe, probed = Probe(fp32_products), []
+    load, others = OtherLoad(), []
     rounds = 0
     spent = time.perf_counter() - started
     while rounds < 3 or time.perf_counter() - started < budget_seconds:
         for sampler in samplers:
             sampler.sample(synchronize)
         probed.append(probe.seconds())
+        others.append(load.share() or 0.0)
         rounds += 1
         say(f"round {rounds}", min(0.99, max(0.1, (time.perf_counter() - started) / budget_seconds)))
         round_seconds = (time.perf_counter() - started - spent) / rounds
@@ -157,7 +161,9 @@ def measure(
             break
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [seconds[kind] for seconds in probed]))
-    return _profile(chosen, samplers, storage, tokenizer, runtime_bytes, fp32_products, earlier)
+    profile = _profile(chosen, samplers, storage, tokenizer, runtime_bytes, fp32_products, earlier)
+    profile.interference[OTHERS] = others
+    return profile
 
 
 def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products:
@@ -331,6 +337,7 @@ class Probe:
             "compute": matmul_builders(pool, torch.float32, fp32_products == "onednn")["matmul"](512, 512, 512),
             "memory": elementwise_builders(pool)["gelu_tanh_forward"](2**19),
         }
+        self._load = OtherLoad()
 
     def seconds(self, repeats: int = 3) -> dict[str, float]:
         """Kind -> median seconds of its kernel now. Takes some 10 ms."""
@@ -345,8 +352,13 @@ class Probe:
         return result
 
     def ratios(self, profile: Profile) -> dict[str, float]:
-        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed."""
-        return {kind: seconds / profile.probe[kind] for kind, seconds in self.seconds().items()}
+        """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed.
+
+        With the share of the cores that other programs used since the last look, where the system tells.
+        """
+        share = self._load.share()
+        found = {kind: seconds / profile.probe[kind] for kind, seconds in self.seconds().items()}
+        return found if share is None else found | {OTHERS: share}
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:

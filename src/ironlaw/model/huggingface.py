@@ -191,7 +191,9 @@ def _mixtral(fields: Fields) -> dict[str, Any]:
 
 def _qwen_moe(fields: Fields) -> dict[str, Any]:
     """Every `decoder_sparse_step`-th layer has experts, but for those named in `mlp_only_layers`."""
-    moe = _experts(fields, fields["num_experts"], fields["moe_intermediate_size"])
+    # Newer files say num_local_experts.
+    count = fields["num_local_experts"] if "num_local_experts" in fields else fields["num_experts"]
+    moe = _experts(fields, count, fields["moe_intermediate_size"])
     dense = sorted(fields.get("mlp_only_layers") or [])
     if dense != list(range(len(dense))):
         raise UserError(f"mlp_only_layers = {dense} is not supported: the first layers are")
@@ -212,7 +214,8 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
 def _olmoe(fields: Fields) -> dict[str, Any]:
     _refuse(fields, "clip_qkv", "attention_bias")
     values = _llama_family(fields) | {"qk_norm": True, "qk_norm_whole": True}
-    return values | {"moe": _experts(fields, fields["num_experts"], None)}
+    count = fields["num_local_experts"] if "num_local_experts" in fields else fields["num_experts"]
+    return values | {"moe": _experts(fields, count, None)}
 
 
 def _deepseek(fields: Fields) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from ironlaw.model.config import ModelConfig
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
 }  # fmt: skip
 
 
 def family(config: ModelConfig) -> str:
-    """gpt2, llama, mistral, qwen2 or qwen3; UserError for a combination that none of them has."""
+    """gpt2, llama, mistral, qwen2, qwen3, mixtral, ...; UserError for a combination that none of them has."""
     if config.moe is not None:
-        raise UserError("a mixture of experts has no Hugging Face weights here yet: dense models do")
+        return _family_with_experts(config)
     square = config.key_value_heads == config.heads and config.query_size == config.hidden
     if config.positions == "learned":
         plain = config.norm == "layernorm" and not config.gated_ffn and not config.qk_norm
@@ -39,6 +40,36 @@ def family(config: ModelConfig) -> str:
             raise _none(config, "a sliding window is Mistral's, which has no biases")
         return "mistral"
     return "llama"
+
+
+def _family_with_experts(config: ModelConfig) -> str:
+    """mixtral, qwen2_moe, qwen3_moe or olmoe. In evaluation none of them drops a choice, and neither do we."""
+    moe = config.moe
+    assert moe is not None
+    if config.positions != "rope" or config.norm != "rmsnorm" or not config.gated_ffn or config.bias:
+        raise _none(config, "experts go with rotary positions, rmsnorm, gated networks and no biases")
+    if moe.score != "softmax" or moe.routed_scale != 1.0 or moe.balance == "bias":
+        raise _none(config, "their routers score by softmax, without a scale or a bias on the choice")
+    everywhere = moe.dense_layers == 0 and moe.every == 1
+    if config.has_qkv_bias:
+        if not (moe.shared_experts and moe.shared_gate) or config.qk_norm or config.sliding_window is not None:
+            raise _none(config, "biases on query, key and value are Qwen2-MoE's, whose shared experts have a gate")
+        return "qwen2_moe"
+    if moe.shared_experts:
+        raise _none(config, "shared experts are Qwen2-MoE's, with their gate and with biases on query, key and value")
+    if config.qk_norm and config.sliding_window is not None:
+        raise _none(config, "qk_norm goes without a sliding window")
+    if config.qk_norm and not config.qk_norm_whole:
+        return "qwen3_moe"
+    if not everywhere or config.expert_ffn_size != config.ffn_size:
+        raise _none(config, "without Qwen's norms every layer has experts, ffn wide: set moe.expert_ffn to model.ffn")
+    if config.qk_norm:
+        if config.query_size != config.hidden:
+            raise _none(config, "OLMoE's heads are hidden / heads wide")
+        return "olmoe"
+    if not moe.normalize:
+        raise _none(config, "Mixtral's weights of a token's experts sum to 1: moe.normalize")
+    return "mixtral"
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
@@ -67,11 +98,29 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
     if kind == "llama":
         fields |= {"attention_bias": config.bias, "mlp_bias": config.bias}
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         fields |= {"sliding_window": config.sliding_window}
-    if kind in ("qwen2", "qwen3"):
+    if kind.startswith("qwen"):
         fields |= {"use_sliding_window": False}
-    return fields
+    return fields | _expert_fields(config, kind)
+
+
+def _expert_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    coefficient = moe.balance_loss if moe.balance == "loss" else 0.0
+    fields: dict[str, Any] = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": coefficient}
+    if kind == "mixtral":
+        return fields | {"num_local_experts": moe.experts}
+    fields |= {"num_experts": moe.experts, "norm_topk_prob": moe.normalize}
+    if kind == "olmoe":
+        return fields
+    fields |= {
+        "moe_intermediate_size": config.expert_ffn_size, "decoder_sparse_step": moe.every,
+        "mlp_only_layers": list(range(moe.dense_layers)),
+    }  # fmt: skip
+    return fields | ({"shared_expert_intermediate_size": config.shared_ffn_size} if kind == "qwen2_moe" else {})
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:

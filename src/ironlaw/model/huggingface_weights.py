@@ -1,8 +1,9 @@
-"""Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+"""Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral,
+Qwen2-MoE, Qwen3-MoE and OLMoE.
 
-Two differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
-stores its matrices input first. Rotary positions turn the first half of a head against the second on both sides, so
-nothing is permuted.
+Three differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
+stores its matrices input first; the experts' matrices are one stack here and one by one there. Rotary positions turn
+the first half of a head against the second on both sides, so nothing is permuted.
 """
 
 from __future__ import annotations
@@ -31,12 +32,32 @@ _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor here, and the ones it consists of there, stacked by rows. `sizes` are their rows."""
+    """One tensor here, and the ones it consists of there, one after the other by rows. `sizes` are their rows."""
 
     ours: str
     theirs: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
+    stacked: bool = False  # each is one entry of our first dimension
+
+    def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape here of tensors that have these shapes there."""
+        if self.stacked:
+            return len(shapes), *shapes[0]
+        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return whole[::-1] if self.transposed else whole
+
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        if self.stacked:
+            return torch.stack(tensors)
+        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        return tensor.t() if self.transposed else tensor
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        if self.stacked:
+            return tensor.unbind()
+        tensor = tensor.t() if self.transposed else tensor
+        return tensor.split(self.sizes) if self.sizes else (tensor,)
 
 
 def entries(config: ModelConfig) -> Iterator[Entry]:
@@ -76,10 +97,29 @@ def _llama_block(config: ModelConfig, layer: int) -> Iterator[Entry]:
     if config.qk_norm:
         yield Entry(f"{ours}.attention.query_norm.weight", (f"{theirs}.self_attn.q_norm.weight",))
         yield Entry(f"{ours}.attention.key_norm.weight", (f"{theirs}.self_attn.k_norm.weight",))
+    experts = config.moe is not None and config.moe.in_layer(layer)
     for kind in ("weight", "bias") if config.bias else ("weight",):
         yield Entry(f"{ours}.attention.out.{kind}", (f"{theirs}.self_attn.o_proj.{kind}",))
-        for part in ("gate", "up", "down"):
+        for part in () if experts else ("gate", "up", "down"):
             yield Entry(f"{ours}.ffn.{part}.{kind}", (f"{theirs}.mlp.{part}_proj.{kind}",))
+    if experts:
+        yield from _experts(config, f"{ours}.ffn", theirs)
+
+
+def _experts(config: ModelConfig, ours: str, layer: str) -> Iterator[Entry]:
+    """The router and the experts of one layer, which nobody but Mixtral calls by other names."""
+    assert config.moe is not None
+    mixtral = family(config) == "mixtral"
+    theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    yield Entry(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        name = name if mixtral else f"{part}_proj"
+        each = tuple(f"{theirs}.experts.{number}.{name}.weight" for number in range(config.moe.experts))
+        yield Entry(f"{ours}.experts.{part}.weight", each, stacked=True)
+    if config.moe.shared_experts:
+        for part in ("gate", "up", "down"):
+            yield Entry(f"{ours}.shared.{part}.weight", (f"{theirs}.shared_expert.{part}_proj.weight",))
+        yield Entry(f"{ours}.shared_gate.weight", (f"{theirs}.shared_expert_gate.weight",))
 
 
 def _norm(config: ModelConfig) -> tuple[str, ...]:
@@ -143,8 +183,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         for entry in entries(config):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
-            found = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-            found = found[::-1] if entry.transposed else found
+            found = entry.here(shapes)
             if entry.ours == "positions.weight" and found[0] > config.context:
                 found = (config.context, *found[1:])  # a shorter context uses the first positions
             if found != wanted[entry.ours]:
@@ -166,9 +205,7 @@ def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tenso
             if not torch.equal(files.tensor("lm_head.weight"), files.tensor(first)):
                 raise UserError(f"{folder} has an output layer of its own: set model.tied = false")
         for entry in entries(config):
-            tensors = [files.tensor(name) for name in entry.theirs]
-            tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-            tensor = tensor.t() if entry.transposed else tensor
+            tensor = entry.join([files.tensor(name) for name in entry.theirs])
             yield entry.ours, tensor[: config.context] if entry.ours == "positions.weight" else tensor
 
 
@@ -193,9 +230,7 @@ def write_model(
     fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
     tensors: dict[str, Tensor] = {}
     for entry in entries(config):
-        tensor = weights[entry.ours].detach().to(dtype)
-        tensor = tensor.t() if entry.transposed else tensor
-        parts = tensor.split(entry.sizes) if entry.sizes else (tensor,)
+        parts = entry.split(weights[entry.ours].detach().to(dtype))
         # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
         tensors |= {name: part.clone(memory_format=torch.contiguous_format)
                     for name, part in zip(entry.theirs, parts, strict=True)}  # fmt: skip

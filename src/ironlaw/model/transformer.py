@@ -8,7 +8,9 @@ Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -142,9 +144,9 @@ class Transformer(nn.Module):
     place: Place = WHOLE
     dropout_seed = 0  # of masks that are drawn by sample
     loss_chunk = 0  # tokens whose logits exist at a time; 0: all
-    loss_factor: Tensor | float = (
-        1.0  # of a pipeline's loss, which stages without one need to know for balancing losses
-    )
+    loss_factor: Tensor | float = 1.0  # of a pipeline's loss: stages without one need it for balancing losses
+    around: Callable[[int], Any] = staticmethod(lambda block: nullcontext())
+    """A context for the forward pass of each block, by its number: who moves what the block saves."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -191,8 +193,9 @@ class Transformer(nn.Module):
             rows = place.positions(sequence)
             rotary = (self.rotary_cos[rows], self.rotary_sin[rows])
         mask = self.attention_mask(sequence, tokens.device, documents, draw)
-        for block in self.blocks:
-            x = block(x, rotary, mask, draw)
+        for number, block in enumerate(self.blocks):
+            with self.around(number):
+                x = block(x, rotary, mask, draw)
         balance_weight = 1.0 if balance is None else balance.mean()
         if self.final_norm is None:
             return attach_balance_losses(x, self, balance_weight * self.loss_factor) if self.config.moe else x

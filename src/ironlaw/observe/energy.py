@@ -1,47 +1,84 @@
-"""Energy from the processor's own counters, where the system lets us read them. Otherwise there is no measurement."""
+"""Energy from the hardware's own counters, where the system lets us read them. Otherwise there is no measurement."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
+
+from ironlaw.observe.board import Board
 
 _RAPL = Path("/sys/class/powercap")
 
 
-class EnergyMeter:
-    """Joules since the start, from RAPL (Intel and AMD package counters); None where there are none to read.
+class _Counter(Protocol):
+    """`read`: joules since some moment, None when it cannot be read; `limit`: where it starts again from zero."""
 
-    Virtual machines usually hide them. They count whole packages, so other programs' work is included.
-    """
+    @property
+    def name(self) -> str: ...
 
-    def __init__(self, folder: Path = _RAPL) -> None:
-        self._packages = []
-        for path in sorted(folder.glob("*rapl:[0-9]*")):
-            if path.name.count(":") == 1:  # packages, not their parts, which would count twice
-                try:
-                    limit = int((path / "max_energy_range_uj").read_text())
-                    self._packages.append((path / "energy_uj", limit))
-                except (OSError, ValueError):
-                    continue
-        self._last = [self._read(path) for path, _ in self._packages]
-        self._total_joules = 0.0
-        if not self._packages or None in self._last:
-            self._packages = []
+    @property
+    def limit(self) -> float | None: ...
 
-    @staticmethod
-    def _read(path: Path) -> int | None:
+    def read(self) -> float | None: ...
+
+
+class _Package:
+    """A processor's package, by RAPL (Intel and AMD). Everything on it counts, other programs' work included."""
+
+    name = "RAPL counters of the whole package"
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "energy_uj"
+        self.limit: float | None = int((folder / "max_energy_range_uj").read_text()) / 1e6
+
+    def read(self) -> float | None:
         try:
-            return int(path.read_text())
+            return int(self._path.read_text()) / 1e6
         except (OSError, ValueError):
             return None
 
+
+class EnergyMeter:
+    """Joules since the start, of the processor and of the accelerator's board, where the training runs on one.
+
+    `joules()` is None where nothing can be read: virtual machines usually hide RAPL, and NVML needs nvidia-ml-py
+    (`pip install 'ironlaw[energy]'`). With an accelerator whose board cannot be read it is None too: the processor
+    alone would pass for the whole.
+    """
+
+    def __init__(self, folder: Path = _RAPL, *, accelerated: bool = False, board: Board | None = None) -> None:
+        self._counters: list[_Counter] = list(_packages(folder))
+        if accelerated:
+            self._counters = [*self._counters, board] if board is not None else []
+        self._last = [counter.read() for counter in self._counters]
+        self._total_joules = 0.0
+        if None in self._last:
+            self._counters = []
+
+    @property
+    def basis(self) -> str:
+        """Where the figure comes from, in words."""
+        return " and ".join(dict.fromkeys(counter.name for counter in self._counters))
+
     def joules(self) -> float | None:
-        """Call at least every few minutes: the counters wrap around."""
-        if not self._packages:
+        """Call at least every few minutes: the processor's counters wrap around."""
+        if not self._counters:
             return None
-        for index, (path, limit) in enumerate(self._packages):
-            now, before = self._read(path), self._last[index]
+        for index, counter in enumerate(self._counters):
+            now, before = counter.read(), self._last[index]
             if now is None or before is None:
                 return None
-            self._total_joules += ((now - before) % limit) / 1e6
+            self._total_joules += (now - before) % counter.limit if counter.limit else now - before
             self._last[index] = now
         return self._total_joules
+
+
+def _packages(folder: Path) -> list[_Package]:
+    found = []
+    for path in sorted(folder.glob("*rapl:[0-9]*")):
+        if path.name.count(":") == 1:  # packages, not their parts, which would count twice
+            try:
+                found.append(_Package(path))
+            except (OSError, ValueError):
+                continue
+    return found

@@ -7,6 +7,7 @@ it belongs to what the main thread runs. A trace does not say what Python did be
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from collections import defaultdict
@@ -23,7 +24,7 @@ from ironlaw.observe.trace_file import TraceFile
 
 _COLLECTIVE = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
-_USER_LINE = re.compile(r"^(?!.*(?:site-packages|torch/|dist-packages|<)).*\.py\(\d+\)")
+_USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
 _DEVICE_KINDS = (
     (Kind.COLLECTIVE, _COLLECTIVE),
     (Kind.ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
@@ -67,13 +68,14 @@ def trace_ledger(trace: TraceFile) -> Ledger:
     main = _main_thread(spans)
     on_device = any(event.where == DEVICE for event in events)
     steps, how = _steps(events, spans, main)
+    launchers = _launchers(events, spans)
     phases = {id(span): span_phase(span) for span in spans}
     for step in steps:
         if on_device:
-            _device_pieces(step, events, spans, phases, main)
+            _device_pieces(step, events, spans, phases, main, launchers)
         else:
             _thread_pieces(step, spans, phases, main)
-    ledger = Ledger("run", lines=_lines(steps, events, spans, phases, on_device))
+    ledger = Ledger("run", lines=_lines(steps, events, spans, phases, launchers, on_device))
     seconds = sorted(steps, key=lambda s: s.end - s.begin)
     middle = seconds[len(seconds) // 2]
     step_seconds = sum(s.end - s.begin for s in steps) / len(steps) / 1e9
@@ -163,10 +165,10 @@ def _thread_pieces(step: Step, spans: Sequence[Span], phases: dict[int, Phase | 
 
 
 def _device_pieces(
-    step: Step, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str
-) -> None:
+    step: Step, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str,
+    launchers: Launchers,
+) -> None:  # fmt: skip
     """By priority: compute, communication, copies from the host, then what the host does while the device idles."""
-    launchers = {span.event.link: span for span in spans if span.event.link}
     layers: list[list[Piece]] = [[], [], [], [], []]
     for event in events:
         if event.end <= step.begin or event.start >= step.end:
@@ -189,9 +191,45 @@ def _device_pieces(
     step.pieces = _by_priority(layers, step.begin, step.end, Phase.IDLE)
 
 
-def _kernel_phase(event: Event, launchers: dict[int, Span], phases: dict[int, Phase | None]) -> Phase:
-    span = launchers.get(event.link)
-    return (phases[id(span)] if span is not None else None) or Phase.FORWARD
+Launchers = dict[int, Span]  # id of a device's event -> the call that launched it
+
+
+def _launchers(events: Sequence[Event], spans: Sequence[Span]) -> Launchers:
+    """By the driver's call with the same correlation, and the operation around that call on its thread.
+
+    Old traces repeat the correlation as the external id, so that this way leads where ids do not; without driver
+    calls in the trace the external id, shared by operation and kernel, has to do.
+    """
+    calls = {e.details["correlation"]: e for e in events if e.where == RUNTIME and "correlation" in e.details}
+    by_lane: dict[int | str, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_lane[span.event.lane].append(span)
+    starts = {lane: [span.event.start for span in own] for lane, own in by_lane.items()}
+    by_link = {span.event.link: span for span in spans if span.event.link}
+    found: Launchers = {}
+    for event in events:
+        if event.where != DEVICE:
+            continue
+        call = calls.get(event.details.get("correlation"))
+        around: Span | None = by_link.get(event.link) if call is None else None
+        if call is not None and call.lane in by_lane:
+            index = bisect.bisect_right(starts[call.lane], call.start) - 1
+            around = by_lane[call.lane][index] if index >= 0 else None
+            while around is not None and around.event.end < call.start:
+                around = around.parent
+        if around is not None:
+            found[id(event)] = around
+    return found
+
+
+def _kernel_phase(event: Event, launchers: Launchers, phases: dict[int, Phase | None]) -> Phase:
+    span = launchers.get(id(event))
+    while span is not None:
+        phase = phases[id(span)]
+        if phase is not None:
+            return phase
+        span = span.parent
+    return Phase.FORWARD
 
 
 def _by_priority(layers: Sequence[list[Piece]], begin: int, end: int, rest: Phase) -> list[Piece]:
@@ -227,12 +265,11 @@ def _by_priority(layers: Sequence[list[Piece]], begin: int, end: int, rest: Phas
 
 def _lines(
     steps: Sequence[Step], events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None],
-    on_device: bool,
+    launchers: Launchers, on_device: bool,
 ) -> list[Line]:  # fmt: skip
     seconds: dict[tuple[Phase, Kind, str], float] = defaultdict(float)
     counts: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
     flops: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
-    launchers = {span.event.link: span for span in spans if span.event.link}
     for span in spans:
         phase = phases[id(span)]
         if phase in (None, Phase.DATA) or not _inside(span.event.start, steps):
@@ -253,10 +290,10 @@ def _lines(
             seconds[key] += span.self_ns / 1e9
     for event in events if on_device else ():
         if event.where == DEVICE and _inside(event.start, steps):
-            launcher = launchers.get(event.link)
+            launcher = launchers.get(id(event))
             phase = _kernel_phase(event, launchers, phases)
             kind = next((k for k, pattern in _DEVICE_KINDS if pattern.search(event.name)), Kind.ELEMENTWISE)
-            name = event.name.partition("(")[0][:60]
+            name = _short(event.name)
             if launcher is not None and launcher.kernel is not None:
                 kind, name = kind_of(launcher.kernel.name), operation_name(launcher)
             if _COLLECTIVE.search(event.name):
@@ -272,6 +309,12 @@ def _lines(
              origin=Origin.MEASURED)
         for key, s in sorted(seconds.items())
     ]  # fmt: skip
+
+
+def _short(kernel: str) -> str:
+    """`void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>(...)` without what is the same in all."""
+    bare = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", bare)[0].split("::")[-1][:60] or kernel[:60]
 
 
 def _inside(moment: int, steps: Sequence[Step]) -> bool:

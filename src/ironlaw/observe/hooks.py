@@ -47,7 +47,7 @@ def listening(
         _watch_model(stack, model, partition, listener)
         for optimizer in optimizers:
             _watch_optimizer(stack, optimizer, partition, listener)
-        _wrap(stack, torch.autograd, "backward", _phased(partition, lambda: Phase.BACKWARD, listener.backward_ended))
+        _wrap(stack, torch.autograd, "backward", _backward(stack, model, partition, listener))
         _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", _next_batch(model, partition, listener))
         _wrap(stack, torch, "save", _phased(partition, lambda: Phase.CHECKPOINT))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
@@ -112,6 +112,65 @@ def _phased(
         return call
 
     return around
+
+
+def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
+    exchange = _Exchange(stack, model, partition) if hasattr(model, "require_backward_grad_sync") else None
+
+    def ended() -> None:
+        if exchange is not None:
+            exchange.settle()
+        listener.backward_ended()
+
+    def around(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            partition.begin(Phase.BACKWARD)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if partition.running is Phase.COMMUNICATION:
+                    partition.end()
+                partition.end()
+                ended()
+
+        return call
+
+    return around
+
+
+class _Exchange:
+    """DistributedDataParallel exchanges gradients behind the backward pass, and ends it by waiting for what is left.
+
+    From the last gradient that is computed to the end of `backward` nothing hides the exchange. Which parameter is the
+    last to get its gradient is learned in the first backward pass; afterwards only that one has a hook.
+    """
+
+    def __init__(self, stack: ExitStack, model: nn.Module, partition: Partition) -> None:
+        self._stack, self._model, self._partition = stack, model, partition
+        self._last: nn.Parameter | None = None
+        self._learning = [
+            p.register_post_accumulate_grad_hook(self._seen) for p in model.parameters() if p.requires_grad
+        ]
+        stack.callback(self._unhook)
+
+    def _seen(self, parameter: Tensor) -> None:
+        self._last = parameter  # type: ignore[assignment]
+
+    def settle(self) -> None:
+        if self._learning and self._last is not None:
+            self._unhook()
+            self._stack.callback(self._last.register_post_accumulate_grad_hook(self._waits).remove)
+
+    def _waits(self, parameter: Tensor) -> None:
+        exchanges = getattr(self._model, "require_backward_grad_sync", False)
+        if exchanges and self._partition.running is Phase.BACKWARD:
+            self._partition.begin(Phase.COMMUNICATION)
+
+    def _unhook(self) -> None:
+        for handle in self._learning:
+            handle.remove()
+        self._learning.clear()
 
 
 def _next_batch(model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:

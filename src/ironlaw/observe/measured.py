@@ -34,6 +34,7 @@ class Observations:
     resident_peak_bytes: int | None = None
     cuda_peak_bytes: int | None = None
     joules: float | None = None
+    joules_basis: str = "RAPL counters of the whole package"
     wall_seconds: dict[str, float] = field(default_factory=dict)
     checkpoint_copy_bytes: int = 0  # of the state, in the memory that the steps use
 
@@ -53,15 +54,24 @@ def held_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[torch.Tensor] = ()
 ) -> dict[str, int]:
     """Bytes of weights (with buffers), optimizer state and averaged weights, each storage once."""
-    weights = [*model.parameters(), *model.buffers()]
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    held = {"weights": _storage_bytes(weights), "optimizer": _storage_bytes(states)}
-    return held | {"average": _storage_bytes(average)} if average else held
+    state = () if hasattr(optimizer, "host_bytes") else list(optimizer.state.values())  # on the host: not here
+    held = {"weights": tree_bytes([*model.parameters(), *model.buffers()]), "optimizer": tree_bytes(state)}
+    return held | {"average": tree_bytes(list(average))} if average else held
 
 
-def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    here = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]  # of a distributed tensor, this rank's part
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in here}.values())
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all tensors of a nesting, each storage once; of a distributed tensor, this rank's part."""
+    sizes: dict[int, int] = {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, torch.Tensor):
+            here = node.to_local() if hasattr(node, "to_local") else node
+            sizes[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
+        for part in node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ():
+            visit(part)
+
+    visit(tree)
+    return sum(sizes.values())
 
 
 def measured_ledger(
@@ -110,7 +120,7 @@ def measured_ledger(
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
     if observed.joules is not None:
-        totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, "RAPL counters of the whole package")
+        totals["energy_joules"] = Estimate(observed.joules, Origin.MEASURED, observed.joules_basis)
     return ledger
 
 

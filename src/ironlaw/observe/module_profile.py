@@ -31,6 +31,7 @@ class ModuleProfile:
     memory: MemoryPeak | None = None
     timeline: dict[str, Any] | None = None
     launches: int = 0  # calls of kernels per step
+    recomputed_seconds: float | None = None  # wall time of forward passes within the backward pass, per step
 
 
 def mark() -> None:
@@ -102,7 +103,18 @@ def read_modules(
         memory=find_peak(allocations, held, lambda moment: place(moment)[1], _groups(spans)),
         timeline=_timeline(spans, events, ends, named, begin, sums),
         launches=round(sum(sums.counts.values()) / steps),
+        recomputed_seconds=None if on_device else _recomputed(spans, place, steps),
     )
+
+
+def _recomputed(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], steps: int) -> float:
+    """Of the outermost modules that run again, with the Python between their calls; of the quickest step."""
+    seconds = [0] * steps
+    for span in spans:
+        step, _ = place(span.event.start)
+        if step >= 0 and span.again and not (span.parent is not None and span.parent.again):
+            seconds[step] += span.event.end - span.event.start
+    return min(seconds) / 1e9
 
 
 class _Sums:
@@ -129,13 +141,16 @@ class _Sums:
 def _processor_lines(spans: Sequence[Span], place: Callable[[int], tuple[int, Phase | None]], sums: _Sums) -> None:
     for span in spans:
         step, phase = place(span.event.start)
-        if phase not in WORKING or step < 0:
+        behind = span.kernel is not None and kind_of(span.kernel.name) is Kind.COLLECTIVE  # by a thread of its own
+        if phase not in WORKING or step < 0 or behind:
             continue
         sums.add(step, span_key(span, phase), span.self_ns, span.kernel is span.event)
 
 
 def span_key(span: Span, phase: Phase) -> Key:
     """Where the span's own time counts."""
+    if phase is Phase.COMMUNICATION:  # waiting, whatever calls it
+        return phase, Kind.COLLECTIVE, "exchange"
     if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return phase, Kind.OPTIMIZER, "adamw" if span.outer.startswith("Optimizer.step") else "clip"
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
@@ -173,7 +188,8 @@ def _rest_is_dispatch(ends: Sequence[int], named: Sequence[tuple[int, Phase | No
         covered = sum(times[step] for key, times in sums.nanoseconds.items() if key[0] is phase)
         if phase is Phase.OPTIMIZER:
             continue
-        sums.add(step, (phase, Kind.HOST, "dispatch"), max(0, whole - covered))
+        rest = (Kind.COLLECTIVE, "exchange") if phase is Phase.COMMUNICATION else (Kind.HOST, "dispatch")
+        sums.add(step, (phase, *rest), max(0, whole - covered))
 
 
 def _groups(spans: Sequence[Span]) -> Callable[[int], str]:

@@ -16,10 +16,11 @@ from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Ph
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
+from ironlaw.observe.trials import fused_seconds, score_products
 from ironlaw.workload.module_source import Input
 
 OPERATIONS_FILE = "operations.json"
-BATCH_FACTOR = 8  # of the micro-batch: what a larger one would be worth
+BATCH_FACTOR = 8  # of the micro-batch: what a larger one would be worth, where there are none to merge
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Observed:
     resident_peak_bytes: int
     cuda_peak_bytes: int | None
     joules: float | None
+    joules_basis: str
     seconds: float
     profiling_seconds: float
     facts: dict[str, Any]
@@ -71,7 +73,17 @@ def _write_operations(path: Path, observed: Observed) -> str | None:
     document = trace_to_json(traced)
     document["variants"] = {name: trace_to_json(v) for name, v in _variants(observed, precision).items()}
     path.write_text(json.dumps(document), encoding="utf-8")
+    if observed.facts["device"] == "cpu":
+        observed.facts["fused_attention_seconds"] = fused_seconds(
+            score_products(document), observed.facts.get("precision")
+        )
     return None
+
+
+def larger_by(facts: dict[str, Any]) -> int:
+    """How many micro-batches the larger one holds: those of a step merged, else eight."""
+    accumulation = int(facts.get("accumulation") or 1)
+    return accumulation if accumulation > 1 else BATCH_FACTOR
 
 
 def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
@@ -84,7 +96,8 @@ def _variants(observed: Observed, precision: str | None) -> dict[str, Any]:
         wanted["bf16"] = observed.signature, "bf16"
     batch = observed.facts.get("batch")
     if batch:
-        larger = [replace(i, shape=(BATCH_FACTOR * batch, *i.shape[1:])) if i.shape and i.shape[0] == batch else i
+        factor = larger_by(observed.facts)
+        larger = [replace(i, shape=(factor * batch, *i.shape[1:])) if i.shape and i.shape[0] == batch else i
                   for i in observed.signature]  # fmt: skip
         wanted["larger_batch"] = larger, precision or "as is"
     made = {}
@@ -132,7 +145,7 @@ def observed_ledger(observed: Observed) -> Ledger:
         observed.resident_peak_bytes, measured, "largest resident size of the process, sampled twice a second"
     )
     if observed.joules is not None:
-        totals["energy_joules"] = Estimate(observed.joules, measured, "RAPL counters of the whole package")
+        totals["energy_joules"] = Estimate(observed.joules, measured, observed.joules_basis)
     for name in ("loss", "train_loss"):
         losses = [m[name] for m in observed.metrics if isinstance(m.get(name), float)]
         if losses:
@@ -176,5 +189,6 @@ def _add_profile(ledger: Ledger, observed: Observed) -> None:
     ledger.facts["profiled_step_seconds"] = float(np.mean(recorded))
     ledger.facts["timeline"] = profile.timeline
     ledger.facts["launches_per_step"] = profile.launches
+    ledger.facts["recomputed_seconds"] = profile.recomputed_seconds
     if peak is not None:
         ledger.facts["memory_groups"], ledger.facts["memory_curve"] = peak.groups, peak.curve

@@ -1,11 +1,14 @@
-"""What the main thread does while it waits for data: looked at a thousand times a second, in recorded steps only."""
+"""What the main thread does while it waits for data or does something of its own: looked at a thousand times a second,
+in recorded steps only."""
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -19,15 +22,19 @@ EVERY_SECONDS = 1e-3
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
+_LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm")
 
 
 class Sampler:
-    """`stage()`: "workers" (waiting for a loader's processes), "tokenise", or "read"; `place()`: the user's line."""
+    """`stage()`: "workers" (waiting for a loader's processes), "lock" (for a thread of this process that is at work),
+    "tokenise", or "read"; `place()`: the user's line; `logging_fraction()`: of the time in no phase, what logging took.
+    """
 
     def __init__(self, partition: Partition) -> None:
         self._partition, self._thread_id = partition, threading.get_ident()
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
+        self._gaps: Counter[bool] = Counter()  # logging, or something else
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -43,10 +50,15 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._ended.is_set():
-            if self._partition.running is Phase.DATA:
-                frame = sys._current_frames().get(self._thread_id)
-                if frame is not None:
-                    stage, place = classify(frame)
+            running = self._partition.running
+            if running in (None, Phase.DATA):
+                frames = sys._current_frames()
+                frame = frames.pop(self._thread_id, None)
+                frames.pop(threading.get_ident(), None)
+                if frame is not None and running is None:
+                    self._gaps[logs(frame)] += 1
+                elif frame is not None:
+                    stage, place = classify(frame, list(frames.values()))
                     self._stages[stage] += 1
                     self._places[place] += 1
             time.sleep(EVERY_SECONDS)
@@ -54,13 +66,25 @@ class Sampler:
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None
 
+    def logging_fraction(self) -> float | None:
+        seen = sum(self._gaps.values())
+        return self._gaps[True] / seen if seen else None
+
     def place(self) -> str | None:
         return self._places.most_common(1)[0][0] if self._places else None
 
 
-def classify(frame: FrameType | None) -> tuple[str, str]:
-    """By the names on the stack; the place is the innermost line that is neither torch's nor the standard library's."""
+def classify(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple[str, str]:
+    """By the names on the stack; the place is the innermost line that is neither torch's nor the standard library's.
+
+    `others`: the stacks of the other threads. Where the loop waits for one that is at work in Python, the two take
+    turns under the interpreter's lock, and that thread's line is the place.
+    """
     stage, place = "read", "?"
+    if frame is not None and _waits(frame):
+        busy = [other for other in others if not _waits(other)]
+        if busy:
+            return "lock", _place(busy[0])
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name.lower()
         if "multiprocessing" in file or "_try_get_data" in name:
@@ -73,3 +97,25 @@ def classify(frame: FrameType | None) -> tuple[str, str]:
             break
         frame = frame.f_back
     return stage, place
+
+
+def logs(frame: FrameType | None) -> bool:
+    """Whether a logger is anywhere on the stack."""
+    while frame is not None:
+        if any(name in Path(frame.f_code.co_filename).parts for name in _LOGGERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _waits(frame: FrameType) -> bool:
+    """For another thread, at a lock, a queue or an event; the wait for a worker process looks through a pipe."""
+    return frame.f_code.co_filename in (threading.__file__, queue.__file__)
+
+
+def _place(frame: FrameType | None) -> str:
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_TORCH, _LIBRARY)):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"

@@ -19,7 +19,17 @@ _WHERE = {
     "kernel": DEVICE, "gpu_memcpy": DEVICE, "gpu_memset": DEVICE, "privateuse1_runtime": RUNTIME,
     "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "hip_runtime": RUNTIME, "xpu_runtime": RUNTIME,
 }  # fmt: skip
-_KEPT = ("Input Dims", "Input type", "Collective name", "In msg nelems", "dtype", "Group size", "stream", "bytes")
+_KEPT = (
+    "Input Dims",
+    "Input type",
+    "Collective name",
+    "In msg nelems",
+    "dtype",
+    "Group size",
+    "stream",
+    "bytes",
+    "correlation",
+)
 
 
 @dataclass

@@ -44,6 +44,37 @@ def threads_too_many(
     return saved
 
 
+def score_products(document: dict[str, Any]) -> list[list[int]]:
+    """(batch, tokens, head size) of every product that a softmax over a square of scores follows, in a stored trace."""
+    rows = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
+    found, product = [], None
+    for row in rows:
+        if row["matmul"]:
+            product = row
+        elif row["phase"] == "forward" and row["name"].endswith("softmax") and product is not None:
+            m, n, k = product["matmul"]
+            if m == n:
+                found.append([product["batch"], m, k])
+    return found
+
+
+def fused_seconds(products: list[list[int]], precision: str | None) -> float | None:
+    """What the fused kernel takes for these scores, forward and backward; None without any. Each shape timed once."""
+    if not products:
+        return None
+    dtype, total = _DTYPES.get(precision or "", torch.float32), 0.0
+    for (batch, tokens, size), count in Counter(tuple(p) for p in products).items():
+        q, k, v = (torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3))
+        gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
+
+        def both_ways(q: Any = q, k: Any = k, v: Any = v, gradient: Any = gradient) -> None:
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, (q, k, v), gradient)
+
+        total += count * _middle(both_ways)
+    return total
+
+
 def misaligned_weights(module: nn.Module, rows: int | None, precision: str | None) -> list[dict[str, Any]]:
     """Linear layers with an odd size: what their product takes, and what the next aligned size takes."""
     found, seen = [], set()
@@ -87,6 +118,17 @@ def _typical(work: Callable[[], Any]) -> float:
     for _ in range(40):
         work()
     return (time.perf_counter() - began) / 40
+
+
+def _middle(work: Callable[[], None]) -> float:
+    """As it takes in the loop: the median."""
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def _best(work: Callable[[], None]) -> float:

@@ -28,10 +28,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from ironlaw import __version__
 from ironlaw.errors import UserError
-from ironlaw.ledger import Phase
+from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
+from ironlaw.observe.board import find_board, processor_throttle_count
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
@@ -46,6 +47,7 @@ from ironlaw.observe.trials import misaligned_weights, threads_too_many
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
+PROBE_EVERY_SECONDS = 2.0  # a probe takes some 10 ms: half a percent of the loop, and in no step
 Item = TypeVar("Item")
 
 
@@ -102,6 +104,7 @@ class Watch:
         self._held = Held()
         self._stack = ExitStack()
         self._sampled = 0.0
+        self._probed = 0.0
         self._profile: ModuleProfile | None = None
         self.sampler: Sampler | None = None
         self.probes: list[dict[str, float]] = []
@@ -115,8 +118,12 @@ class Watch:
         )
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
         self._listener = listener
-        self._energy = EnergyMeter()
+        accelerated = self.device.type == "cuda"
+        self._board = find_board(self.device.index or 0) if accelerated else None
+        self._energy = EnergyMeter(accelerated=accelerated, board=self._board)
+        self._throttled = processor_throttle_count()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
+        self._prober = Probe(self._machine.fp32_products) if self._machine is not None else None
         self.started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         self.started = time.perf_counter()
         self.partition.start()
@@ -227,10 +234,16 @@ class Watch:
         elif self._wanted and (number >= RECORD_AT or self._asked):
             self._start_recording()
         now = time.perf_counter()
+        if self._recorder is None and now - self._probed > PROBE_EVERY_SECONDS:
+            self._probe()
+            self.partition.start()  # the probe is in no step
+            self.partition.intervals[0].after = Phase.OPTIMIZER
         if now - self._sampled > SAMPLE_EVERY_SECONDS:
             self._sampled = now
             self.peak_resident = max(self.peak_resident, host.resident_bytes())
             self._energy.joules()
+            if self._board is not None:
+                self._board.sample()
 
     # -- recording -------------------------------------------------------------------------------------------
 
@@ -280,10 +293,10 @@ class Watch:
     gradient_syncs = 0
 
     def _probe(self) -> None:
-        """Is the machine as fast as when it was measured? A few kernels, some 30 ms, outside of any step."""
-        if self._machine is not None:
-            probe = Probe(self._machine.fp32_products)
-            self.probes += [probe.ratios(self._machine) for _ in range(3)]
+        """Is the machine as fast as when it was measured? A few kernels, some 10 ms, outside of any step."""
+        if self._machine is not None and self._prober is not None:
+            self.probes.append(self._prober.ratios(self._machine))
+            self._probed = time.perf_counter()
 
     def _gradients(self) -> dict[int, int]:
         return _storages([p.grad for p in self.model.parameters() if p.grad is not None])
@@ -315,15 +328,20 @@ class Watch:
             "skipped_updates": self.skipped,
             "data_workers": self.data_workers,
             "data_stage": self.sampler.stage() if self.sampler is not None else None,
+            "logging_fraction": self.sampler.logging_fraction() if self.sampler is not None else None,
             "data_place": self.sampler.place() if self.sampler is not None else None,
             "data_cpu_fraction": _fraction(
                 sum(t.data_cpu_seconds for t in done), sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
             ),
             **_device_facts(self.device),
+            **(self._board.facts() if self._board is not None else {}),
+            "processor_throttled": subtract(processor_throttle_count(), self._throttled),
             "rank": _rank(),
             "world_size": torch.distributed.get_world_size() if _distributed() else 1,
             "gradient_syncs_per_step": self.gradient_syncs / len(done),
-            "machine_slowdown": interference.middle(self.probes) if self.probes else None,
+            "machine_slowdown": interference.middle(self.probes),
+            "other_load": interference.others(self.probes),
+            "virtual": host.is_virtual(),
             "thread_gain": threads_too_many(
                 _inner(self.model), torch.get_num_threads(), host.usable_cores(),
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),
@@ -350,6 +368,7 @@ class Watch:
             resident_peak_bytes=max(self.peak_resident, host.resident_bytes()),
             cuda_peak_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None,
             joules=self._energy.joules(),
+            joules_basis=self._energy.basis,
             seconds=seconds,
             profiling_seconds=self.profiling_seconds,
             facts=facts,
@@ -368,17 +387,7 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     return {
         "reserved_bytes": torch.cuda.max_memory_reserved(device),
         "compute_units": torch.cuda.get_device_properties(device).multi_processor_count,
-        **_clock(device),
     }
-
-
-def _clock(device: torch.device) -> dict[str, float]:
-    """Now and at most, hertz; nothing where the driver does not tell (it needs nvidia-ml-py)."""
-    try:
-        highest = float(torch.cuda.get_device_properties(device).clock_rate) * 1e3
-        return {"clock_hertz": torch.cuda.clock_rate(device) * 1e6, "clock_highest_hertz": highest}
-    except (AttributeError, RuntimeError, ModuleNotFoundError):
-        return {}
 
 
 def _distributed() -> bool:

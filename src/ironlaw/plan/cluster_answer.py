@@ -16,6 +16,7 @@ from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.plan.savers import cluster_savers
 from ironlaw.plan.search import Candidate, Found
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.utilisation import other_conventions
@@ -124,6 +125,7 @@ def _when_it_fits(ask: Ask, layout: Layout, ledger: Ledger, found: Found | None,
         "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(ask, safest) if tight and safest else None,
         "first_change": first_change(ask, layout, ledger),
+        "savers": [saver.to_json() for saver in cluster_savers(ask, layout)],
         "scaling": scaling(ask, ledger.totals["step_seconds"].value) if ask.layout is None else None,
     }
 

@@ -44,6 +44,20 @@ def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return "it offloads its distributed optimizer: use zero=1"
     if layout.every > 1 and _chunk(model, layout) // layout.every == 0:
         return f"chunks of {_chunk(model, layout)} layers have no {layout.every}th block to recompute"
+    return _experts_refused(layout, model)
+
+
+def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
+    """What Megatron core 0.16 raises for in `transformer_config.py` and `moe_layer.py`."""
+    moe = model.moe
+    if moe is None:
+        return None
+    if layout.tp > 1 and not layout.sp:
+        return "it trains experts under tensor parallelism with sequence parallelism only: use sp=1"
+    if moe.balance == "bias" and moe.score != "sigmoid":
+        return "it balances experts by a bias under sigmoid scores only"
+    if moe.experts_per_token == 1 and moe.score == "softmax" and moe.normalize:
+        return "it weighs a single expert per token by its softmax only: use moe.normalize = false"
     return None
 
 

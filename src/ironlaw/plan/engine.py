@@ -6,6 +6,7 @@ runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -119,21 +120,16 @@ def engine(name: str) -> Engine:
 
 
 def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
-    """The engine behind a framework's name as people write it: the longest prefix that some engine lists.
+    """The engine behind a framework's name as people write it: the longest name that some engine lists.
 
+    What the name begins with counts before what a later word of it says: "NVIDIA NeMo", "ROCm (Megatron-LM)".
     Megatron-LM is two engines: before and after fused attention.
     """
     typed = framework.strip().lower()
-    best = max(
-        (
-            (prefix, e)
-            for e in engines().values()
-            for prefix in e.frameworks
-            if typed.startswith(prefix) and e.attention in ("", attention)
-        ),
-        key=lambda pair: len(pair[0]),
-        default=None,
-    )
+    listed = [(name, e) for e in engines().values() for name in e.frameworks if e.attention in ("", attention)]
+    first = [pair for pair in listed if typed.startswith(pair[0])]
+    later = [pair for pair in listed if re.search(rf"(?<![a-z0-9]){re.escape(pair[0])}", typed)]
+    best = max(first or later, key=lambda pair: len(pair[0]), default=None)
     if best is None:
         raise UserError(f"no engine is known for framework '{framework}': {did_you_mean(typed, engines())}")
     return best[1]

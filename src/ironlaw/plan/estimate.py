@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 from ironlaw import units
@@ -13,9 +13,11 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.memory import BLOCKS, peak_memory
+from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload, without_update
 from ironlaw.plan.recompute import solve
 from ironlaw.plan.record import time_interval
+from ironlaw.plan.supply import data_supply
 from ironlaw.plan.supported import check_supported
 from ironlaw.plan.timing import MeasuredMachine, measured_precision
 from ironlaw.workload.operations import Operation
@@ -116,7 +118,10 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     shape = _solved(config, training_shape(config, precision.value, cuda=cuda, onednn=onednn), machine)
     operations = shaped_operations(config, shape)
     measured = measured_precision(precision.value, profile)
-    lines = _lines(operations, machine, measured)
+    offload = _offload(config, shape, operations, machine, measured)
+    if offload is not None and config.train.offloads_optimizer:
+        operations = without_update(operations)
+    lines = _lines(operations, machine, measured) + ([] if offload is None else lines_of(offload))
     memory, peak_where = peak_memory(config, shape)
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = {
@@ -143,8 +148,24 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "global_batch": config.train.global_batch,
         "steps": config.train.steps,
     }
+    if offload is not None:
+        ledger.facts["offload"] = asdict(offload) | {"host": asdict(host_of_machine(profile))}
     add_totals(ledger, config, profile, measured)
+    ledger.facts["data_supply"] = data_supply(config, profile, ledger.totals["tokens_per_second"].value)
     return ledger
+
+
+def _offload(
+    config: RunConfig, shape: Shape, operations: list[tuple[Operation, int]], machine: MeasuredMachine, precision: str
+) -> Offload | None:
+    """What goes to the host and how much of its time shows behind the blocks of a micro-batch."""
+    if config.train.offload == "none":
+        return None
+    seconds = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0.0)
+    for op, count in operations:
+        if op.group in BLOCKS and op.phase in seconds:
+            seconds[op.phase] += machine.time(op, precision).seconds * count / config.accumulation
+    return plan_offload(config, shape, host_of_machine(machine.profile), seconds)
 
 
 def _solved(config: RunConfig, shape: Shape, machine: MeasuredMachine) -> Shape:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ironlaw.config import RunConfig
 from ironlaw.ledger import MemoryLine, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.offload import held_operations
 from ironlaw.workload.moe import routing_buffer_bytes
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
@@ -91,19 +92,27 @@ def peak_memory(config: RunConfig, shape: Shape) -> tuple[list[MemoryLine], str]
     model = shape.model
     parameters = model_parameters(model)
     total_gradients = model.parameters * FP32
-    peaks = [highest(unfolded(shape))]
+    order = held_operations if config.train.offloads_activations else unfolded
+    peaks = [highest(order(shape))]
     whole, rest = divmod(config.train.global_batch, shape.micro_batch)
     if whole > 1:
-        peaks.append(highest(unfolded(shape), gradients_held=total_gradients))
+        peaks.append(highest(order(shape), gradients_held=total_gradients))
     if rest:
-        peaks.append(highest(unfolded(replace(shape, micro_batch=rest)), gradients_held=total_gradients))
+        peaks.append(highest(order(replace(shape, micro_batch=rest)), gradients_held=total_gradients))
     update = update_temporary_bytes(parameters, config.optimizer, cuda=shape.fused_rmsnorm)
+    hosted = config.train.offloads_optimizer
+    if hosted:
+        update = 0
     peaks.append(Peak(f"update, {Phase.OPTIMIZER}", 0, update, total_gradients))
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
     lines = [
         MemoryLine("weights", model.parameters * FP32 + rotary_table_bytes(model) + routing_buffer_bytes(shape)),
         MemoryLine("gradients", peak.gradient_bytes),
-        MemoryLine("optimizer", state_bytes(parameters, config.optimizer), note=config.optimizer.name),
+        MemoryLine(
+            "optimizer",
+            0 if hosted else state_bytes(parameters, config.optimizer),
+            note=f"{config.optimizer.name}{', on the host' if hosted else ''}",
+        ),
         MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),
         MemoryLine("temporaries", peak.temporary_bytes),
         MemoryLine("batch", batch_bytes(config), note="tokens and targets"),

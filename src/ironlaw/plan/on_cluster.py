@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, parse_cluster
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.answer import Answer, Options
 from ironlaw.plan.ask import Ask
@@ -29,6 +30,8 @@ BLOCK_SCALED = {"mxfp8": "fp4", "nvfp4": "fp4"}
 def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     """Plan the given layout, or search; every default taken is among the assumptions."""
     cluster, layout, assumed = _where(on, options)
+    if layout is None and cluster.count == 1 and subject.config and subject.config.train.offload != "none":
+        layout = _of_config(subject.config)  # a config that says where its memory goes says all of a single device
     work = settle(subject.model, options.work, cluster.count, subject.config)
     precision = _precision(subject, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
@@ -72,6 +75,13 @@ def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assu
         layout = replace(layout, dp=cluster.count // rest)
         assumed.append(Assumption("dp", str(layout.dp), "what tp, pp and cp leave", "--layout"))
     return cluster, layout, assumed
+
+
+def _of_config(config: RunConfig) -> Layout:
+    """What a config says of one device, in the words of a layout."""
+    wanted = config.recompute
+    recompute = {"every": f"every:{wanted.every}", "budget": f"budget:{wanted.budget}"}.get(wanted.mode, wanted.mode)
+    return Layout(micro_batch=config.micro_batch, recompute=recompute, offload=config.train.offload)
 
 
 def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:

@@ -22,7 +22,7 @@ from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import add_totals, choose_precision, training_shape
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import V_SHAPED, Layout
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_passes import Pass, passes, play
 from ironlaw.plan.rank_work import RankMachine, StageWork, local_shape, stage_work
@@ -162,7 +162,8 @@ def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, positi
             found[dimension, kind] = Talk(dimension, kind, known.count + count, known.bytes + size, seconds, seconds)
 
     for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):
-        for dimension, kind, count, size in stage_lines(config.model, layout, config.sequence, micro_batches, stage):
+        lines = stage_lines(config.model, layout, config.sequence, micro_batches, stage, config.communication)
+        for dimension, kind, count, size in lines:
             if count:
                 seconds = count * _seconds(fabric, ranks, layout, dimension, kind, size / count)
             else:
@@ -258,6 +259,8 @@ def _pipelined(
     )  # fmt: skip
     after = [sum(t.seconds for t in talk if t.dimension not in ("pp", "world") and not _inside(t, layout))
              for talk in talks]  # fmt: skip
+    tied = _tied_seconds(config, layout, ranks, fabric)
+    after = [extra + tied * (rank in (0, pipeline_end(layout))) for rank, extra in enumerate(after)]
     met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
     phases, told = [], []
     for rank, talk in enumerate(talks):
@@ -286,6 +289,20 @@ def _pipelined(
             Phase.OPTIMIZER: update,
         })  # fmt: skip
     return phases, told
+
+
+def pipeline_end(layout: Layout) -> int:
+    """The rank of the last stage."""
+    return 0 if layout.schedule in V_SHAPED else layout.pp - 1
+
+
+def _tied_seconds(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric) -> float:
+    """The gradients of a tied weight, sent both ways at once between the first stage and the last."""
+    if not config.model.tied or pipeline_end(layout) == 0:
+        return 0.0
+    weight = next(p for p in stage_parameters(config.model, layout, 0) if p.name == "embedding.weight")
+    shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+    return _seconds(fabric, ranks, layout, "pp", "send", weight.elements * 4 / shards)
 
 
 def _work(order: list[Pass], seconds: Callable[[Pass], float]) -> float:

@@ -12,9 +12,22 @@ ONLY_ON_CUDA = {
 }
 
 
+NOT_ON_THE_HOST = ("adam8bit", "galore", "muon")
+
+
 def check_supported(config: RunConfig, device: str) -> None:
     """UserError for what needs CUDA on a device without it. What a CUDA device itself lacks is found when it trains."""
     train = config.train
+    if train.offloads_optimizer and config.optimizer.name in NOT_ON_THE_HOST:
+        raise UserError(
+            f'train.offload = "{train.offload}" updates on the host, which {config.optimizer.name} does not: use '
+            'optimizer.name = "adamw"'
+        )
+    if train.offloads_optimizer and train.precision == "fp16":
+        raise UserError(
+            f'train.offload = "{train.offload}" updates on the host, where no loss scale is undone: use '
+            'train.precision = "bf16"'
+        )
     if device == "cuda":
         return
     if train.precision in ONLY_ON_CUDA:

@@ -252,8 +252,18 @@ def _advice(console: Console, more: More) -> None:
     paragraph(console, f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", 2)
     for change in first["tried"]:
         paragraph(console, f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", 2)
+    for saver in more.get("savers", ()):
+        paragraph(console, saver_words(saver), 2)
     if more["scaling"]:
         _scaling(console, more["scaling"], more["cluster"]["accelerators"])
+
+
+def saver_words(saver: More) -> str:
+    """`communication.gradients = "powersgd", rank = 4 saves 8 ms of 9 ms exposed, costs 2 ms per step.`"""
+    saved, exposed = units.seconds(saver["saves_seconds"]), units.seconds(saver["exposed_seconds"])
+    verdict = "" if saver["pays"] else ": it does not pay"
+    costs = units.seconds(saver["costs_seconds"])
+    return f"{saver['setting']} saves {saved} of {exposed} exposed, costs {costs} per step{verdict}."
 
 
 def _scaling(console: Console, scaling: More, here: int) -> None:

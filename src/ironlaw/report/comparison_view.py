@@ -29,6 +29,12 @@ def show_comparison(console: Console, document: Document) -> None:
             console, f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run.", indent=2,
             style="dim",
         )  # fmt: skip
+    grade = document.get("grade")
+    if grade is not None:
+        paragraph(
+            console, f"B is A with the remedy {grade['remedy']}: it promised {units.signed_percent(grade['predicted'])}"
+            f" and brought {units.signed_percent(grade['measured'])}.", indent=2,
+        )  # fmt: skip
     if document["settings"]:
         heading(console, "What differs")
         made = table("", "A", "B")

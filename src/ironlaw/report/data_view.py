@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -160,3 +161,75 @@ def _packing_words(report: dict[str, Any], sequence: int) -> str:
         f"{units.count(report['rows'])} rows of {sequence:,}: {part('padded')} padded, {part('cropped')} cropped, "
         f"{part('documents_cut')} of the documents cut"
     )
+
+
+def supply_words(supply: dict[str, Any]) -> str:
+    """A plan's `data_supply`: what the loader can deliver against what the step consumes, stage by stage."""
+    rates = ", ".join(
+        f"{stage} {'not measured' if rate is None else units.rate(rate, 'token')}"
+        for stage, rate in supply["stage_tokens_per_second"].items()
+    )
+    whole = supply["supply_tokens_per_second"]
+    can = "" if whole is None else f"the loader can supply {units.rate(whole, 'token')}; "
+    times = supply["times_demand"]
+    verdict = ""
+    if times is not None:
+        verdict = (
+            f" {times:,.1f} times the demand." if times >= 1 else f" The step would wait: {times:.2f} of the demand."
+        )
+    return (
+        f"the step demands {units.rate(supply['demand_tokens_per_second'], 'token')}; {can}{rates} "
+        f"({supply['basis']}).{verdict}"
+    )
+
+
+def loaded_words(data: dict[str, Any]) -> str:
+    """A run's `data`: what its loader could deliver, and how long the steps waited for it."""
+    stages = ", ".join(
+        f"{stage} {units.rate(rate, 'token')}" for stage, rate in data["stage_tokens_per_second"].items()
+    )
+    words = f"the loader could deliver {units.rate(data['tokens_per_second'], 'token')} ({stages})"
+    if data.get("slowest_stage"):
+        words += f", {data['slowest_stage']} the slowest stage"
+    words += f"; the steps of the last session waited {units.seconds(data['wait_seconds'])} for it in all"
+    lost = [
+        f"{units.percent(data[key])} of the {what} {word}"
+        for key, what, word in (
+            ("padded_fraction", "positions", "padded"), ("cropped_fraction", "tokens", "cropped"),
+            ("documents_cut_fraction", "documents", "cut"),
+        )
+        if data.get(key) is not None
+    ]  # fmt: skip
+    return words + (f"; {data['packing']}: {', '.join(lost)}" if lost else "")
+
+
+class Cached(Protocol):
+    """One folder of the cache."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def source(self) -> str | None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def days(self) -> float: ...
+    @property
+    def busy(self) -> bool: ...
+
+
+def show_cache(console: Console, folder: Path, entries: Sequence[Cached]) -> None:
+    """What `data clean` would remove."""
+    if not entries:
+        console.print(f"{folder}: nothing to remove")
+        return
+    console.print(f"{folder}: {units.bytes_(sum(entry.bytes for entry in entries))}")
+    for entry in entries:
+        source = f" of {entry.source}" if entry.source else ""
+        now = ", being made now: it stays" if entry.busy else f", unused for {entry.days:.0f} days"
+        console.print(
+            f"  {units.bytes_(entry.bytes):>9}  {entry.name}  [dim]{entry.kind}{escape(source)}{now}[/dim]",
+            soft_wrap=True,
+        )

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ironlaw import units
 from ironlaw.report import words
+from ironlaw.report.data_view import loaded_words, supply_words
 from ironlaw.report.ranks_view import show_ranks_explained
 from ironlaw.report.tables import bar, heading, paragraph, show, table
 from ironlaw.report.waterfall_view import show_energy, show_timeline, show_waterfall
@@ -40,6 +41,7 @@ def show_explanation(console: Console, document: Document) -> None:
         _rows(console, document["memory"]["components"], document["memory"]["peak"], units.bytes_)
     show_ranks_explained(console, document.get("ranks"))
     _wall(console, time.get("wall"))
+    _how(console, document["facts"])
     show_energy(console, document)
     if any(value is not None for value in document["losses"].values()):
         _losses(console, document["losses"])
@@ -150,6 +152,21 @@ def _wall(console: Console, wall: Document | None) -> None:
         made.add_row(words.WALL.get(name, name), amount, units.percent(share), bar(share))
     made.add_row(Text("total", style="bold"), Text(units.seconds(whole), style="bold"), "", "")
     show(console, made)
+
+
+def _how(console: Console, facts: Document) -> None:
+    """Which attention kernel ran, and what the loader could have delivered."""
+    run, supply = facts["run"], facts["plan"].get("data_supply")
+    data = run.get("data") or {}
+    if not run.get("attention") and not data.get("tokens_per_second"):
+        return
+    heading(console, "How it ran")
+    if run.get("attention"):
+        paragraph(console, f"Attention: {run['attention']}.", indent=2)
+    if data.get("tokens_per_second"):
+        paragraph(console, f"Data: {loaded_words(data)}.", indent=2)
+    if supply:
+        paragraph(console, f"Planned: {supply_words(supply)}", indent=2, style="dim")
 
 
 def _losses(console: Console, losses: Document) -> None:

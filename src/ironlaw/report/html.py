@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 
 from ironlaw import units
 from ironlaw.report import run_charts, svg, words
+from ironlaw.report.data_view import loaded_words, supply_words
 
 Document = Mapping[str, Any]
 # Two drawings of each chart, because text in a scaled one would be unreadable on a phone; CSS shows one of them.
@@ -202,6 +203,9 @@ def _provenance(document: Document) -> list[tuple[str, str]]:
         ("Precision", run.get("precision")),
         ("Why this precision", plan.get("precision_reason")),
         ("torch.compile", run.get("compile")),
+        ("Attention", run.get("attention")),
+        ("Data, planned", supply_words(plan["data_supply"]) if plan.get("data_supply") else None),
+        ("Data", loaded_words(run["data"]) if (run.get("data") or {}).get("tokens_per_second") else None),
         ("Steps", run.get("steps")),
         ("Started", run.get("started")),
         ("Finished", run.get("finished")),

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ironlaw import units
 from ironlaw.ledger import Ledger, relative_error
+from ironlaw.report.dashboard import Dashboard
 from ironlaw.report.data_view import DataProgress
 
 PLAIN_EVERY_SECONDS = 5.0
@@ -57,8 +58,8 @@ class Data(Protocol):
 class LiveRun:
     """Everything `train` prints while it works, on stderr."""
 
-    def __init__(self, console: Console, folder: Path) -> None:
-        self.console, self.folder = console, folder
+    def __init__(self, console: Console, folder: Path, page: Dashboard | None = None) -> None:
+        self.console, self.folder, self._page = console, folder, page
         self._live: Live | None = None
         self._plan: Ledger | None = None
         self._step_seconds: float | None = None
@@ -66,6 +67,9 @@ class LiveRun:
         self._data = DataProgress(console)
 
     def __enter__(self) -> Self:
+        if self._page is not None:
+            self._page.__enter__()
+            self.say(f"Dashboard  {self._page.address}")
         return self
 
     def __exit__(
@@ -74,6 +78,8 @@ class LiveRun:
         self._data.close()
         if self._live is not None:
             self._live.stop()
+        if self._page is not None:
+            self._page.__exit__(kind, error, trace)
 
     def say(self, message: str) -> None:
         self.console.print(message)
@@ -106,8 +112,12 @@ class LiveRun:
         )
         self.say(f"Run        {self.folder}")
         self._plan = plan
+        if self._page is not None:
+            self._page.planned(plan)
 
     def step(self, report: Step) -> None:
+        if self._page is not None:
+            self._page.step(report)
         if not report.recorded and report.step > 2:
             before = self._step_seconds or report.seconds
             self._step_seconds = SMOOTHING * before + (1 - SMOOTHING) * report.seconds

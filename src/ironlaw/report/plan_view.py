@@ -11,6 +11,7 @@ from rich.text import Text
 from ironlaw import units
 from ironlaw.ledger import Estimate, Ledger, Phase
 from ironlaw.report import words
+from ironlaw.report.data_view import supply_words
 from ironlaw.report.tables import bar, heading, paragraph, show, table
 
 PLANNED = (
@@ -39,6 +40,8 @@ def show_plan(console: Console, ledger: Ledger, fits: bool) -> None:
     paragraph(console, verdict.append(room + ".", style="not bold default"))
     if facts.get("precision"):
         paragraph(console, f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
+    if facts.get("data_supply"):
+        paragraph(console, f"Data: {supply_words(facts['data_supply'])}")
     paragraph(
         console,
         "Intervals held 80% of comparable runs. MFU: model FLOPs as a share of the machine's measured matmul rate. "

@@ -30,9 +30,10 @@ from torch import nn
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
-from ironlaw.train.state import Stateful, tree_bytes
+from ironlaw.train.state import Stateful
 
 NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
 

@@ -31,6 +31,7 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
+from ironlaw.observe.board import find_board
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
@@ -44,6 +45,7 @@ from ironlaw.observe.profile import (
 )
 from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
+from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
@@ -111,6 +113,7 @@ class Trainer:
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
         self.data_facts: dict[str, Any] = {}
+        self.attention: str | None = None  # by which kernel
         self.train_loss = self.validation_loss = float("nan")
         self.average: WeightAverage | None = None
         self._interrupted: str | None = None
@@ -131,6 +134,8 @@ class Trainer:
         self.one_step = Step(config, self.plan, self.profile, self.device, fresh=start is None)
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.average = self.one_step.average
+        self.attention = attention_kernel(self.model, config, self.device, self.precision)
+        self.say(f"Attention  {self.attention}")
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -172,11 +177,18 @@ class Trainer:
     def _step_metrics(self) -> dict[str, Any]:
         return self.one_step.metrics()
 
+    def _step_facts(self) -> dict[str, Any]:
+        return {
+            "attention": self.attention, "host_bytes": self.one_step.host_bytes(),
+            "skipped_updates": self.one_step.scale.skipped_steps,
+        }  # fmt: skip
+
     # -- the loop --------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
-        energy = EnergyMeter()
+        accelerated = self.device.type == "cuda"
+        energy = EnergyMeter(accelerated=accelerated, board=find_board(self.device.index or 0) if accelerated else None)
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
         self._warm_until = self.step + warmup_steps(config.train.steps)
@@ -223,7 +235,7 @@ class Trainer:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
                 self._probe_sometimes()
-                observed.joules = energy.joules()
+                observed.joules, observed.joules_basis = energy.joules(), energy.basis
             self.data_facts = self.loader.facts() | prefetcher.facts()
 
     def _stopping(self) -> bool:
@@ -403,17 +415,23 @@ class Trainer:
         total = sum(observed.wall_seconds.values())
         if self.device.type == "cuda":
             observed.cuda_peak_bytes = torch.cuda.max_memory_allocated()
-        facts = self.plan.facts | {
-            "compile": self.compiled,
-            "machine_slowdown": interference.middle(observed.probes),
-            "data": self.data_facts,
-            "steps_done": self.step,
-            "interrupted": self._interrupted,
-            "started": self.journal.sessions.facts()[0]["started"],
-            "finished": now(),
-            "sessions": self.journal.sessions.facts(),
-            "rollbacks": len(self.recovery.turns),
-        }
+        facts = (
+            self.plan.facts
+            | {
+                "compile": self.compiled,
+                "machine_slowdown": interference.middle(observed.probes),
+                "other_load": interference.others(observed.probes),
+                "virtual": host.is_virtual(),
+                "data": self.data_facts,
+                "steps_done": self.step,
+                "interrupted": self._interrupted,
+                "started": self.journal.sessions.facts()[0]["started"],
+                "finished": now(),
+                "sessions": self.journal.sessions.facts(),
+                "rollbacks": len(self.recovery.turns),
+            }
+            | self._step_facts()
+        )
         average = self.average
         ledger = measured_ledger(
             observed,

@@ -1,80 +1,139 @@
 """What waits for the backward pass waits in the host's memory: copied out and back while the device computes.
 
-Packing starts a copy to page-locked memory on a stream of its own and keeps the device's tensor until that is done.
-Unpacking waits for its copy back, and starts that of the tensors saved before it, which are wanted next.
+Packing starts a copy of the whole storage behind a tensor (queries, keys and values are views of one) and keeps the
+device's until that is done; when more than `ahead_bytes` are on their way, the device waits for the oldest, so that
+memory is bounded by bytes and not by luck. Unpacking starts the copies back of what was saved before, which is wanted
+next, again up to `ahead_bytes`. The last block is left alone: its tensors would come back as soon as they have left.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ironlaw.model.transformer import Transformer
+from ironlaw.train.lane import Arrival, Lane
+
 SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
-AHEAD = 2  # tensors on their way back before they are wanted
 
 
 @dataclass(eq=False)
 class _Kept:
+    """One storage, as bytes: on its way out, on the host, or on its way back."""
+
+    number: int  # in the order of saving
+    bytes: int
     host: Tensor
-    done: Any  # event: the copy out is complete
-    leaving: Tensor | None  # the device's tensor until then
+    out: Arrival
+    leaving: Tensor | None  # the device's, until the copy is done
     back: Tensor | None = None
-    arrived: Any = None
+    arrival: Arrival | None = None
+    wanted: int = 0  # views of it that the backward pass has not asked for yet
+
+
+@dataclass(frozen=True)
+class _View:
+    kept: _Kept
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements
 
 
 class ActivationOffload:
-    """`with offload.saving(): loss = model(...)`, then `loss.backward()` anywhere. CUDA only."""
+    """`begin()` before each forward pass, `with around(block): ...` around each block, `loss.backward()` anywhere."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
+    def __init__(
+        self, model: Transformer, device: torch.device, lane: Lane, ahead_bytes: int,
+        smallest_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.blocks, self.lane = device, len(model.blocks), lane
+        # Weights, rotary tables and so on are there anyway.
+        self._stay = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self.ahead_bytes = ahead_bytes
+        self.smallest_bytes = SMALLEST_BYTES if smallest_bytes is None else smallest_bytes
+        self.moved_bytes = 0  # to the host, in the last forward pass
+        self.begin()
+
+    def begin(self) -> None:
         self._order: list[_Kept] = []
+        self._leaving: deque[_Kept] = deque()
+        self._leaving_bytes = self._ahead = self.moved_bytes = 0
+        self._by_storage: dict[tuple[int, int], _Kept] = {}  # of those whose device memory is still held
+        self._next_back = -1  # the newest that has not been sent for
 
-    def saving(self) -> Any:
-        self._order.clear()
+    def around(self, block: int) -> Any:
+        if block == self.blocks - 1 or not torch.is_grad_enabled():
+            return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Kept:
-        small = tensor.numel() * tensor.element_size() < SMALLEST_BYTES
-        if small or tensor.device != self.device or isinstance(tensor, torch.nn.Parameter):
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor | _View:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self.smallest_bytes or tensor.device != self.device or storage.data_ptr() in self._stay:
             return tensor
-        self._release()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        kept = _Kept(host, done, tensor)
-        self._order.append(kept)
-        return kept
+        key = (storage.data_ptr(), tensor._version)
+        kept = self._by_storage.get(key)
+        if kept is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            host = self.lane.host_like(whole)
+            kept = _Kept(len(self._order), storage.nbytes(), host, self.lane.out(whole, host), whole)
+            self._order.append(kept)
+            self._by_storage[key] = kept
+            self._leaving.append(kept)
+            self._leaving_bytes += kept.bytes
+            self.moved_bytes += kept.bytes
+            self._next_back = kept.number
+            self._let_go()
+        kept.wanted += 1
+        return _View(kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def _release(self) -> None:
-        """Let go of what has been copied."""
-        for kept in self._order[-8:]:
-            if kept.leaving is not None and kept.done.query():
-                kept.leaving = None
+    def _let_go(self) -> None:
+        """Of what has left, and of the oldest while too much is on its way: the device waits for that."""
+        while self._leaving and (self._leaving_bytes > self.ahead_bytes or self._leaving[0].out.done()):
+            kept = self._leaving.popleft()
+            kept.out.wait_on_device()  # the computation that gets this memory next comes after the copy
+            kept.leaving = None
+            self._leaving_bytes -= kept.bytes
+            self._by_storage = {key: other for key, other in self._by_storage.items() if other is not kept}
 
-    def _unpack(self, packed: Tensor | _Kept) -> Tensor:
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def _unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        index = self._order.index(packed)
-        for kept in self._order[max(0, index - AHEAD) : index + 1]:
-            self._fetch(kept)
-        torch.cuda.current_stream(self.device).wait_event(packed.arrived)
-        tensor, packed.back = packed.back, None
-        assert tensor is not None
-        tensor.record_stream(torch.cuda.current_stream(self.device))
-        return tensor
+        kept = packed.kept
+        if kept.leaving is not None:  # still here: nothing has to come back
+            whole = kept.leaving
+        else:
+            self._send_for(kept)
+            assert kept.back is not None and kept.arrival is not None
+            kept.arrival.wait_on_device()
+            whole = kept.back
+        self._look_ahead()
+        kept.wanted -= 1
+        if kept.wanted == 0:
+            self._ahead -= kept.bytes if kept.back is not None else 0
+            kept.back = kept.leaving = None
+        empty = torch.empty(0, dtype=packed.dtype, device=whole.device)
+        return empty.set_(whole.untyped_storage(), packed.offset, packed.shape, packed.stride)
 
-    def _fetch(self, kept: _Kept) -> None:
-        if kept.back is not None:
-            return
-        kept.leaving = None
-        with torch.cuda.stream(self.stream):
-            kept.back = kept.host.to(self.device, non_blocking=True)
-            kept.arrived = torch.cuda.Event()
-            kept.arrived.record(self.stream)
+    def _look_ahead(self) -> None:
+        while self._next_back >= 0:
+            kept = self._order[self._next_back]
+            if self._ahead and self._ahead + kept.bytes > self.ahead_bytes:
+                return
+            self._next_back -= 1
+            if kept.leaving is None and kept.wanted:
+                self._send_for(kept)
+
+    def _send_for(self, kept: _Kept) -> None:
+        if kept.back is None:
+            kept.back, kept.arrival = self.lane.back(kept.host)
+            self._ahead += kept.bytes

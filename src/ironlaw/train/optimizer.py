@@ -12,6 +12,7 @@ from torch import nn
 
 from ironlaw.errors import UserError
 from ironlaw.train.galore import GaLore
+from ironlaw.train.lane import Lane
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 
@@ -47,10 +48,10 @@ class Combined(torch.optim.Optimizer):
             part.load_state_dict(saved)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, offload: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig, *, lane: Lane | None = None) -> torch.optim.Optimizer:
     """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it.
 
-    `offload`: state and update on the host, while the backward pass goes on (torchao; AdamW and Adam on CUDA).
+    `lane`: state and update on the host that it leads to (`train/host_optimizer.py`).
     """
     named = list(model.named_parameters())
     assigned = assign(described(model), config)
@@ -65,8 +66,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, offload: bool 
             if is_matrix is matrix
         ]
 
-    if offload:
-        return _offloaded(of(False), config)
+    if lane is not None:
+        from ironlaw.train.host_optimizer import HostOptimizer
+
+        return HostOptimizer(of(False), lambda some: _build(config.name, some, config), lane)
     if config.name not in MATRIX_OPTIMIZERS:
         return _build(config.name, of(False), config)
     if not of(True):
@@ -114,18 +117,6 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
             return torch.optim.Muon(groups, lr=lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         case _:
             return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-
-
-def _offloaded(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if config.name not in ("adam", "adamw"):
-        raise UserError(f"train.offload of optimizer state works with adam and adamw, not with {config.name}")
-    try:
-        from torchao.optim import CPUOffloadOptimizer
-    except ImportError:
-        raise UserError("train.offload of optimizer state needs torchao: pip install 'ironlaw[quant]'") from None
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    betas = (config.beta1, config.beta2)
-    return CPUOffloadOptimizer(groups, kind, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def _bitsandbytes() -> Any:

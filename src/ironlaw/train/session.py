@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ironlaw.config import RunConfig
+from ironlaw.data import supply
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import Dataset, prepare
 from ironlaw.errors import UserError
@@ -95,6 +96,7 @@ def _train_alone(
     outcome.ledger.save(run.ledger_file)
     interference.remember(profile, trainer.observed.probes)
     _remember(plan, outcome, profile, run)
+    supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
 
 
@@ -127,5 +129,8 @@ def check_start(
 def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:
     """A complete run adds to what the next plan's interval is learned from."""
     measured = outcome.ledger.totals.get("step_seconds")
+    others = outcome.ledger.facts.get("other_load") or 0.0  # a run beside other programs says nothing of the planner
+    if others > interference.MOST_OTHERS:
+        return
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)

@@ -88,21 +88,6 @@ def _copied(tensor: Tensor, waiting: set[torch.device]) -> Tensor:
     return there.copy_(tensor, non_blocking=True)
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all tensors of a nesting, each storage once."""
-    sizes: dict[int, int] = {}
-
-    def visit(node: Any) -> None:
-        if isinstance(node, Tensor):
-            here = node.to_local() if hasattr(node, "to_local") else node
-            sizes[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
-        for part in node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ():
-            visit(part)
-
-    visit(tree)
-    return sum(sizes.values())
-
-
 def unique_weights(model: nn.Module) -> dict[str, Tensor]:
     """The state dict without second names of shared tensors and without the names that compilation inserts."""
     seen: set[int] = set()

@@ -6,7 +6,6 @@ offloading, the average of the weights, the noise scale. The loop around it deci
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ from ironlaw.observe.clock import StepClock
 from ironlaw.observe.profile import operation_scope, phase_scope
 from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
+from ironlaw.train.host_optimizer import HostOptimizer
+from ironlaw.train.lane import lane_to_host
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
@@ -50,12 +51,18 @@ class Step:
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.facts.get("loss_chunk", 0)
         recompute_blocks(self.model.blocks, solved_policies(plan))
-        self.optimizer = build_optimizer(self.model, config.optimizer, offload=config.train.offloads_optimizer)
+        lane = lane_to_host(device) if config.train.offload != "none" else None
+        self.optimizer = build_optimizer(
+            self.model, config.optimizer, lane=lane if config.train.offloads_optimizer else None
+        )
         self.scale = precision.LossScale(device, self.precision, config.scaler)
         decay = config.train.average_decay
         self.average = None if decay is None else WeightAverage(self.model, decay)
         self.noise = NoiseScale()
-        self.offload = ActivationOffload(device) if config.train.offloads_activations else None
+        self.offload: ActivationOffload | None = None
+        if lane is not None and config.train.offloads_activations:
+            self.offload = ActivationOffload(self.model, device, lane, plan.facts["offload"]["block_bytes"])
+            self.model.around = self.offload.around
         self.gradient_pointers: set[int] = set()  # of the last recorded step
         self._norm = 0.0
         self._expert_load: Any = None
@@ -71,6 +78,13 @@ class Step:
         if self.config.train.noise_scale_every:
             states["noise scale"] = self.noise
         return states
+
+    def host_bytes(self) -> int | None:
+        """What offloading holds in the host's memory, None where nothing is offloaded."""
+        if self.offload is None and not isinstance(self.optimizer, HostOptimizer):
+            return None
+        moved = self.offload.moved_bytes if self.offload is not None else 0
+        return moved + (self.optimizer.host_bytes() if isinstance(self.optimizer, HostOptimizer) else 0)
 
     def forward_backward(self, batch: Batch[Tensor], number: int, clock: StepClock, recording: bool = False) -> Tensor:
         """Gradients of the mean loss over all targets that count; returns that mean, still on the device.
@@ -89,8 +103,9 @@ class Step:
                 clock.phase(Phase.FORWARD),
                 phase_scope(recording, Phase.FORWARD),
                 precision.autocast(self.device, self.precision),
-                self._saving(),
             ):
+                if self.offload is not None:
+                    self.offload.begin()
                 loss = self._share_of_loss(micro, batch, counted, self._samples(number, rows))
             with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
                 self.scale.scale(loss).backward()
@@ -124,9 +139,6 @@ class Step:
         if len(batch.inputs) % self.config.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.config.accumulation
-
-    def _saving(self) -> Any:
-        return nullcontext() if self.offload is None else self.offload.saving()
 
     def update(self, number: int, recording: bool = False) -> float:
         """Clip by global norm, update, clear gradients. Returns the norm before clipping."""

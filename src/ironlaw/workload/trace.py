@@ -210,9 +210,10 @@ def _run(
     """One micro-batch under the recorder; the shapes of what the module returned."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     cast = torch.autocast("cpu", dtype=dtype) if dtype else nullcontext()
-    with recorder.watching(module), torch.set_grad_enabled(training), recorder:
+
+    def step() -> tuple[tuple[int, ...], ...]:
         with cast:
-            outputs = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+            outputs = module(*args, **kwargs)
             recorder.mark(_tensors(outputs), "output")
             with recorder.scope("loss"):
                 ends = [loss(outputs)] if loss else _floating(outputs)
@@ -221,10 +222,28 @@ def _run(
             recorder.phase = Phase.BACKWARD
             _backward(ends, recorder)
             recorder.mark([p.grad for p in state.values() if p.grad is not None], "gradient")
-    shapes = tuple(tuple(t.shape) for t in _tensors(outputs))
+        return tuple(tuple(t.shape) for t in _tensors(outputs))
+
+    # The backward pass is inside too: recomputation calls modules again, and they must still have their stand-ins.
+    stand_ins = {f"module.{name}": tensor for name, tensor in state.items()}
+    with recorder.watching(module), torch.set_grad_enabled(training), recorder:
+        shapes: tuple[tuple[int, ...], ...] = torch.func.functional_call(
+            _Step(module, step), stand_ins, (), tie_weights=False
+        )
     for parameter in state.values():
         parameter.grad = None
     return shapes
+
+
+class _Step(nn.Module):
+    """A module whose forward pass is a whole step of another one."""
+
+    def __init__(self, module: nn.Module, step: Callable[[], Any]) -> None:
+        super().__init__()
+        self.module, self._step = module, step
+
+    def forward(self) -> Any:
+        return self._step()
 
 
 def _backward(ends: list[Tensor], recorder: Recorder) -> None:

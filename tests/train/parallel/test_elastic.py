@@ -208,9 +208,38 @@ def test_a_killed_rank_and_then_a_lost_node(
     job.lose(1)
     assert job.agents[0].wait(timeout=600) == 0, job.log(0)[-3000:]
     assert [session["setting"]["layout"].split()[0] for session in job.sessions()] == ["dp=4", "dp=4", "dp=2"]
+    assert "rank 0 has lost the connection to another rank" in job.log(0)
     one, run = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         for name in ("one", "run")
     ]
     assert [entry["batch"] for entry in run] == [entry["batch"] for entry in one]
     assert [entry["loss"] for entry in run] == pytest.approx([entry["loss"] for entry in one], rel=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("layout", "waits"), [("layout.zero=3", "over shard"), ("layout.pp=2", "")])
+def test_a_stopped_rank_is_named_and_the_job_goes_on_without_a_hand(
+    tiny_file: Callable[..., Path], nodes: Callable[..., Nodes], tmp_path: Path, user_cache: Path, layout: str,
+    waits: str,
+) -> None:  # fmt: skip
+    """Frozen by SIGSTOP, as by a dead disk or driver: it can neither answer nor end itself."""
+    steps = 100
+    settings = tiny_file(
+        {"layers": 2, "heads": 4}, layout={}, train={"micro_batch": 2, "steps": steps}, checkpoint={"every": 10},
+        evaluation={"every": 0}, recovery={"collective_seconds": 8.0},
+    )  # fmt: skip
+    job = nodes(settings, 2, ("--set", layout))
+    job.start()
+    job.wait_for_step(20, steps)
+    stopped = next(process for process in job.ranks(0) if process.environ()["RANK"] == "1")
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert job.agents[0].wait(timeout=600) == 0, job.log(0)[-3000:]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text("utf-8").splitlines()]
+    (line,) = [event["report"] for event in events if event["event"] == "hang"]
+    assert f"ironlaw: {line}" in job.log(0)
+    first, _, rest = line.removeprefix("nothing has moved for ").partition("; ")
+    assert "rank 1 on " in first and "is at step " in first and "not heard of for " in first
+    assert rest.startswith("rank 0 waits in ") and waits in rest
+    assert len(job.sessions()) == 2

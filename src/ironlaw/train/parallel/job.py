@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from ironlaw.train.parallel.ranks import (
 )
 
 Result = TypeVar("Result")
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words
 SPARE_SECONDS = 60.0  # PyTorch's own timeout comes later than the watcher's, which knows more
 
 
@@ -86,6 +88,12 @@ def job(config: RunConfig, memory_bytes: float, resume: bool = False) -> Iterato
         yield Job(config, ranks, meeting)
         if ranks.first:
             meeting.store.set(FINISHED, "")
+    except RuntimeError as error:
+        if not any(words in str(error) for words in LOST):
+            raise
+        # Every rank but the one that died comes here, and torchrun reports that one.
+        print(f"ironlaw: rank {meeting.rank} has lost the connection to another rank", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -20,7 +20,7 @@ SUBMIT = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f"), "ssh":
 PORT = 29500
 RESTARTS = 10  # of the whole job by torchrun, before a person should look
 VARIABLES = {
-    "TORCH_FR_BUFFER_SIZE": "2000",  # the flight recorder: collectives remembered
+    "TORCH_FR_BUFFER_SIZE": "500",  # the flight recorder: collectives remembered
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted job must not meet the addresses of dead ranks
     "OMP_NUM_THREADS": "4",

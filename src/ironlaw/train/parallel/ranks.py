@@ -203,12 +203,9 @@ def usable(config: RunConfig, size: int) -> int:
 
 
 def start(
-    config: LayoutConfig,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    meeting: Meeting | None = None,
-    size: int = 0,
+    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0,
     sites: int = 1,
-) -> Ranks:
+) -> Ranks:  # fmt: skip
     """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
 
     `meeting`: the ranks have met already; the first `size` of them take part.

@@ -228,14 +228,14 @@ class DistributedStep:
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
         squares = torch.zeros(self.ranks.sites, device=device, dtype=torch.float64)
         squares[self.ranks.index("site")] = square
-        together = torch.stack([loss.detach().double() * weight, *squares, flag])
+        together = torch.stack([loss.detach().double() * weight, flag, *squares])
         if more:
             together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
         dist.all_reduce(together)
-        mean, *rest = together.tolist()
-        totals, flags, self.added = rest[: self.ranks.sites], rest[self.ranks.sites], rest[self.ranks.sites + 1 :]
+        mean, flags, *rest = together.tolist()
         scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
-        norms = [math.sqrt(total) / scale for total in totals]
+        norms = [math.sqrt(total) / scale for total in rest[: self.ranks.sites]]
+        self.added = rest[self.ranks.sites :]
         norm = norms[self.ranks.index("site")]
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale

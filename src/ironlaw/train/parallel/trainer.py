@@ -285,6 +285,9 @@ class DistributedTrainer(Trainer):
             result |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped_steps}
         return result
 
+    def _step_facts(self) -> dict[str, Any]:
+        return {}
+
     def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
         """All ranks have found the spike in the same numbers; rank 0 looks at the disk, writes down what is done about
         it and drops checkpoints."""

@@ -1,0 +1,259 @@
+"""Does every second and every byte have a name, and what does looking cost?
+
+    python benchmarks/closure.py RUNS --run demo gpt huggingface ranks     # closure: holds beside other programs too
+    python benchmarks/closure.py RUNS --overhead --seconds 100             # cost: on an idle machine
+    python benchmarks/closure.py RUNS --out FILE                           # reports what is there
+
+Unattributed: the step less its phases. Memory: the categories at the peak against the peak. Cost: the same loop in
+segments that are observed and not, in turn; of the observation that is always on, without recorded steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CASES = {
+    "demo": "`ironlaw train examples/gpt-tiny.toml`, shortened",
+    "gpt": "`ironlaw train`, GPT of (12, 768, 512), one sequence",
+    "huggingface": "transformers' GPT-2 in a user's own loop, `ironlaw.observe`",
+    "ranks": "two ranks, DistributedDataParallel on gloo, `ironlaw.observe`",
+}
+SEGMENT, PAIRS = 30, 12  # steps; segments of either kind
+
+
+def train_demo(out: Path) -> None:
+    from ironlaw.config import load_config
+
+    example = Path(__file__).parents[1] / "examples/gpt-tiny.toml"
+    _train(load_config(example, ["train.steps=60", "data.mock=true", "evaluation.every=30"]), out)
+
+
+def train_gpt(out: Path) -> None:
+    from ironlaw.config import build_config
+
+    model = {"name": "gpt", "layers": 12, "hidden": 768, "heads": 12, "vocab": 8192, "context": 512}
+    steps = {"steps": 16, "global_batch": 1, "precision": "fp32", "profile_steps": 3}
+    _train(build_config({"model": model, "data": {"mock": True}, "train": steps, "evaluation": {"every": 0}}), out)
+
+
+def _train(config: Any, out: Path) -> None:
+    from ironlaw.machine.profile import load_profile
+    from ironlaw.train.session import run_training
+
+    run_training(config, out, load_profile())
+
+
+def observe_huggingface(out: Path) -> None:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import ironlaw
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=4096, n_positions=128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = torch.randint(0, 4096, (400, 128))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
+    with ironlaw.observe(model, optimizer, out=out) as watch:
+        for ids in loader:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.log(loss=loss.detach())
+
+
+def observe_ranks(out: Path) -> None:
+    import torch
+
+    import ironlaw
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(_small_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    with ironlaw.observe(model, optimizer, out=out):
+        for ids in _batches(30):
+            _loss(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+
+
+def _small_model() -> Any:
+    import torch
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, "gelu", batch_first=True, norm_first=True)
+    return nn.Sequential(nn.Embedding(4096, 256), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+                         nn.Linear(256, 4096)).to(torch.float32)  # fmt: skip
+
+
+def _batches(count: int) -> Any:
+    import torch
+
+    rows = torch.randint(0, 4096, (count * 8, 65), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.DataLoader(rows, batch_size=8)
+
+
+def _loss(model: Any, ids: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+RUN: dict[str, Callable[[Path], None]] = {
+    "demo": train_demo, "gpt": train_gpt, "huggingface": observe_huggingface, "ranks": observe_ranks,
+}  # fmt: skip
+
+
+def run(case: str, out: Path) -> None:
+    """In a child of this process, or in two."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    children = []
+    for rank in range(2 if case == "ranks" else 1):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if case == "ranks":
+                    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                   "MASTER_PORT": str(29500 + os.getppid() % 500)}  # fmt: skip
+                RUN[case](out)
+                code = 0
+            finally:
+                if code:
+                    traceback.print_exc()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    if any(codes):
+        raise SystemExit(f"{case} failed")
+
+
+def closure(out: Path) -> dict[str, Any]:
+    from ironlaw.explain.open import explain_path
+
+    document = explain_path(out).to_json()
+    parts = [row["measured"] for row in document["memory"]["components"] if row["measured"] is not None]
+    peak, drops = document["memory"]["peak"]["measured"], document["waterfall"]["drops"]
+    named = sum(d["seconds"] or 0.0 for d in drops) + (document["waterfall"]["ideal_seconds"] or 0.0)
+    return {
+        "step": document["time"]["step"]["measured"], "unattributed": document["time"]["unattributed_fraction"],
+        "peak": peak, "parts": sum(parts) / peak if peak else None,
+        "waterfall": named / document["time"]["step"]["measured"],
+        "phases": {row["name"]: row["measured"] for row in document["time"]["phases"] if row["measured"]},
+    }  # fmt: skip
+
+
+def overhead(state: Path, until: float) -> None:
+    """Segments in turn; each adds a line (observed or not, seconds of its median step)."""
+    import torch
+
+    import ironlaw
+
+    torch.manual_seed(0)
+    model = _small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def segment() -> float:
+        seconds = []
+        for ids in _batches(SEGMENT):
+            began = time.perf_counter()
+            _loss(model, ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[3:])
+
+    segment()
+    known = json.loads(state.read_text()) if state.is_file() else []
+    scratch = state.with_suffix(".run")
+    while len(known) < 2 * PAIRS and time.monotonic() < until:
+        known.append([False, segment()])
+        shutil.rmtree(scratch, ignore_errors=True)
+        with ironlaw.observe(model, optimizer, out=scratch, profile_steps=0, plan=False):
+            known.append([True, segment()])
+        state.write_text(json.dumps(known))
+    shutil.rmtree(scratch, ignore_errors=True)
+    print(f"{len(known)} segments of {2 * PAIRS}")
+
+
+def cost(known: list[list[Any]]) -> tuple[float, float, float]:
+    """(relative cost of observing, its standard error, what segments alike differ by), of neighbouring segments."""
+    plain, watched = ([s for on, s in known if on is kind] for kind in (False, True))
+    ratios = [w / p - 1 for p, w in zip(plain, watched, strict=True)]
+    same = [abs(b / a - 1) for a, b in itertools.pairwise(plain)]
+    return statistics.median(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5, statistics.median(same)
+
+
+def report(folder: Path) -> str:
+    import torch
+
+    from ironlaw import __version__
+    from ironlaw.machine import host
+
+    today = datetime.date.today().isoformat()
+    lines = [
+        "# Closure", "",
+        f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
+        f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/closure.py`.", "",
+        "| run | step, ms | unattributed | waterfall / step | peak, MB | categories / peak |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for case, what in CASES.items():
+        if not (folder / case / "ledger.json").is_file():
+            continue
+        r = closure(folder / case)
+        lines.append(
+            f"| {what} | {1e3 * r['step']:.1f} | {100 * r['unattributed']:+.2f}% | {r['waterfall']:.4f} | "
+            f"{r['peak'] / 1e6:.0f} | {r['parts']:.4f} |"
+        )
+    state = folder / "overhead.json"
+    if state.is_file():
+        known = json.loads(state.read_text())
+        share, error, alike = cost(known)
+        step = statistics.median(s for on, s in known if not on)
+        lines += ["", f"Cost of `ironlaw.observe`, always on: {100 * share:+.2f}% ± {100 * error:.2f}% of a step of "
+                  f"{1e3 * step:.1f} ms ({len(known) // 2} pairs of segments of {SEGMENT} steps, observed and not in "
+                  f"turn; segments alike differ by {100 * alike:.1f}%)."]  # fmt: skip
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--run", nargs="*", default=(), help="of " + ", ".join(CASES))
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no more segments after that")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for case in options.run:
+        run(case, options.folder / case)
+    if options.overhead:
+        overhead(options.folder / "overhead.json", time.monotonic() + options.seconds)
+    if not options.run and not options.overhead:
+        text = report(options.folder)
+        print(text)
+        if options.out:
+            options.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

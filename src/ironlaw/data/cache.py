@@ -1,0 +1,100 @@
+"""What the cache of prepared data holds, and taking things out of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ironlaw.data.building import in_the_making
+from ironlaw.data.shards import INDEX
+from ironlaw.errors import UserError, did_you_mean
+
+PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder of the cache. `kind`: prepared, unfinished, stream (where its blocks begin) or tokenizer."""
+
+    path: Path
+    kind: str
+    source: str | None  # as data.path was written; None where nobody noted it
+    bytes: int
+    used: float  # when it was written or, where the file system tells, last read; seconds since the epoch
+    busy: bool = False  # a process is making it now
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removeprefix(PARTIAL)
+
+    @property
+    def days(self) -> float:
+        return max(0.0, (time.time() - self.used) / 86_400)
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Everything in the cache that preparation made, the largest first. What is not ours is left out."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        kind = _kind(path)
+        if kind is None or path.is_symlink():
+            continue
+        files = {file.name: file.stat() for file in path.rglob("*") if file.is_file()}
+        # Listing reads the index, training the rest.
+        times = [max(status.st_mtime, status.st_atime) for name, status in files.items() if name != INDEX]
+        used = max(times, default=path.stat().st_mtime)
+        size = sum(status.st_size for status in files.values())
+        busy = in_the_making(folder / path.name.removeprefix(PARTIAL))
+        found.append(Entry(path, kind, _source(path), size, used, busy))
+    return sorted(found, key=lambda entry: -entry.bytes)
+
+
+def chosen(found: list[Entry], names: list[str], unused_days: float | None) -> list[Entry]:
+    """Those named (as listed, or the beginning of one name), else all; of them those unused for so long."""
+    picked = found
+    if names:
+        picked = []
+        for name in names:
+            matching = [e for e in found if e.name == name] or [e for e in found if e.name.startswith(name)]
+            if not matching:
+                raise UserError(
+                    f"nothing in the cache is called {name!r}: {did_you_mean(name, [e.name for e in found])}"
+                )
+            picked += [entry for entry in matching if entry not in picked]
+    return [entry for entry in picked if unused_days is None or entry.days >= unused_days]
+
+
+def remove(entry: Entry) -> bool:
+    """Delete it; False, and nothing is done, while a process is making it."""
+    if in_the_making(entry.path.parent / entry.name):
+        return False
+    # Away under its name at once: whoever opens it next finds nothing instead of half of it.
+    doomed = entry.path.with_name(f".removed-{entry.path.name}")
+    with suppress(OSError):
+        shutil.rmtree(doomed, ignore_errors=True)
+    try:
+        entry.path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise UserError(f"{entry.path} cannot be removed ({error.strerror or error}): check its permissions") from None
+    return True
+
+
+def _kind(path: Path) -> str | None:
+    if not path.is_dir():
+        return None
+    if path.name.startswith((PARTIAL, ".removed-")):
+        return "unfinished"
+    if (path / INDEX).is_file():
+        return "prepared"
+    return next((kind for kind in ("stream", "tokenizer") if path.name.startswith(f"{kind}-")), None)
+
+
+def _source(path: Path) -> str | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads((path / INDEX).read_text(encoding="utf-8"))["path"])
+    return None

@@ -1,0 +1,67 @@
+"""What the loader was measured to supply, remembered beside the prepared tokens, so that the next plan knows it.
+
+    remember(config, sequence, facts)       # at the end of a run, with what its loader reported
+    recall(config, sequence)                # before the next: the same, or None
+
+A small file of numbers; losing it costs nothing but the comparison of supply and demand before the first run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ironlaw.data.config import DataConfig
+
+MOST = 256  # settings remembered; the oldest goes first
+# What changes the work per token, where it is done, or how fast the source is read.
+_KEYS = ("path", "format", "sources", "packing", "mask_documents", "streaming", "mock", "loader_processes", "workers")
+
+
+def supply_path(config: DataConfig) -> Path:
+    return config.cache_folder / "supply.json"
+
+
+def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
+    """Keep what the loader of a finished run reported: tokens per second in all and of each stage."""
+    if not facts.get("tokens_per_second"):
+        return
+    kept = _read(config)
+    key = _key(config, sequence)
+    kept.pop(key, None)
+    kept[key] = {
+        "tokens_per_second": facts["tokens_per_second"],
+        "stages": facts["stage_tokens_per_second"],
+        "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    path = supply_path(config)
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    with suppress(OSError):  # nothing depends on it
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(dict(list(kept.items())[-MOST:]), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
+    """`tokens_per_second`, `stages` and when that was `measured`; None where no run has loaded this way."""
+    found = _read(config).get(_key(config, sequence))
+    complete = isinstance(found, dict) and {"tokens_per_second", "stages", "measured"} <= found.keys()
+    return found if complete else None
+
+
+def _key(config: DataConfig, sequence: int) -> str:
+    document = config.model_dump(mode="json", include=set(_KEYS)) | {"sequence": sequence}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _read(config: DataConfig) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        document = json.loads(supply_path(config).read_text(encoding="utf-8"))
+        if isinstance(document, dict):
+            return document
+    return {}

@@ -1,0 +1,79 @@
+"""What the driver tells of an accelerator board while it works: energy, clock, and why the clock is low.
+
+Through NVML (`nvidia-ml-py`, in the extra `ironlaw[energy]`); without it all of this is not measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+# Bits of NVML's clock event reasons: software power cap, hardware slowdown, software and hardware thermal, power brake.
+REASONS = {"power": 0x4 | 0x80, "heat": 0x20 | 0x40, "hardware slowdown": 0x8}
+_THROTTLED = "cpu[0-9]*/thermal_throttle/core_throttle_count"
+
+
+class Board:
+    """One board. `sample()` now and then while it works; `facts()` at the end."""
+
+    name = "NVML counter of the board"
+    limit = None  # the counter of energy does not wrap around
+
+    def __init__(self, nvml: Any, index: int) -> None:
+        self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByIndex(index)
+        self._clocks: list[float] = []
+        self._reasons: list[int] = []
+
+    def read(self) -> float | None:
+        """Joules since the driver was loaded."""
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3  # it counts millijoules
+        except self._nvml.NVMLError:
+            return None
+
+    def sample(self) -> None:
+        nvml = self._nvml
+        try:
+            self._clocks.append(nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM) * 1e6)
+            self._reasons.append(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+        except nvml.NVMLError:
+            pass
+
+    def facts(self) -> dict[str, Any]:
+        """Mean and highest clock, hertz; share of the samples in which each reason held the clock down."""
+        if not self._clocks or not self._reasons:
+            return {}
+        try:
+            highest = self._nvml.nvmlDeviceGetMaxClockInfo(self._handle, self._nvml.NVML_CLOCK_SM) * 1e6
+        except self._nvml.NVMLError:
+            return {}
+        held = {name: sum(bool(r & bits) for r in self._reasons) / len(self._reasons) for name, bits in REASONS.items()}
+        return {
+            "clock_hertz": sum(self._clocks) / len(self._clocks), "clock_highest_hertz": highest,
+            "clock_held_down_by": {name: share for name, share in held.items() if share},
+        }  # fmt: skip
+
+
+def find_board(index: int, nvml: Any = None) -> Board | None:
+    """None without nvidia-ml-py, without a driver, and where the driver hides the board."""
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        return Board(nvml, index)
+    except nvml.NVMLError:
+        return None
+
+
+def processor_throttle_count(cores: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """How often heat has slowed a core since the system started; None where the system does not count (Linux, x86)."""
+    counts = []
+    for path in cores.glob(_THROTTLED):
+        try:
+            counts.append(int(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    return sum(counts) if counts else None

@@ -1,0 +1,139 @@
+"""What a run on one device leaves to its host's memory: bytes that move, what of their time shows, what is held where.
+
+Activations: every block's but the last one's leave behind the forward pass of the next block and come back behind the
+backward pass of the one after; two blocks' are on the device at a time (`train/offload.py` bounds it by bytes).
+Optimizer state: gradients go to the host, the processor updates, weights come back, bucket by bucket, so that the
+slowest of the three sets the time (`train/host_optimizer.py`). The same words and rates as the planner of clusters has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ironlaw.catalog import parse_cluster
+from ironlaw.catalog.accelerators import catalogued
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.setting import Host, host_of
+from ironlaw.workload.blocks import FP32, Shape
+from ironlaw.workload.forward import block
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import state_bytes, update_operations
+from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.recompute import dropped, unfolded
+
+SMALLEST_BYTES = 2**20  # of a tensor that is worth a copy: as in train/offload.py
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Per optimizer step; bytes are those of one direction."""
+
+    block_bytes: int  # saved by a block, in tensors worth a copy
+    small_bytes: int  # saved by a block, in others: they stay
+    activation_bytes: int  # each way over the link, over all micro-batches
+    optimizer_bytes: int  # gradients to the host; as many of weights come back
+    host_bytes: int  # held in the host's memory
+    exposed: dict[Phase, float]  # seconds that the step is longer for it
+
+
+def host_of_machine(profile: Profile) -> Host:
+    """The link and the memory of the host, by the catalogue. UserError where it does not know them."""
+    try:
+        found = host_of(parse_cluster(f"1x{catalogued(profile.name)}"))
+    except UserError:
+        found = None
+    if found is None:
+        raise UserError(
+            f"train.offload on {profile.name}: the catalogue lacks the host's memory, its rate or the link to it: use "
+            'train.offload = "none"'
+        )
+    return found
+
+
+def plan_offload(config: RunConfig, shape: Shape, host: Host, seconds: dict[Phase, float]) -> Offload:
+    """`seconds`: of all blocks of one micro-batch, forward and backward, recomputation included."""
+    train, layers = config.train, shape.model.layers
+    big, small = saved_by_block(shape)
+    rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    exposed: dict[Phase, float] = {}
+    moved = held = leaves = 0
+    if train.offloads_activations:
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            waits = max(0.0, big / rate - seconds[phase] / layers)
+            exposed[phase] = config.accumulation * (layers - 1) * waits
+        held = (layers - 1) * big
+        moved = config.accumulation * held
+    if train.offloads_optimizer:
+        parameters = model_parameters(shape.model)
+        leaves = shape.model.parameters * FP32
+        updates = [op for op in update_operations(parameters, config.optimizer) if not _on_the_device(op)]
+        update = sum(op.bytes_moved * op.repeat for op in updates) / host.memory_bytes_per_second
+        exposed[Phase.OPTIMIZER] = max(leaves / rate, update)
+        held += 2 * leaves + state_bytes(parameters, config.optimizer)  # weights, gradients and the state
+    return Offload(big, small, moved, leaves, held, exposed)
+
+
+def _on_the_device(op: Operation) -> bool:
+    return op.name.startswith("clip")
+
+
+def saved_by_block(shape: Shape) -> tuple[int, int]:
+    """Bytes that a block keeps for its backward pass: in tensors worth a copy, and in others."""
+    operations = block(shape)
+    policy = shape.recompute[-1] if shape.recompute else None
+    if policy is not None:
+        # What a policy keeps is held by the recomputation itself, out of reach: only the block's input leaves.
+        whole = sum(op.saved_bytes for op in operations) - dropped(shape, policy).frees_saved_bytes
+        stream = shape.tokens * shape.model.hidden * FP32
+        return (stream, whole - stream) if stream >= SMALLEST_BYTES else (0, whole)
+    big = sum(op.saved_bytes for op in operations if op.saved_bytes >= SMALLEST_BYTES)
+    return big, sum(op.saved_bytes for op in operations) - big
+
+
+def held_operations(shape: Shape) -> Iterator[Operation]:
+    """One micro-batch as the device's memory sees it: two blocks, the small tensors and the gradients of the others."""
+    layers = shape.model.layers
+    if layers <= 2:
+        yield from unfolded(shape)
+        return
+    _, small = saved_by_block(shape)
+    model = shape.model.model_copy(update={"layers": 2})
+    others = layers - 2
+    gradients = others * shape.model.block_parameters * FP32
+    before = [_memory("other blocks", Phase.FORWARD, saved=others * small)]
+    after = [_memory("other blocks", Phase.BACKWARD, gradient=gradients, frees=others * small)]
+    for op in unfolded(replace(shape, model=model, recompute=shape.recompute[-2:])):
+        yield from before
+        before = []
+        if op.phase is Phase.BACKWARD and op.group == "block":
+            yield from after
+            after = []
+        yield op
+
+
+def _memory(name: str, phase: Phase, saved: int = 0, gradient: int = 0, frees: int = 0) -> Operation:
+    return Operation(
+        name, Kind.OTHER, phase, "block", "", repeat=0, saved_bytes=saved, gradient_bytes=gradient,
+        frees_saved_bytes=frees,
+    )  # fmt: skip
+
+
+def lines_of(offload: Offload) -> list[Line]:
+    """What shows of the transfers, by the phase that waits."""
+    each = {Phase.OPTIMIZER: offload.optimizer_bytes}
+    return [
+        Line(
+            phase, Kind.OPTIMIZER if phase is Phase.OPTIMIZER else Kind.OTHER, "host_offload", seconds=seconds,
+            bytes_moved=float(each.get(phase, offload.activation_bytes)), bound="memory",
+        )
+        for phase, seconds in offload.exposed.items()
+    ]  # fmt: skip
+
+
+def without_update(operations: Sequence[tuple[Operation, int]]) -> list[tuple[Operation, int]]:
+    """The update is the processor's; clipping stays with the gradients."""
+    return [(op, n) for op, n in operations if op.phase is not Phase.OPTIMIZER or _on_the_device(op)]

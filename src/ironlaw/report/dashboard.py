@@ -1,0 +1,162 @@
+"""A page in the browser while training: `ironlaw train --dashboard`. Served to this machine only, drawn when asked for.
+
+page = Dashboard(Path("runs/mine"))
+with page:                              # page.address: "http://127.0.0.1:8421/"
+    page.planned(plan)
+    page.step(report)                   # after each step; costs an append
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ironlaw import units
+from ironlaw.ledger import Ledger, relative_error
+from ironlaw.report import svg
+
+PORT = 8421
+REFRESH_SECONDS = 2
+RECENT = 50  # steps behind the figures on the cards
+SIZES = {"wide": (760, 260), "narrow": (350, 240)}
+
+
+class Dashboard:
+    """Takes what the terminal's live line takes; the page reloads itself every two seconds."""
+
+    def __init__(self, folder: Path, port: int = PORT) -> None:
+        self.folder = folder
+        self._plan: Ledger | None = None
+        self._steps: list[dict[str, Any]] = []
+        self._began, self._ended = time.monotonic(), False
+        self._server = _serve(self, port)
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, name="ironlaw-dashboard", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def planned(self, plan: Ledger) -> None:
+        self._plan = plan
+
+    def step(self, report: Any) -> None:
+        self._steps.append({
+            "step": report.step, "steps": report.steps, "loss": report.loss, "validation": report.validation_loss,
+            "seconds": report.seconds, "data": report.data_seconds, "resident": report.resident_bytes,
+            "recorded": report.recorded,
+        })  # fmt: skip
+
+    def html(self) -> str:
+        """The page as it stands."""
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        steps = list(self._steps)  # the loop appends meanwhile
+        return environment.get_template("live.html.j2").render(
+            folder=str(self.folder), refresh=REFRESH_SECONDS, cards=self._cards(steps), loss=_loss(steps),
+            times=_times(steps, self._plan), since=units.seconds(time.monotonic() - self._began),
+        )  # fmt: skip
+
+    def _cards(self, steps: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+        """Heading figures: name, value, what stands beside it."""
+        if not steps:
+            return [("Step", "none yet", "preparing data, or the first step")]
+        last, plan = steps[-1], self._plan.totals if self._plan is not None else {}
+        usual = [s["seconds"] for s in steps[-RECENT:] if not s["recorded"]] or [last["seconds"]]
+        seconds = statistics.median(usual)
+        cards = [("Step", f"{last['step']:,}", f"of {last['steps']:,}")]
+        cards.append(("Loss", f"{last['loss']:.3f}", "nats per token"))
+        validated = [s["validation"] for s in steps if s["validation"] is not None]
+        if validated:
+            cards.append(("Validation loss", f"{validated[-1]:.3f}", "nats per token"))
+        if "step_seconds" in plan:
+            off = relative_error(plan["step_seconds"].value, seconds)
+            cards.append(("Step time", units.seconds(seconds), f"plan {units.signed_percent(off, 0)}"))
+            tokens = plan["tokens_per_second"].value * plan["step_seconds"].value
+            cards.append(("Throughput", units.count(tokens / seconds), "tokens per second"))
+            mfu = plan["mfu"].value * plan["step_seconds"].value / seconds
+            cards.append(("MFU", units.percent(mfu, 0), "of what was measured here"))
+        else:
+            cards.append(("Step time", units.seconds(seconds), ""))
+        waited = sum(s["data"] for s in steps[-RECENT:]) / sum(s["seconds"] for s in steps[-RECENT:])
+        cards.append(("Waiting for data", units.percent(waited), "of the step"))
+        cards.append(("Memory", units.bytes_(last["resident"]), "of this process"))
+        cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
+        return cards
+
+
+def _loss(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
+    if len(steps) < 2:
+        return None
+    series = [svg.Series("training", [s["step"] for s in steps], [s["loss"] for s in steps], "measured")]
+    evaluated = [s for s in steps if s["validation"] is not None]
+    if evaluated:
+        xs, ys = [s["step"] for s in evaluated], [s["validation"] for s in evaluated]
+        series.append(svg.Series("validation", xs, ys, "validation", dots=True))
+    description = f"Training loss from {steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f} nats per token"
+    return _charts("Loss so far", description, series, y_text=lambda y: f"{y:.4g}")
+
+
+def _times(steps: list[dict[str, Any]], plan: Ledger | None) -> dict[str, Any] | None:
+    timed = [s for s in steps if not s["recorded"]]
+    if len(timed) < 2:
+        return None
+    seconds = [s["seconds"] for s in timed]
+    series = [svg.Series("step time", [s["step"] for s in timed], seconds, "measured")]
+    levels, typical = [], statistics.median(seconds)
+    if plan is not None and "step_seconds" in plan.totals:
+        planned = plan.totals["step_seconds"]
+        levels = [svg.Level("planned", planned.value, "planned", planned.low, planned.high)]
+    description = f"Typical step {units.seconds(typical)}"
+    return _charts(
+        "Step time so far", description, series, levels, from_zero=True, top=2.5 * typical, y_text=units.seconds
+    )
+
+
+def _charts(title: str, description: str, *drawn: Any, **options: Any) -> dict[str, Any]:
+    return {
+        name: svg.line_chart(title, description, *drawn, width=width, height=height, **options)
+        for name, (width, height) in SIZES.items()
+    }
+
+
+def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:
+    """On the wanted port, or on any that is free."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/":
+                self.send_error(404)
+                return
+            body = page.html().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are no news for the terminal."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError:
+        return ThreadingHTTPServer(("127.0.0.1", 0), Handler)

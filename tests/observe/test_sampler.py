@@ -1,0 +1,78 @@
+"""What the main thread is found doing while the step waits."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from ironlaw.observe.sampler import classify, logs
+
+
+def while_running(work: Callable[[threading.Event], None], look: Callable[[FrameType], Any]) -> Any:
+    """`look` at the stack of a thread that does `work`."""
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    try:
+        assert thread.ident is not None
+        return look(sys._current_frames()[thread.ident])
+    finally:
+        ended.set()
+        thread.join(5)
+
+
+def counts(ended: threading.Event) -> None:
+    while not ended.is_set():
+        sum(range(100))
+
+
+def waits(ended: threading.Event) -> None:
+    ended.wait(5)
+
+
+def tokenizes(ended: threading.Event) -> None:
+    def encode_all() -> None:
+        while not ended.is_set():
+            pass
+
+    encode_all()
+
+
+def test_waiting_for_a_thread_at_work_is_sharing_the_interpreters_lock() -> None:
+    def both(waiting: FrameType) -> tuple[str, str]:
+        return while_running(counts, lambda busy: classify(waiting, [busy]))
+
+    stage, place = while_running(waits, both)
+    assert stage == "lock" and place.partition(":")[0] == __file__
+
+
+def test_waiting_for_a_thread_that_waits_too_is_not() -> None:
+    def both(waiting: FrameType) -> tuple[str, str]:
+        return while_running(waits, lambda other: classify(waiting, [other]))
+
+    assert while_running(waits, both)[0] == "read"
+
+
+def test_tokenising_is_known_by_its_names() -> None:
+    assert while_running(tokenizes, classify)[0] == "tokenise"
+    assert while_running(counts, classify)[0] == "read"
+
+
+def test_a_logger_on_the_stack_is_logging() -> None:
+    found: queue.Queue[bool] = queue.Queue()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.put(logs(sys._getframe()))
+
+    logger = logging.getLogger("test_sampler")
+    logger.addHandler(Handler())
+    logger.warning("a line")
+    assert found.get(timeout=1) and not logs(sys._getframe())

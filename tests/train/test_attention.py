@@ -1,0 +1,63 @@
+"""The attention kernel that a run reports is the one that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ironlaw.config import RunConfig
+from ironlaw.ledger import Ledger
+from ironlaw.model.transformer import Transformer
+from ironlaw.train.attention import attention_kernel
+from ironlaw.train.loop import Outcome
+from ironlaw.train.precision import autocast
+
+CPU = torch.device("cpu")
+OPERATION = {
+    "SDPA: flash": "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "SDPA: math": "aten::_scaled_dot_product_attention_math",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "precision"),
+    [
+        ({}, {}, "fp32"),
+        ({}, {}, "bf16"),
+        ({"dropout": 0.1}, {}, "fp32"),
+        ({"sliding_window": 6}, {}, "fp32"),
+        ({"heads": 4, "kv_heads": 2}, {"packing": "best_fit"}, "bf16"),
+    ],
+    ids=["plain", "bf16", "dropout", "window", "documents and grouped heads"],
+)
+def test_what_is_reported_runs(
+    model: dict[str, Any], data: dict[str, Any], precision: str, tiny_config: Callable[..., RunConfig]
+) -> None:
+    config = tiny_config(model, data=data)
+    network = Transformer(config.model)
+    said = attention_kernel(network, config, CPU, precision)
+    tokens = torch.zeros(2, config.sequence, dtype=torch.long)
+    documents = torch.zeros(2, config.sequence, dtype=torch.int32) if data else None
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, autocast(CPU, precision):
+        network(tokens, tokens, None, documents).backward()
+    ran = {event.name for event in recorded.events()} & set(OPERATION.values())
+    assert {OPERATION[said]} == ran
+
+
+def test_no_fused_kernel_draws_dropout_by_sample(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config({"dropout": 0.1}, layout={})
+    assert attention_kernel(Transformer(config.model), config, CPU, "fp32").startswith("scores in memory")
+
+
+def test_a_run_says_it_and_its_ledger_keeps_it(
+    tiny_config: Callable[..., RunConfig], train: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    train(tiny_config(train={"steps": 2}), tmp_path / "run", say=said.append)
+    assert "Attention  SDPA: flash" in said
+    assert Ledger.load(tmp_path / "run" / "ledger.json").facts["attention"] == "SDPA: flash"
