@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import highest_allocated
+from workload_cases import MOE, highest_allocated
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
@@ -22,7 +22,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.recompute import RecomputeConfig, keepable, policies, unfolded
-from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, training_operations
+from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, layer_groups, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {
@@ -35,6 +35,11 @@ MODELS = {
     "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
     "dropout": GPT | {"dropout": 0.1},
 }
+EXPERTS = {name: LLAMA | {"moe": table} for name, table in MOE.items()} | {
+    "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
+    "experts and dropout": LLAMA | {"dropout": 0.1, "moe": MOE["qwen2-moe"] | {"capacity_factor": 1.1}},
+}
+MODELS |= EXPERTS
 KEEP: dict[str, Any] = {
     "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),
     "all": "all",
@@ -44,9 +49,12 @@ BATCH, SEQUENCE = 4, 48
 
 def shaped(model: str, keep: str, precision: Precision = "fp32") -> Shape:
     config = ModelConfig(**MODELS[model])
-    policy: Policy = keepable(config) if KEEP[keep] == "all" else KEEP[keep]
-    # The middle layer keeps everything, as in a solved budget.
-    return Shape(config, BATCH, SEQUENCE, precision, recompute=(policy, None, policy))
+    # The middle layer keeps everything, as in a solved budget. With `every = 2` that is the one with experts.
+    middle = 0 if config.moe is not None and config.moe.every == 2 else 1
+    chosen: list[Policy] = [keepable(config, kind) & (KEEP[keep] if KEEP[keep] != "all" else keepable(config, kind))
+                            for kind in layer_groups(config)]  # fmt: skip
+    chosen[middle] = None
+    return Shape(config, BATCH, SEQUENCE, precision, recompute=tuple(chosen))
 
 
 def built(shape: Shape) -> tuple[Transformer, torch.Tensor, Any]:
@@ -71,7 +79,7 @@ def test_no_loss_and_no_gradient_changes_by_a_bit(model: str, keep: str, precisi
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama"), KEEP)])
+@pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama", *EXPERTS), KEEP)])
 def test_flops_equal_the_counter(model: str, keep: str) -> None:
     shape = shaped(model, keep)
     if "attention" in keep or keep == "all":
