@@ -17,7 +17,7 @@ from ironlaw.model.moe import MixtureOfExperts, expert_layers
 from ironlaw.observe.profile import RECOMPUTE_SCOPE
 from ironlaw.workload.blocks import Policy
 
-_LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm"}
+_LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm", "_linear_pointwise"}  # the last is oneDNN's
 
 
 class _Chooser:

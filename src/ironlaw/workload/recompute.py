@@ -45,7 +45,7 @@ class RecomputeConfig(BaseModel):
     # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
     every: int = Field(2, gt=0)
-    keep: tuple[Keepable, ...] = KEEPABLE
+    keep: tuple[Keepable, ...] = KEEPABLE  # what experts compute is never kept
     budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
 
     @model_validator(mode="after")
@@ -150,9 +150,8 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
     """
     if not shape.casts:
         return 0
-    names = ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down")
-    if kind == MOE_GROUP:
-        names += ("shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "shared_gate")
+    names = {"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down"}
+    names |= {"shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "shared_gate"}
     products = [op.matmul for op in forward_of(shape, kind) if op.name in names and op.matmul is not None]
     return sum(n * k * shape.matmul_bytes for _, n, k in products)
 
@@ -191,8 +190,12 @@ def unfolded(shape: Shape) -> Iterator[Operation]:
     layers = list(zip(kinds, chosen, strict=True))
     forward = {kind: forward_of(shape, kind) for kind in set(kinds)}
     backward = {kind: moe_block_backward(shape) if kind == MOE_GROUP else block_backward(shape) for kind in forward}
-    second = {(kind, policy): again(shape, policy, kind) for kind, policy in set(layers) if policy is not None}
-    drops = {(kind, policy): dropped(shape, policy, kind) for kind, policy in set(layers) if policy is not None}
+    second: dict[tuple[str, Policy], list[Operation]] = {}
+    drops: dict[tuple[str, Policy], Operation] = {}
+    for kind, policy in set(layers):
+        if policy is not None:
+            second[kind, policy] = again(shape, policy, kind)
+            drops[kind, policy] = dropped(shape, policy, kind)
     yield from embedding(shape)
     for layer in layers:
         yield from forward[layer[0]]
