@@ -1,4 +1,4 @@
-"""The record of calibration: constants from a few runs of vTrain's set, judged on all the others.
+"""The record of calibration: constants from a few runs, judged on others of the same kind and of another.
 
     python benchmarks/calibrate_record.py runs.csv [--draws 5]
 
@@ -70,9 +70,14 @@ def main() -> None:
     start = engine("generic")
     read, _ = read_runs(arguments.csv, start)
     runs = [r for r in read if r.ran and r.step_seconds and "time" in r.checks]
+    vtrain(runs, start, range(arguments.draws))
+    others(runs, start, range(arguments.draws))
+
+
+def vtrain(runs: list[Run], start: Engine, seeds: range) -> None:
+    """Of one software and one cluster: one node and many, few layers and many, a small model and a large one."""
     one = [r for r in runs if r.group in ONE_NODE]
     many = [r for r in runs if r.group in NODES]
-    seeds = range(arguments.draws)
     print("| fitted on, judged on | before | in sample | left one out | mean | worst draw | median |")
     print("|---|---|---|---|---|---|---|")
     for count in (8, 16, 32):
@@ -94,6 +99,29 @@ def main() -> None:
         )
     small, large = [r for r in many if r.group == NODES[0]], [r for r in many if r.group == NODES[1]]
     record(f"20 runs of 3.6B, all {len(large)} of 18.4B", [(draw(small, 20, s)[0], large) for s in seeds], start)
+
+
+def others(runs: list[Run], start: Engine, seeds: range) -> None:
+    """Transfers within other software. Disturbed runs are among them: the median counts."""
+
+    def named(*groups: str) -> list[Run]:
+        return [r for r in runs if r.group in groups]
+
+    pretraining = named("playbook-1B", "playbook-8B")
+    for name, few, many in (
+        ("runs of playbook-1B, all {} of 8B", named("playbook-1B"), named("playbook-8B")),
+        ("runs of playbook-8B, all {} of 1B", named("playbook-8B"), named("playbook-1B")),
+        (
+            "playbook runs on one node, all {} on two",
+            [r for r in pretraining if r.cluster.nodes == 1],
+            [r for r in pretraining if r.cluster.nodes > 1],
+        ),
+        ("mpt runs on A100, all {} on H100", named("mpt-a100-sxm-80gb-small"), named("mpt-h100-sxm-80gb-small")),
+        ("dgxc runs of Llama 3.1 8B, all {} of GPT-3 175B", named("dgxc-Llama-3.1-8B"), named("dgxc-GPT-3-175B")),
+        ("dgxc runs of GPT-3 175B, all {} of Llama 3.1 8B", named("dgxc-GPT-3-175B"), named("dgxc-Llama-3.1-8B")),
+    ):
+        if len(few) > 16 and many:
+            record(f"16 {name.format(len(many))}", [(draw(few, 16, s)[0], many) for s in seeds], start)
 
 
 if __name__ == "__main__":

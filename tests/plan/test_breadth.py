@@ -88,8 +88,21 @@ def test_a_budget_is_met_with_the_least_time():
     full = ledger("dp=8 zero=3 micro_batch=4 recompute=full")
     times = [plan.totals["step_seconds"].value for plan in (none, within, full)]
     assert times[0] < times[1] < times[2]
-    with pytest.raises(UserError, match="even with every block recomputed"):
+    with pytest.raises(UserError, match="even with every block recomputed") as refused:
         ledger("dp=8 zero=3 micro_batch=4 recompute=budget:5GiB")
+    named = str(refused.value).split(" needs ")[1].split(" GiB")[0]
+    settled = ledger(f"dp=8 zero=3 micro_batch=4 recompute=budget:{named}GiB").facts  # what it says to ask for works
+    assert "recompute=full" in settled["layout"] and "every:2 would be" in settled["recompute_choice"]
+    with pytest.raises(UserError, match="of the device"):
+        ledger("dp=8 zero=0 micro_batch=4 recompute=budget:60GiB")
+
+
+def test_a_budget_counts_materialised_scores():
+    """What fits with flash attention does not with scores in memory: the choice is made for the attention asked."""
+    layout = "dp=8 zero=3 micro_batch=2 recompute=budget:60GiB"
+    flash, standard = ledger(layout), ledger(layout, attention="standard")
+    assert "recompute" not in flash.facts["layout"] and "recompute" in standard.facts["layout"]
+    assert standard.totals["peak_bytes"].value <= 60 * GIB
 
 
 @pytest.mark.parametrize(("count", "dp", "published"), [(16384, 128, 400e12), (8192, 64, 430e12)])

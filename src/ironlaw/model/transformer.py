@@ -129,6 +129,15 @@ class Block(nn.Module):
         return draw.residual(x, site)
 
 
+def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
+    """GPT-2's: normal(0, 0.02), the two residual projections divided by sqrt(2 x layers), biases zero."""
+    if tensor.dim() < 2:
+        (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(tensor)
+        return
+    residual = name.endswith(("out.weight", "down.weight"))
+    nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
+
+
 class Transformer(nn.Module):
     """Tokens (B, S) to logits (B, S, V), or to the mean cross-entropy when targets (B, S) are given."""
 
@@ -158,14 +167,8 @@ class Transformer(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """GPT-2's: normal(0, 0.02), the two residual projections divided by sqrt(2 x layers), biases zero."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(parameter)
-                continue
-            residual = name.endswith(("out.weight", "down.weight"))
-            std = 0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-            nn.init.normal_(parameter, std=std)
+            initialize_tensor(name, parameter, self.config)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, samples: Tensor | None = None,

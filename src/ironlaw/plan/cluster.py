@@ -10,11 +10,13 @@ all accelerators together and add up to the model's. Both are per optimizer step
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
@@ -86,15 +88,18 @@ def plan_cluster(
     layout.check(model, sequence=sequence, global_batch=global_batch, accelerators=cluster.count)
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     where = setting(cluster, chosen, precision, update_cost(optimizer, model))
+    flash, settled = attention == "flash", ""
     if layout.recompute.startswith("budget:"):
-        layout = within_budget(layout, model, where, sequence=sequence, global_batch=global_batch)
-    jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=attention == "flash")
+        layout, settled = within_budget(layout, model, where, sequence, global_batch, flash)
+    jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
     if layout.offload != "none":
         check_host(cluster, where)
     outcome = plan_jobs(jobs, where)
     ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak))
     ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
+    if settled:
+        ledger.facts["recompute_choice"] = settled
     return ledger
 
 
@@ -107,21 +112,38 @@ def check_host(cluster: Cluster, where: Setting) -> None:
         )
 
 
-def within_budget(layout: Layout, model: ModelConfig, where: Setting, *, sequence: int, global_batch: int) -> Layout:
-    """The layout with the recomputation that takes least time of those whose peak stays within its budget."""
+def within_budget(
+    layout: Layout, model: ModelConfig, where: Setting, sequence: int, global_batch: int, flash: bool = True
+) -> tuple[Layout, str]:
+    """The layout with the recomputation that takes least time of those whose peak stays within its budget.
+
+    And a sentence: what was tried, and what the next faster one would need. UserError where none stays within.
+    """
     budget = budget_bytes(layout.recompute)
     words = ["none", "selective", *(f"every:{k}" for k in range(model.layers, 1, -1)), "full"]
     choices = [replace(layout, recompute=word) for word in words]
-    outcome = plan_jobs(jobs_of(model, choices, sequence=sequence, global_batch=global_batch), where)
-    seconds = np.where(outcome.peak.total <= budget, outcome.step_seconds, np.inf)
-    best = int(seconds.argmin())
-    if not np.isfinite(seconds[best]):
-        least = outcome.peak.total.min() / 2**30
-        raise UserError(
-            f"layout '{layout}' needs {least:.1f} GiB even with every block recomputed: raise the budget to that, "
-            "or shard more"
+    outcome = plan_jobs(jobs_of(model, choices, sequence=sequence, global_batch=global_batch, flash=flash), where)
+    peaks, within = outcome.peak.total, outcome.peak.total <= budget
+    if not within.any():
+        least = math.ceil(float(peaks.min()) / 2**30 * 10) / 10  # rounded down it would be refused again
+        limit = outcome.limit_bytes / 2**30
+        more = "raise the budget to that, or shard more"
+        if least > limit:
+            more = f"more than the {limit:.1f} GiB of the device: shard more, or lower micro_batch"
+        raise UserError(f"layout '{layout}' needs {least:.1f} GiB even with every block recomputed: {more}")
+    best = int(np.where(within, outcome.step_seconds, np.inf).argmin())
+    says = (
+        f"{words[best]} is what a budget of {units.bytes_(budget)} comes to, the fastest within it of none, "
+        "selective, every:K and full"
+    )
+    faster = outcome.step_seconds < outcome.step_seconds[best]
+    if faster.any():
+        following = int(np.where(faster, peaks, np.inf).argmin())
+        saved = float(1 - outcome.step_seconds[following] / outcome.step_seconds[best])
+        says += (
+            f"; {words[following]} would be {units.percent(saved)} faster and needs {units.bytes_(peaks[following])}"
         )
-    return choices[best]
+    return choices[best], says
 
 
 def _facts(

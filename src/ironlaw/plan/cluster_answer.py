@@ -46,10 +46,7 @@ def answer_on_cluster(ask: Ask) -> Answer:
     ledger = plan_layout(ask, layout)
     if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
         layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
-        asked = ask.layout.recompute if ask.layout else ""
-        choice = (
-            f"{layout.recompute} is what {asked} comes to, the fastest within it of none, selective, every:K and full"
-        )
+        choice = ledger.facts["recompute_choice"]
     fits = bool(ledger.facts["fits"])
     more: dict[str, Any] = {
         "layout": _layout(layout, ask),

@@ -43,6 +43,7 @@ from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
 from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
+from ironlaw.train.parallel.whole import shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.recompute import policies as layer_policies
@@ -108,8 +109,7 @@ class Run:
         layout = world.check(config, dist.get_world_size())
         self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
-        model = Transformer(config.model)
-        mark_fused(model)
+        model = shapes(config.model)
         model.loss_chunk = 24 if config.train.loss == "chunked" else 0
         policies = layer_policies(config.recompute, config.model)
         self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")

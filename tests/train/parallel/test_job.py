@@ -53,6 +53,28 @@ def test_two_ranks_train_like_one(
     assert len(one) == 12
 
 
+def test_ranks_go_on_from_one_process_and_start_from_its_weights(
+    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
+) -> None:
+    config = tiny_file(MODEL, layout={}, train={"micro_batch": 2})
+    slow = ("--set", "schedule.warmup_steps=100")
+    assert ironlaw_process("train", config, "--out", tmp_path / "one", *slow).returncode == 0
+    # The same run, its second half on two ranks.
+    run = ("train", config, *slow, "--out", tmp_path / "run")
+    assert ironlaw_process(*run, "--set", "train.steps=6").returncode == 0
+    done = on_ranks(tmp_path, 2, *run, "--resume", "--set", "layout.tp=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    # A run of its own from the first one's weights.
+    fine = ("train", config, *slow, "--set", f"train.start_from={tmp_path / 'one'}", "--set", "train.steps=3")
+    assert ironlaw_process(*fine, "--out", tmp_path / "fine").returncode == 0
+    done = on_ranks(tmp_path, 2, *fine, "--out", tmp_path / "fine_two", "--set", "layout.zero=3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone = losses(tmp_path / "fine")
+    assert losses(tmp_path / "fine_two") == pytest.approx(alone, rel=1e-5)
+    assert alone[0] < losses(tmp_path / "one")[0] - 0.01  # not from scratch
+
+
 @pytest.mark.long
 def test_a_run_goes_on_with_another_layout_and_alone(
     tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path

@@ -19,7 +19,7 @@ from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import stages_of
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import experts, pipeline, savers, tensor
+from ironlaw.train.parallel import experts, pipeline, savers, tensor, whole
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
@@ -59,7 +59,7 @@ class Applied:
 def apply(
     model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False
 ) -> Applied:
-    """Divide `model`, the same on every rank, as the layout says.
+    """Divide `model`, the same on every rank or its shapes alone, as the layout says.
 
     `policies`: what each layer recomputes; `compiled`: blocks go through torch.compile.
     """
@@ -108,7 +108,11 @@ def apply(
             for compiling in part.blocks:
                 compiling.forward = torch.compile(compiling.forward)
 
-    for part in plain.values():
+    # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
+    deferred = whole.is_shapes(model)
+    if deferred and not fsdp:
+        whole.materialize(plain.values(), ranks.device)
+    for part in plain.values() if not deferred else ():
         part.to(ranks.device)
 
     # Data parallel last, around everything: its units are the blocks as the ranks compute them.
@@ -117,6 +121,8 @@ def apply(
     if fsdp:
         for part in plain.values():
             shard(part, ranks, savers.reduction(config.communication))
+        if deferred:
+            whole.materialize(plain.values(), ranks.device)
     elif replicas:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
 from ironlaw.train.checkpoint import STATE, sha256
+from ironlaw.train.parallel.whole import read_checkpoint
 from ironlaw.train.state import Stateful, host_copy
+from ironlaw.workload.optimizers import OptimizerConfig
 
 NAME = "sharded"
 FOLDER = "shards"
@@ -43,12 +45,13 @@ class Spread(Protocol):
 
 
 class ShardedFiles:
-    """A `Store`. `group`: a process group of its own, because writing goes on beside training; None alone."""
+    """A `Store`. `group`: a process group of its own, because writing goes on beside training; None alone. `settings`
+    say in which order one process has the tensors of an optimizer."""
 
     name = NAME
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, settings: OptimizerConfig | None = None) -> None:
+        self.group, self.settings = group, settings or OptimizerConfig()
         self.first = group is None or dist.get_rank(group) == 0
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -78,9 +81,24 @@ class ShardedFiles:
         # Two tensors may read the same name: a tied weight and its copy on the last stage.
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, Spread)]
-        known = _known(folder) if spread else {}
+        alone = not (folder / FOLDER).is_dir()  # written by one process
+        known = _known(folder) if spread and not alone else {}
         for part in spread:
             wanted = part.wanted(wanted, known)
+        if alone:
+            saved = read_checkpoint(folder, wanted, optimizer, model.config, self.settings)  # type: ignore[arg-type]
+        else:
+            self._read_shards(folder, wanted)
+            saved = torch.load(folder / STATE, weights_only=True) if states else {}
+        for part in spread:
+            part.after_read()
+        if not states:
+            return []
+        for name in states.keys() & saved.keys() - {"optimizer"}:
+            states[name].load_state_dict(saved[name])
+        return sorted(states.keys() - saved.keys() - {"optimizer"})
+
+    def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
         for group in (
             {name: tensor for name, tensor in wanted.items() if not name.endswith(COPY)},
             {name.removesuffix(COPY): tensor for name, tensor in wanted.items() if name.endswith(COPY)},
@@ -92,14 +110,6 @@ class ShardedFiles:
                     f"the checkpoint {folder} does not hold this run's state "
                     f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
                 ) from None
-        for part in spread:
-            part.after_read()
-        if not states:
-            return []
-        saved = torch.load(folder / STATE, weights_only=True)
-        for name in states.keys() & saved.keys():
-            states[name].load_state_dict(saved[name])
-        return sorted(states.keys() - saved.keys() - {"optimizer"})
 
 
 COPY = "#copy"

@@ -44,9 +44,11 @@ from ironlaw.train.parallel.store import ShardedFiles, mark_fused
 from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.parallel.whole import shapes
 from ironlaw.train.recompute import solved_policies
 from ironlaw.train.recovery import Recovery, Spike
 from ironlaw.train.schedule import learning_rate
+from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import RandomState
 from ironlaw.train.transfer import Transfer
 
@@ -97,7 +99,11 @@ class DistributedTrainer(Trainer):
         self.batches = self.loader.training(config.train.global_batch, config.train.seed, ranks.index("dp"), ranks.dp)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
-        model = Transformer(config.model)
+        if config.train.start_from and start is None:
+            model = Transformer(config.model)
+            load_first_weights(config.train.start_from, model, config.model)
+        else:
+            model = shapes(config.model)
         use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
         precision.prepare(model, model.blocks, self.device, self.precision)
@@ -122,7 +128,7 @@ class DistributedTrainer(Trainer):
         self.states |= {"outer": self.outer} if self.outer else {}
         self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
         group = dist.new_group(backend="gloo")
-        self.store = ShardedFiles(group)
+        self.store = ShardedFiles(group, config.optimizer)
         self.checkpointer = Checkpointer(
             self.run.checkpoints, config.checkpoint, config.model, store=self.store, ranks=Gatherer(group),
             say=self.say, before_write=lambda: self.journal.sync(),

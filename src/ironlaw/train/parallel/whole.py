@@ -1,0 +1,155 @@
+"""From whole tensors to the parts that a rank holds: the first weights of a run, and checkpoints of one process.
+
+A model may come as shapes alone (`shapes`, on PyTorch's `meta` device). After the layout is applied, every rank draws
+all weights in the order and from the generator of one process, a tensor at a time, and keeps its parts: the numbers are
+those of one process, and no rank holds more than its parts, one whole tensor and, while generators are brought where
+one process has them, one block. Drawing takes as long as on one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor, rotary_tables
+from ironlaw.train.checkpoint import STATE, WEIGHTS
+from ironlaw.workload.optimizers import OptimizerConfig, assign
+from ironlaw.workload.parameters import model_parameters
+
+
+def shapes(config: ModelConfig) -> Transformer:
+    """The model without its numbers."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def is_shapes(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@torch.no_grad()
+def materialize(parts: Iterable[Transformer], device: torch.device) -> None:
+    """Memory for the parts, and the first weights in them. torch's generator must stand at the run's seed."""
+    parts = list(parts)
+    for part in parts:
+        tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
+        part.to_empty(device=device)
+        if tied:  # two tensors now
+            assert part.embedding is not None
+            part.head.weight = part.embedding.weight
+        _reset_buffers(part, device)
+    wanted: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, tensor in _named(part):
+            wanted.setdefault(name, []).append(tensor)
+    for name, whole in first_weights(parts[0].config):
+        for piece, tensor in pieces(name, whole, parts[0].config):
+            for target in wanted.get(piece, ()):
+                copy_part(target, tensor)
+
+
+def _named(part: Transformer) -> Iterator[tuple[str, Tensor]]:
+    from ironlaw.train.parallel.store import COPY, mark_fused, named_tensors
+
+    mark_fused(part)  # new tensors have no mark
+    for name, tensor in named_tensors(part):
+        yield name.removesuffix(COPY).removeprefix("weights/"), tensor
+
+
+def _reset_buffers(part: Transformer, device: torch.device) -> None:
+    for name, buffer in part.named_buffers():
+        if not name.startswith("rotary"):
+            buffer.zero_()
+    if part.config.positions == "rope":
+        cos, sin = rotary_tables(part.config)
+        part.rotary_cos, part.rotary_sin = cos.to(device), sin.to(device)
+
+
+def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a new `Transformer(config)`, one at a time, from the same generator."""
+    _draw_constructors(config)
+    for parameter in model_parameters(config):
+        tensor = torch.empty(parameter.shape)
+        initialize_tensor(parameter.name, tensor, config)
+        yield parameter.name, tensor
+
+
+def _draw_constructors(config: ModelConfig) -> None:
+    """PyTorch's layers draw weights of their own when they are built, which `Transformer` then overwrites."""
+    nn.Embedding(config.vocab, config.hidden)
+    if config.positions == "learned":
+        nn.Embedding(config.context, config.hidden)
+    for layer in range(config.layers):
+        Block(config, layer)
+    build_norm(config)
+    nn.Linear(config.hidden, config.vocab, bias=False)
+
+
+def pieces(name: str, whole: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """A fused projection as its three parts, under the names that checkpoints have."""
+    if ".attention.qkv." not in name:
+        yield name, whole
+        return
+    sizes = (config.query_size, config.key_value_size, config.key_value_size)
+    parts = whole.split(sizes) if whole.dim() else (whole,) * 3
+    for part, tensor in zip(("query", "key", "value"), parts, strict=True):
+        yield name.replace(".qkv.", f".qkv.{part}."), tensor
+
+
+def copy_part(target: Tensor, whole: Tensor) -> None:
+    """This rank's part of `whole` into `target`."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    size, offset = compute_local_shape_and_global_offset(whole.shape, target.device_mesh, target.placements)
+    local = target.to_local()
+    if local.numel():
+        local.copy_(whole[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))])
+
+
+@torch.no_grad()
+def read_checkpoint(
+    folder: Path, wanted: dict[str, Tensor], optimizer: Any, config: ModelConfig, settings: OptimizerConfig
+) -> dict[str, Any]:
+    """A checkpoint of one process into the parts in `wanted` (names as in `store.py`); returns its small states."""
+    saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for name in tuple(file.keys()):
+            for piece, tensor in pieces(name, file.get_tensor(name), config):
+                _into(wanted, f"weights/{piece}", tensor)
+    if optimizer is None:
+        return saved
+    if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here
+        optimizer.load_state_dict(saved["optimizer"])
+        return saved
+    order = _order(config, settings)
+    for index, state in saved["optimizer"]["state"].items():
+        for key, value in state.items():
+            for piece, tensor in pieces(order[index], value, config) if isinstance(value, Tensor) else ():
+                _into(wanted, f"optimizer/{piece}/{key}", tensor)
+    return saved
+
+
+def _order(config: ModelConfig, settings: OptimizerConfig) -> list[str]:
+    """The parameters as an optimizer of one process counts them: group by group (`train/optimizer.py`)."""
+    groups: dict[tuple[float, float], list[str]] = {}
+    parameters = model_parameters(config)
+    for parameter, to in zip(parameters, assign(parameters, settings), strict=True):
+        groups.setdefault((to.lr_scale, to.weight_decay), []).append(parameter.name)
+    return [name for names in groups.values() for name in names]
+
+
+def _into(wanted: dict[str, Tensor], name: str, whole: Tensor) -> None:
+    from ironlaw.train.parallel.store import COPY
+
+    for target in (wanted.get(name), wanted.get(name + COPY)):
+        if target is not None:
+            copy_part(target, whole)
