@@ -140,3 +140,19 @@ def test_the_best_layout_is_the_fastest_that_fits(machine_profile: Profile) -> N
 def test_what_cannot_be_planned_is_said(machine_profile: Profile) -> None:
     with pytest.raises(UserError, match="accelerators, the cluster has 4"):
         plan_ranks(config(), machine_profile, 4, Layout(dp=2, micro_batch=2), Fabric(COSTS))
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=3", "pp=2"])
+def test_what_is_recomputed_and_how_the_loss_is_computed_is_the_configs(layout: str, machine_profile: Profile) -> None:
+    """The trainer does what its plan says: a plan without these would train without them."""
+    document = {"model": GPT, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32", "loss": "chunked"}}
+    wanted = build_config(document | {"recompute": {"mode": "every", "every": 2}})
+    chosen = parse_layout(layout + " micro_batch=2")
+    plan = plan_ranks(wanted, machine_profile, 2, chosen, Fabric(COSTS))
+    alone, ledger = plan_run(wanted, machine_profile), plan.ledger()
+    for fact in ("recompute", "loss_chunk"):
+        assert ledger.facts[fact] and ledger.facts[fact] == alone.facts[fact]
+    assert (
+        ledger.totals["flops_per_step"].value
+        >= planned(machine_profile, layout).ledger().totals["flops_per_step"].value
+    )

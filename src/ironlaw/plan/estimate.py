@@ -115,7 +115,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     machine = MeasuredMachine(profile, slowdown)
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
     check_supported(config, profile.device)
-    shape = _solved(config, training_shape(config, precision.value, cuda=cuda, onednn=onednn), machine)
+    shape = solved_shape(config, training_shape(config, precision.value, cuda=cuda, onednn=onednn), machine)
     operations = shaped_operations(config, shape)
     measured = measured_precision(precision.value, profile)
     offload = _offload(config, shape, operations, machine, measured)
@@ -168,7 +168,7 @@ def _offload(
     return plan_offload(config, shape, host_of_machine(machine.profile), seconds)
 
 
-def _solved(config: RunConfig, shape: Shape, machine: MeasuredMachine) -> Shape:
+def solved_shape(config: RunConfig, shape: Shape, machine: MeasuredMachine) -> Shape:
     """A budget becomes one policy per layer."""
     if config.recompute.mode != "budget":
         return shape

@@ -21,13 +21,14 @@ from ironlaw.ledger import Kind, Ledger, Line, MemoryLine, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.estimate import add_totals, choose_precision, training_shape
+from ironlaw.plan.estimate import add_totals, choose_precision, solved_shape, training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_passes import Pass, passes, play
 from ironlaw.plan.rank_work import RankMachine, StageWork, local_shape, stage_work
 from ironlaw.plan.timing import MeasuredMachine, measured_precision
 from ironlaw.plan.traffic import stage_lines, stage_parameters, stages_of
+from ironlaw.workload.blocks import Shape
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """DDP's own: the first bucket is small, so that something travels early."""
@@ -67,6 +68,7 @@ class RanksPlan:
     ranks: int
     fabric: Fabric
     precision: str
+    whole: Shape  # of the model before it is divided: what it recomputes, how its loss is computed
     step_seconds: float
     stages: list[StagePlan]
     profile: Profile = field(repr=False)
@@ -99,7 +101,9 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
         min(fabric.local_ranks(ranks), fabric.costs.cores) if layout.pp > 1 else fabric.local_ranks(ranks),
     )  # fmt: skip
     onednn = profile.fp32_products == "onednn"
-    shape = local_shape(training_shape(config, precision, onednn=onednn), layout)
+    # A budget of recomputation is solved for one process: what is kept of a block is decided before it is divided.
+    whole = solved_shape(config, training_shape(config, precision, onednn=onednn), here.machine)
+    shape = local_shape(whole, layout)
     measured = measured_precision(precision, profile)
     works = {
         stage: stage_work(config, layout, stage, shape, measured, here)
@@ -116,7 +120,7 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
         for p in range(layout.pp)
     ]
     step = max(sum(phase.values()) for phase in phases)
-    return RanksPlan(config, layout, ranks, fabric, precision, step, stages, profile)
+    return RanksPlan(config, layout, ranks, fabric, precision, whole, step, stages, profile)
 
 
 # -- communication -----------------------------------------------------------------------------------------------------
@@ -368,7 +372,8 @@ def ranks_ledger(plan: RanksPlan) -> Ledger:
         "matmul_peak_flops_per_second": profile.matmul_peak(measured) * _hosts(plan),
         "steps": config.train.steps, "global_batch": config.train.global_batch, "sequence": config.sequence,
         "micro_batch": plan.layout.micro_batch, "accumulation": plan.layout.accumulation,
-        "recomputed_layers": 0, "loss_chunk": 0,
+        "recompute": [None if policy is None else sorted(policy) for policy in plan.whole.recompute],
+        "loss_chunk": plan.whole.loss_chunk,
         "ranks": plan.ranks, "layout": str(plan.layout),
         "threads_per_rank": max(1, profile.threads // fabric.local_ranks(plan.ranks)),
         "fabric": {
