@@ -10,10 +10,12 @@ import pytest
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger, Phase
+from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import MatmulFit, Profile
 from ironlaw.plan import record
 from ironlaw.plan.estimate import choose_precision, fits, plan_run
+from ironlaw.plan.timing import MeasuredMachine
+from ironlaw.workload.operations import Operation
 
 Config = Callable[..., RunConfig]
 
@@ -115,3 +117,19 @@ def test_energy_is_a_range_of_a_known_processor_and_absent_for_another(
     assert energy.low is not None and energy.high is not None and energy.low < energy.value < energy.high
     unknown = replace(machine_profile, name="Abacus 3000")
     assert "energy_joules" not in plan_run(tiny_config(), unknown).totals
+
+
+def test_products_of_experts_by_onednn_are_copied_into_place(machine_profile: Profile) -> None:
+    """oneDNN cannot write into a slice: each expert's product is a tensor of its own first."""
+    profile = replace(machine_profile, onednn=machine_profile.matmul["fp32"])
+    experts = Operation("expert_up", Kind.MATMUL, Phase.FORWARD, "moe_block", "matmul", matmul=(64, 256, 128), batch=8)
+    seconds = {
+        (known, op.group): MeasuredMachine(measured, dict.fromkeys(("compute", "memory"), 1.0), whole_steps=False)
+        .time(op, "fp32")
+        .seconds
+        for known, measured in (("onednn", profile), ("other", replace(profile, onednn={})))
+        for op in (experts, replace(experts, group="block"))
+    }
+    copied = seconds["onednn", "moe_block"] - seconds["onednn", "block"]
+    assert copied == pytest.approx(profile.curve("concatenate", "fp32").at(8 * 64 * 256)) and copied > 0
+    assert seconds["other", "moe_block"] == seconds["other", "block"] == seconds["onednn", "block"]

@@ -24,6 +24,7 @@ class Report:
     data_seconds: float = 0.02
     resident_bytes: int = 2**30
     recorded: bool = False
+    attention: str | None = None
 
 
 def plan() -> Ledger:

@@ -57,7 +57,7 @@ def test_no_fused_kernel_draws_dropout_by_sample(tiny_config: Callable[..., RunC
 def test_a_run_says_it_and_its_ledger_keeps_it(
     tiny_config: Callable[..., RunConfig], train: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    train(tiny_config(train={"steps": 2}), tmp_path / "run", say=said.append)
-    assert "Attention  SDPA: flash" in said
+    said: list[str | None] = []
+    train(tiny_config(train={"steps": 2}), tmp_path / "run", watch=lambda report: said.append(report.attention))
+    assert said == ["SDPA: flash"] * 2
     assert Ledger.load(tmp_path / "run" / "ledger.json").facts["attention"] == "SDPA: flash"

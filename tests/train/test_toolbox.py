@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ironlaw.config import RunConfig
+from ironlaw.ledger import Ledger
 from ironlaw.train.loop import Outcome
 
 Config = Callable[..., RunConfig]
@@ -52,6 +53,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     }},
     "dropout": {"model": {"dropout": 0.1}},
     "window": {"model": {"sliding_window": 24}},
+    "experts": {"model": {"bias": False, "moe": {
+        "experts": 4, "experts_per_token": 2, "expert_ffn": 96, "shared_experts": 1, "shared_gate": True,
+    }}},
+    "experts with a capacity": {"model": {"bias": False, "moe": {
+        "experts": 4, "experts_per_token": 2, "expert_ffn": 96, "shared_experts": 1, "dense_layers": 1,
+        "capacity_factor": 1.1, "balance": "bias",
+    }}},
 }  # fmt: skip
 
 
@@ -71,7 +79,7 @@ SAMPLED = random.Random(4).sample(PAIRS, 8)
 
 @pytest.fixture
 def run(tiny_config: Config, train: Train, tmp_path: Path) -> Callable[..., Outcome]:
-    def run(*names: str) -> Outcome:
+    def run(*names: str, out: str = "run") -> Outcome:
         for name in names:
             if name == "adam8bit":
                 pytest.importorskip("bitsandbytes")
@@ -81,14 +89,12 @@ def run(tiny_config: Config, train: Train, tmp_path: Path) -> Callable[..., Outc
                 sections.setdefault(section, {}).update(table)
         model = sections.pop("model")
         # bf16 where asked for, fp32 elsewhere: tiny_config says so.
-        return train(tiny_config(model, **sections), tmp_path / "run")
+        return train(tiny_config(model, **sections), tmp_path / out)
 
     return run
 
 
 def check(outcome: Outcome, run: Path) -> None:
-    from ironlaw.ledger import Ledger
-
     plan, measured = Ledger.load(run / "plan.json"), outcome.ledger
     planned, found = plan.totals["peak_bytes"].value, measured.totals["peak_bytes"].value
     assert abs(planned / found - 1) < 0.05, (planned, found)
@@ -105,6 +111,25 @@ def test_alone(name: str, run: Callable[..., Outcome], tmp_path: Path) -> None:
 @pytest.mark.parametrize("pair", SAMPLED, ids=" + ".join)
 def test_some_pairs(pair: tuple[str, str], run: Callable[..., Outcome], tmp_path: Path) -> None:
     check(run(*pair), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("experts", "modes"),
+    [("experts", ("full", "selective", "budget")), ("experts with a capacity", ("every 2", "budget"))],
+)
+def test_recomputed_experts_count_once(
+    experts: str, modes: tuple[str, ...], run: Callable[..., Outcome], tmp_path: Path,
+    read_metrics: Callable[[Path], list[dict[str, Any]]],
+) -> None:  # fmt: skip
+    """Same losses, norms, loads and dropped choices in every step, of a plan that holds."""
+    run(experts, out="none")
+    keys = ("loss", "grad_norm", "expert_load_busiest_over_mean", "experts_unused", "expert_choices_dropped")
+    usual = [{key: entry[key] for key in keys} for entry in read_metrics(tmp_path / "none")]
+    for mode in modes:
+        outcome = run(experts, f"recompute {mode}", out=mode)
+        check(outcome, tmp_path / mode)
+        assert Ledger.load(tmp_path / mode / "plan.json").totals["recomputed_flops_per_step"].value > 0
+        assert [{key: entry[key] for key in keys} for entry in read_metrics(tmp_path / mode)] == usual
 
 
 @pytest.mark.long

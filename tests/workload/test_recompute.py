@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import highest_allocated
+from workload_cases import MOE, highest_allocated
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import onednn_available, use_onednn
+from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.memory import highest
 from ironlaw.plan.recompute import choices, solve
@@ -22,7 +24,7 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.recompute import RecomputeConfig, keepable, policies, unfolded
-from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, training_operations
+from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, layer_groups, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {
@@ -35,6 +37,11 @@ MODELS = {
     "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
     "dropout": GPT | {"dropout": 0.1},
 }
+EXPERTS = {name: LLAMA | {"moe": table} for name, table in MOE.items()} | {
+    "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
+    "experts and dropout": LLAMA | {"dropout": 0.1, "moe": MOE["qwen2-moe"] | {"capacity_factor": 1.1}},
+}
+MODELS |= EXPERTS
 KEEP: dict[str, Any] = {
     "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),
     "all": "all",
@@ -44,14 +51,18 @@ BATCH, SEQUENCE = 4, 48
 
 def shaped(model: str, keep: str, precision: Precision = "fp32") -> Shape:
     config = ModelConfig(**MODELS[model])
-    policy: Policy = keepable(config) if KEEP[keep] == "all" else KEEP[keep]
-    # The middle layer keeps everything, as in a solved budget.
-    return Shape(config, BATCH, SEQUENCE, precision, recompute=(policy, None, policy))
+    # The middle layer keeps everything, as in a solved budget. With `every = 2` that is the one with experts.
+    middle = 0 if config.moe is not None and config.moe.every == 2 else 1
+    chosen: list[Policy] = [keepable(config, kind) & (KEEP[keep] if KEEP[keep] != "all" else keepable(config, kind))
+                            for kind in layer_groups(config)]  # fmt: skip
+    chosen[middle] = None
+    return Shape(config, BATCH, SEQUENCE, precision, recompute=tuple(chosen))
 
 
 def built(shape: Shape) -> tuple[Transformer, torch.Tensor, Any]:
     torch.manual_seed(0)
     module = Transformer(shape.model)
+    use_onednn(module, shape.onednn)
     recompute_blocks(module.blocks, shape.recompute)
     tokens = torch.randint(0, shape.model.vocab, (BATCH, SEQUENCE))
     return module, tokens, torch.autocast("cpu", dtype=torch.bfloat16, enabled=shape.casts)
@@ -67,11 +78,26 @@ def test_no_loss_and_no_gradient_changes_by_a_bit(model: str, keep: str, precisi
         with autocast:
             loss = module(tokens, tokens)
         loss.backward()
-        results.append([loss.detach(), *(p.grad for p in module.parameters())])
+        # Buffers: the load of experts and what they dropped, counted once.
+        results.append([loss.detach(), *(p.grad for p in module.parameters()), *module.buffers()])
+        assert all(layer.balance_loss is None for layer in expert_layers(module))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama"), KEEP)])
+@pytest.mark.parametrize("keep", ["full", "all"])
+def test_compiled_blocks_with_experts_are_recomputed_by_the_code_that_computed_them(keep: str) -> None:
+    results = []
+    for compiled in (True, False):
+        module, tokens, _ = built(shaped("mixtral", keep))
+        if compiled:
+            for block in module.blocks[::2]:
+                block.compile()
+        module(tokens, tokens).backward()
+        results.append([*(p.grad for p in module.parameters()), *module.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama", *EXPERTS), KEEP)])
 def test_flops_equal_the_counter(model: str, keep: str) -> None:
     shape = shaped(model, keep)
     if "attention" in keep or keep == "all":
@@ -111,6 +137,15 @@ def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Pre
     peak = highest(unfolded(shape))
     planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
     assert planned == pytest.approx(highest_moment(shape), rel=tolerance)
+
+
+@pytest.mark.skipif(not onednn_available(), reason="this PyTorch has no oneDNN operator")
+@pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama", "mixtral", "deepseek"), ("full", "all"))])
+def test_the_peak_with_products_by_onednn(model: str, keep: str) -> None:
+    shape = replace(shaped(model, keep), onednn=True)
+    peak = highest(unfolded(shape))
+    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    assert planned == pytest.approx(highest_moment(shape), rel=0.03)  # with biases oneDNN holds some workspace
 
 
 @pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])

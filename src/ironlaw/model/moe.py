@@ -168,6 +168,7 @@ class MixtureOfExperts(nn.Module):
     """A block's feed-forward network made of experts. `load` counts choices per expert since the last update."""
 
     peers: Peers = ALONE
+    again = False  # this pass is recomputation: it was counted, and its balancing loss taken, the first time
     load: Tensor
     dropped: Tensor
 
@@ -195,9 +196,11 @@ class MixtureOfExperts(nn.Module):
 
     def route(self, tokens: Tensor) -> Routing:
         """Choose, count, and order the choices by expert."""
-        weights, chosen, counts, self.balance_loss = self.router(tokens, self.peers)
+        weights, chosen, counts, balance_loss = self.router(tokens, self.peers)
         capacity = self.moe.capacity(tokens.shape[0] * self.peers.ranks) if self.training else None
-        if self.training:
+        if not self.again:
+            self.balance_loss = balance_loss
+        if self.training and not self.again:
             self.load += counts
         if capacity is not None and self.peers.ranks > 1:
             return self._within_shared(capacity, weights, chosen)
@@ -218,7 +221,8 @@ class MixtureOfExperts(nn.Module):
         filled = torch.zeros(rows + 1, dtype=torch.bool, device=order.device).scatter_(0, place, kept)[:rows]
         of_choice = torch.empty_like(order).scatter_(0, order, torch.where(kept, place, 0))
         kept_choice = torch.empty_like(kept).scatter_(0, order, kept)
-        self.dropped += order.numel() - kept.sum()
+        if not self.again:
+            self.dropped += order.numel() - kept.sum()
         return Routing(
             weights, source, of_choice.view_as(chosen), counts, kept_choice.view_as(chosen), filled, capacity
         )
@@ -231,7 +235,8 @@ class MixtureOfExperts(nn.Module):
         order = torch.where(kept, chosen, experts).flatten().argsort(stable=True)  # dropped ones last
         place = torch.empty_like(order)
         place.scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        self.dropped += kept.numel() - kept.sum()
+        if not self.again:
+            self.dropped += kept.numel() - kept.sum()
         counts = torch.bincount(chosen[kept], minlength=experts)
         return Routing(
             weights, order[: int(counts.sum())], torch.where(kept, place.view_as(kept), 0), counts, kept

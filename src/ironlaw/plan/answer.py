@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.plan.budget import Prices
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.work import Wishes
+
+if TYPE_CHECKING:
+    from ironlaw.plan.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ironlaw.catalog import parse_cluster
 from ironlaw.catalog.accelerators import catalogued
@@ -17,13 +18,15 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.setting import Host, host_of
 from ironlaw.workload.blocks import FP32, Shape
 from ironlaw.workload.forward import block
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_operations
 from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.recompute import dropped, unfolded
+
+if TYPE_CHECKING:
+    from ironlaw.plan.setting import Host
 
 SMALLEST_BYTES = 2**20  # of a tensor that is worth a copy: as in train/offload.py
 
@@ -42,6 +45,8 @@ class Offload:
 
 def host_of_machine(profile: Profile) -> Host:
     """The link and the memory of the host, by the catalogue. UserError where it does not know them."""
+    from ironlaw.plan.setting import host_of  # the cluster planner: a plan without offloading has no need of it
+
     try:
         found = host_of(parse_cluster(f"1x{catalogued(profile.name)}"))
     except UserError:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.workload.blocks import FP32, Policy, Shape
-from ironlaw.workload.forward import block
+from ironlaw.workload.moe import layer_groups
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
+from ironlaw.workload.recompute import KEEPABLE, again, effective, forward_of, keepable, kept_bytes
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Choice:
     seconds: float
 
 
-def choices(shape: Shape, seconds: Callable[[Operation], float]) -> list[Choice]:
+def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "block") -> list[Choice]:
     """The convex hull of all policies of a block, from everything kept to least kept.
 
-    `seconds`: of one call of an operation.
+    `seconds`: of one call of an operation. `kind`: the group of the block's operations.
     """
-    saved = sum(op.saved_bytes for op in block(shape))
+    saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32
-    names = [name for name in KEEPABLE if name in keepable(shape.model)]
+    names = [name for name in KEEPABLE if name in keepable(shape.model, kind)]
     sets = {effective(shape, frozenset(some)) for size in range(len(names) + 1) for some in combinations(names, size)}
     found = [Choice(None, saved, 0.0)]
     for policy in sets:
-        time = sum(seconds(op) * op.repeat / shape.model.layers for op in again(shape, policy))
+        time = sum(seconds(op) for op in again(shape, policy, kind) if op.repeat)
         found.append(Choice(policy, result + kept_bytes(shape, policy), time))
     return _hull(found)
 
@@ -70,15 +70,21 @@ def solve(
 
     Layers that recompute come first: when it is their turn in the backward pass, the others have let go of theirs.
     """
-    hull, layers = choices(shape, seconds), shape.model.layers
+    kinds = layer_groups(shape.model)
+    moves = []  # (seconds per byte, kind, the choice it leads to)
+    for kind in dict.fromkeys(kinds):
+        hull = choices(shape, seconds, kind)
+        moves += [(_seconds_per_byte(a, b)[0], kind, b.policy) for a, b in pairwise(hull)]
+    moves.sort(key=lambda move: move[0])  # stable, and a hull's own slopes rise: no choice is passed over
+    path = [(n, policy) for _, of, policy in moves for n, kind in enumerate(kinds) if kind == of]
 
     def at(point: int) -> Shape:
-        index, ahead = divmod(point, layers)
-        stored = (hull[index].policy,) * (layers - ahead)
-        mixed = (hull[index + 1].policy,) * ahead + stored if ahead else stored
-        return replace(shape, recompute=() if all(policy is None for policy in mixed) else mixed)
+        mixed: list[Policy] = [None] * len(kinds)
+        for layer, policy in path[:point]:
+            mixed[layer] = policy
+        return replace(shape, recompute=() if all(policy is None for policy in mixed) else tuple(mixed))
 
-    low, high = 0, (len(hull) - 1) * layers
+    low, high = 0, len(path)
     if peak_bytes(at(high)) > budget_bytes:
         raise UserError(
             f"recompute.budget = {units.bytes_(budget_bytes)} is too little: with everything recomputed the step still "

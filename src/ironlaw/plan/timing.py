@@ -72,6 +72,9 @@ class MeasuredMachine:
         precision = measured_precision(precision, profile)
         if op.matmul is not None:
             seconds = profile.product(precision, op.kernel).at(*op.matmul) * op.batch
+            if op.batch > 1 and op.group == "moe_block" and precision == "fp32" and profile.onednn:
+                # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
+                seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
             bound = "compute"
         elif op.attention is not None:
             _, sequence, _, _, head_size = op.attention

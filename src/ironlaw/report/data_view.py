@@ -165,6 +165,9 @@ def _packing_words(report: dict[str, Any], sequence: int) -> str:
 
 def supply_words(supply: dict[str, Any]) -> str:
     """A plan's `data_supply`: what the loader can deliver against what the step consumes, stage by stage."""
+    demand = f"the step demands {units.rate(supply['demand_tokens_per_second'], 'token')}"
+    if not any(supply["stage_tokens_per_second"].values()):
+        return f"{demand}; what the loader can supply is {supply['basis']}."
     rates = ", ".join(
         f"{stage} {'not measured' if rate is None else units.rate(rate, 'token')}"
         for stage, rate in supply["stage_tokens_per_second"].items()
@@ -177,10 +180,7 @@ def supply_words(supply: dict[str, Any]) -> str:
         verdict = (
             f" {times:,.1f} times the demand." if times >= 1 else f" The step would wait: {times:.2f} of the demand."
         )
-    return (
-        f"the step demands {units.rate(supply['demand_tokens_per_second'], 'token')}; {can}{rates} "
-        f"({supply['basis']}).{verdict}"
-    )
+    return f"{demand}; {can}{rates} ({supply['basis']}).{verdict}"
 
 
 def loaded_words(data: dict[str, Any]) -> str:

@@ -37,6 +37,8 @@ class Step(Protocol):
     @property
     def data_seconds(self) -> float: ...
     @property
+    def attention(self) -> str | None: ...
+    @property
     def resident_bytes(self) -> int: ...
     @property
     def recorded(self) -> bool: ...
@@ -64,6 +66,7 @@ class LiveRun:
         self._plan: Ledger | None = None
         self._step_seconds: float | None = None
         self._last_line = 0.0
+        self._attention_said = False
         self._data = DataProgress(console)
 
     def __enter__(self) -> Self:
@@ -116,6 +119,9 @@ class LiveRun:
             self._page.planned(plan)
 
     def step(self, report: Step) -> None:
+        if report.attention is not None and not self._attention_said:
+            self._attention_said = True
+            self.say(f"Attention  {report.attention}")
         if self._page is not None:
             self._page.step(report)
         if not report.recorded and report.step > 2:

@@ -77,6 +77,7 @@ class StepReport:
     data_seconds: float
     resident_bytes: int
     recorded: bool  # under the profiler, hence slower than it should be
+    attention: str | None = None  # the kernel that runs
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,6 @@ class Trainer:
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.average = self.one_step.average
         self.attention = attention_kernel(self.model, config, self.device, self.precision)
-        self.say(f"Attention  {self.attention}")
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -320,6 +320,7 @@ class Trainer:
             StepReport(
                 step, config.train.steps, self.train_loss, self.validation_loss if validated else None, self.tokens,
                 times.wall_seconds, times.phase_seconds.get(Phase.DATA, 0.0), entry["resident_bytes"], recorded,
+                self.attention,
             )
         )  # fmt: skip
 

@@ -13,10 +13,11 @@ from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ironlaw.ledger import Ledger
+from ironlaw.model.moe import MixtureOfExperts, expert_layers
 from ironlaw.observe.profile import RECOMPUTE_SCOPE
 from ironlaw.workload.blocks import Policy
 
-_LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm"}
+_LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm", "_linear_pointwise"}  # the last is oneDNN's
 
 
 class _Chooser:
@@ -42,29 +43,33 @@ class _Chooser:
 
 
 class _Recording:
-    """The recomputation under a name in the trace, around the context that selects."""
+    """The recomputation under a name in the trace, around the context that selects; experts count nothing twice."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.scope = inner, record_function(RECOMPUTE_SCOPE)
+    def __init__(self, inner: Any, experts: Sequence[MixtureOfExperts]) -> None:
+        self.inner, self.experts, self.scope = inner, experts, record_function(RECOMPUTE_SCOPE)
 
     def __enter__(self) -> None:
         self.scope.__enter__()
         self.inner.__enter__()
+        for layer in self.experts:
+            layer.again = True
 
     def __exit__(self, *error: Any) -> Any:
+        for layer in self.experts:
+            layer.again = False
         self.inner.__exit__(*error)
         return self.scope.__exit__(*error)
 
 
-def _contexts(keep: frozenset[str], linears: Sequence[str]) -> tuple[Any, Any]:
+def _contexts(keep: frozenset[str], linears: Sequence[str], experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
     forward, recomputation = create_selective_checkpoint_contexts(_Chooser(keep, linears))
     if torch.compiler.is_compiling():
         return forward, recomputation
-    return forward, _Recording(recomputation)
+    return forward, _Recording(recomputation, experts)
 
 
-def _unselective() -> tuple[Any, Any]:
-    return nullcontext(), record_function(RECOMPUTE_SCOPE)
+def _unselective(experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
+    return nullcontext(), _Recording(nullcontext(), experts) if experts else record_function(RECOMPUTE_SCOPE)
 
 
 def solved_policies(plan: Ledger) -> list[Policy]:
@@ -80,20 +85,28 @@ def recompute_blocks(blocks: Iterable[nn.Module], policies: Sequence[Policy]) ->
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset[str]) -> Callable[..., Any]:
-    ffn = ("ffn_gate", "ffn_up") if getattr(getattr(block, "ffn", None), "gate", None) is not None else ("ffn_up",)
+    ffn: tuple[str, ...] = ("ffn_gate", "ffn_up")
+    if getattr(getattr(block, "ffn", None), "gate", None) is None:
+        ffn = ("ffn_up",)
+    experts = list(expert_layers(block))
+    if experts:
+        ffn = ()  # whose rows are never kept
     options: dict[str, Any] = {
         "use_reentrant": False,
         # Without dropout nothing is drawn: saving the generators of every block would be time for nothing.
         "preserve_rng_state": any(isinstance(m, nn.Dropout) for m in block.modules()),
     }
     if policy:
-        options["context_fn"] = partial(_contexts, policy, ("qkv", "attention_out", *ffn))
+        options["context_fn"] = partial(_contexts, policy, ("qkv", "attention_out", *ffn), experts)
     else:
-        options["context_fn"] = _unselective
+        options["context_fn"] = partial(_unselective, experts)
+    checkpointed: Callable[..., Any] = partial(checkpoint, forward, **options)
+    if experts:  # A compiled block breaks at its experts, and would be recomputed by other code than it was computed.
+        checkpointed = torch.compiler.disable(checkpointed)
 
     def run(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*arguments)
-        return checkpoint(forward, *arguments, **options)
+        return checkpointed(*arguments)
 
     return run

@@ -351,6 +351,7 @@ def _experts_backward(shape: Shape) -> list[Operation]:
     width, stream, k = model.expert_ffn_size, shape.tokens * model.hidden, model.moe.experts_per_token
     inner, wide = rows(shape) * width, rows(shape) * model.hidden * w
     choices = shape.tokens * k
+    of_rows = rows(shape) * (INDEX + FP32)  # the token of each row, and its weight
     operations = [
         elementwise(
             shape, "combine", "embedding_forward", k * stream, 2, backward=True, temporary=2 * stream * w,
@@ -358,8 +359,9 @@ def _experts_backward(shape: Shape) -> list[Operation]:
         ),
         elementwise(shape, "combine", "multiply", k * stream, 3, backward=True, temporary=choices * FP32),
         elementwise(
-            shape, "combine", "embedding_forward", rows(shape) * model.hidden, 4, backward=True, temporary=wide,
-            frees_saved=wide + _source_bytes(shape) + choices * FP32, frees_temporary=branch_gradient(shape),
+            shape, "combine", "embedding_forward", rows(shape) * model.hidden, 4, backward=True,
+            temporary=wide + of_rows, frees_saved=wide + _source_bytes(shape) + choices * FP32,
+            frees_temporary=branch_gradient(shape) + of_rows,
         ),
     ]  # fmt: skip
     operations += _grouped_backward(shape, "expert_down", width, model.hidden, frees=inner * w, consumes=wide)

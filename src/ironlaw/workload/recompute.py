@@ -14,7 +14,6 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.units import parse_bytes
@@ -46,7 +45,7 @@ class RecomputeConfig(BaseModel):
     # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
     mode: Literal["none", "full", "every", "selective", "budget"] = "none"
     every: int = Field(2, gt=0)
-    keep: tuple[Keepable, ...] = KEEPABLE
+    keep: tuple[Keepable, ...] = KEEPABLE  # what experts compute is never kept
     budget: str | None = None  # of all tensors at the highest moment of a step, such as "20GiB"
 
     @model_validator(mode="after")
@@ -66,13 +65,21 @@ def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
         case "every":
             return tuple(frozenset() if layer % config.every == 0 else None for layer in range(model.layers))
         case "selective":
-            return (frozenset(config.keep) & keepable(model),) * model.layers
+            return tuple(frozenset(config.keep) & keepable(model, kind) for kind in layer_groups(model))
         case _:
             return ()
 
 
-def keepable(model: ModelConfig) -> frozenset[str]:
+def keepable(model: ModelConfig, kind: str = "block") -> frozenset[str]:
+    """By the group of a block's operations. What experts compute is never kept: rows by expert, not by token."""
+    if kind == MOE_GROUP:
+        return frozenset(KEEPABLE) - {"ffn_gate", "ffn_up"}
     return frozenset(KEEPABLE) if model.gated_ffn else frozenset(KEEPABLE) - {"ffn_gate"}
+
+
+def forward_of(shape: Shape, kind: str) -> list[Operation]:
+    """The forward pass of one block of a kind."""
+    return moe_block(shape) if kind == MOE_GROUP else block(shape)
 
 
 def effective(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
@@ -94,20 +101,14 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
     return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
 
 
-def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
+def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Operation]:
     """The forward operations of one block that run a second time, in the backward phase.
 
     Operations that do not run but whose kept result comes back have `repeat` 0: they are memory and no time.
     """
-    operations = block(shape)
-    last = max(i for i, op in enumerate(operations) if op.name == "ffn_down" and op.kind is Kind.MATMUL)
-    # Dropout after the last product keeps its noise, and oneDNN's layer its input when it is done: both only after the
-    # product has run again.
-    to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts)
-    operations = operations[:-1] if to_the_end else operations[:last]
     kept = effective(shape, policy)
     result = []
-    for op in operations:
+    for op in _until_all_is_there(shape, kind):
         name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
         op = replace(op, name=name, phase=Phase.BACKWARD)
         if big and op.name.removesuffix(AGAIN) in kept:
@@ -117,26 +118,49 @@ def again(shape: Shape, policy: frozenset[str]) -> list[Operation]:
                 frees_saved_bytes=0 if op.saved_bytes else op.temporary_bytes,
             )  # fmt: skip
         result.append(op)
-    if to_the_end:  # the branch dies with the recomputation
-        branch = shape.tokens * shape.model.hidden * shape.matmul_bytes
-        result[-1] = replace(result[-1], frees_temporary_bytes=result[-1].frees_temporary_bytes + branch)
+    dying = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # with the recomputation
+    result[-1] = replace(result[-1], frees_temporary_bytes=result[-1].frees_temporary_bytes + dying)
     return result
 
 
-def weight_copies(shape: Shape) -> int:
-    """Bytes of one block's weights cast by autocast, which remembers them until the forward pass is over."""
+def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
+    """The operations of a block's forward pass up to the last that makes or keeps something for the backward pass."""
+    operations = forward_of(shape, kind)
+    # Dropout after the last product keeps its noise, and oneDNN's layer its input when it is done: both only after the
+    # product has run again.
+    to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts)
+    last = "ffn_down"
+    if kind == MOE_GROUP:
+        assert shape.model.moe is not None
+        # Combining, and scaling the shared experts, keep what the last product gave.
+        last = "shared_ffn_down" if shape.model.shared_ffn_size else "combine"
+        if shape.model.moe.shared_gate:
+            last = "shared_sum"
+    if to_the_end or last == "combine":
+        return operations[:-1]
+    if last == "shared_sum":
+        return operations[: max(i for i, op in enumerate(operations) if op.kernel == "multiply" and op.name == last)]
+    return operations[: max(i for i, op in enumerate(operations) if op.name == last and op.kind is Kind.MATMUL)]
+
+
+def weight_copies(shape: Shape, kind: str = "block") -> int:
+    """Bytes of one block's weights cast by autocast, which remembers them until the forward pass is over.
+
+    Those of routed experts are cast by the experts themselves, and die with the block.
+    """
     if not shape.casts:
         return 0
-    names = ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down")
-    products = [op.matmul for op in block(shape) if op.name in names and op.matmul is not None]
+    names = {"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down"}
+    names |= {"shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "shared_gate"}
+    products = [op.matmul for op in forward_of(shape, kind) if op.name in names and op.matmul is not None]
     return sum(n * k * shape.matmul_bytes for _, n, k in products)
 
 
-def dropped(shape: Shape, policy: frozenset[str]) -> Operation:
+def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
     """The end of a block's forward pass: all goes but the result, what the policy keeps, and cast weights."""
-    saved = sum(op.saved_bytes for op in block(shape))
+    saved = sum(op.saved_bytes for op in forward_of(shape, kind))
     result = shape.tokens * shape.model.hidden * FP32
-    held = result + kept_bytes(shape, policy) + weight_copies(shape) + _generator_bytes(shape)
+    held = result + kept_bytes(shape, policy) + weight_copies(shape, kind) + _generator_bytes(shape)
     return _memory("drop", Phase.FORWARD, saved - held)
 
 
@@ -152,56 +176,39 @@ def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
 def recomputed_operations(shape: Shape) -> list[Operation]:
     """What runs a second time in one micro-batch, layers of one policy folded into `repeat`."""
     result = []
-    _refuse_experts(shape)
-    for policy, layers in Counter(shape.recompute).items():
+    of_layers = zip(shape.recompute, layer_groups(shape.model), strict=False)
+    for (policy, kind), layers in Counter(of_layers).items():
         if policy is not None:
-            result += [replace(op, repeat=layers) for op in again(shape, policy) if op.repeat]
+            result += [replace(op, repeat=layers) for op in again(shape, policy, kind) if op.repeat]
     return result
 
 
 def unfolded(shape: Shape) -> Iterator[Operation]:
     """Every call of one micro-batch in the order of execution, layer by layer, each by its own policy."""
-    if shape.model.moe is not None:
-        yield from _unfolded_kinds(shape)
-        return
+    kinds = layer_groups(shape.model)
     chosen: Sequence[Policy] = shape.recompute or (None,) * shape.model.layers
-    forward, backward = block(shape), block_backward(shape)
-    second = {policy: again(shape, policy) for policy in set(chosen) if policy is not None}
-    drops = {policy: dropped(shape, policy) for policy in second}
+    layers = list(zip(kinds, chosen, strict=True))
+    forward = {kind: forward_of(shape, kind) for kind in set(kinds)}
+    backward = {kind: moe_block_backward(shape) if kind == MOE_GROUP else block_backward(shape) for kind in forward}
+    second: dict[tuple[str, Policy], list[Operation]] = {}
+    drops: dict[tuple[str, Policy], Operation] = {}
+    for kind, policy in set(layers):
+        if policy is not None:
+            second[kind, policy] = again(shape, policy, kind)
+            drops[kind, policy] = dropped(shape, policy, kind)
     yield from embedding(shape)
-    for policy in chosen:
-        yield from forward
-        if policy is not None:
-            yield drops[policy]
+    for layer in layers:
+        yield from forward[layer[0]]
+        if layer in drops:
+            yield drops[layer]
     yield from head(shape)
-    copies = weight_copies(shape) * sum(policy is not None for policy in chosen)
-    yield _memory("autocast", Phase.FORWARD, copies)
+    yield _memory(
+        "autocast", Phase.FORWARD, sum(weight_copies(shape, kind) for kind, kept in layers if kept is not None)
+    )
     yield from head_backward(shape)
-    for policy in reversed(chosen):
-        if policy is not None:
-            yield from second[policy]
-        yield from backward
-        if policy is not None:
+    for layer in reversed(layers):
+        yield from second.get(layer, ())
+        yield from backward[layer[0]]
+        if layer in second:
             yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape))
     yield from embedding_backward(shape)
-
-
-def _unfolded_kinds(shape: Shape) -> Iterator[Operation]:
-    """The same where some blocks have experts; nothing is recomputed."""
-    _refuse_experts(shape)
-    kinds = layer_groups(shape.model)
-    forward = {"block": block(shape), MOE_GROUP: moe_block(shape)}
-    backward = {"block": block_backward(shape), MOE_GROUP: moe_block_backward(shape)}
-    yield from embedding(shape)
-    for kind in kinds:
-        yield from forward[kind]
-    yield from head(shape)
-    yield from head_backward(shape)
-    for kind in reversed(kinds):
-        yield from backward[kind]
-    yield from embedding_backward(shape)
-
-
-def _refuse_experts(shape: Shape) -> None:
-    if shape.model.moe is not None and any(policy is not None for policy in shape.recompute):
-        raise UserError('recomputation is not planned for blocks with experts yet: use recompute.mode = "none"')

@@ -169,6 +169,8 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         )
     if config.communication.local_steps:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
+    if config.recompute.mode != "none":
+        raise UserError('blocks with experts are recomputed on one process only: use recompute.mode = "none"')
     holders = dp * layout.cp // layout.ep
     if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
         raise UserError(
