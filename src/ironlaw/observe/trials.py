@@ -122,20 +122,18 @@ def _typical(work: Callable[[], Any]) -> float:
 
 def _middle(work: Callable[[], None]) -> float:
     """As it takes in the loop: the median."""
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return sorted(seconds)[len(seconds) // 2]
+    return sorted(_repeated(work))[REPEATS // 2]
 
 
 def _best(work: Callable[[], None]) -> float:
+    return min(_repeated(work))
+
+
+def _repeated(work: Callable[[], None]) -> list[float]:
     work()
     seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return seconds
