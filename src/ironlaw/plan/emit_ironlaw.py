@@ -17,12 +17,8 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Ironlaw's own trainer cannot run this, or None."""
     if layout.offload != "none":
         return "Ironlaw's own trainer does not offload: use offload=none"
-    if layout.recompute != "none" and layout.accelerators > 1:
-        return "Ironlaw's own trainer recomputes on one device only so far"
     if layout.recompute == "selective":
         return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
-    if layout.ep > 1 or (model.moe is not None and layout.accelerators > 1):
-        return "Ironlaw's own trainer has mixtures of experts on one device only so far"
     if model.key_value_heads % layout.tp:
         return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"
     return None
@@ -46,7 +42,7 @@ def ironlaw_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
     elif layout.every > 1:
         document["recompute"] = {"mode": "every", "every": layout.every}
     if layout.accelerators > 1:
-        words = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual_stages", "schedule", "cp")
+        words = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual_stages", "schedule", "cp", "ep")
         plain = Layout()
         document["layout"] = {
             word: getattr(layout, word)
