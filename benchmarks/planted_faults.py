@@ -358,7 +358,8 @@ def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
     ]  # fmt: skip
     for r in rows:
         lines.append(
-            f"| {r['fault']} | {_shown(r)} | {'yes' if r['named'] else 'no'} | {r['named_turns']} of {r['turns']} | {1e3 * r['step']:.1f} | "
+            f"| {r['fault']} | {_shown(r)} | {'yes' if r['named'] else 'no'} | {r['named_turns']} of {r['turns']} | "
+            f"{1e3 * r['step']:.1f} | "
             f"{r['remedy'] or 'none'} | {1e3 * r['promised']:.1f} | {1e3 * r['gained']:.1f} | "
             f"{1e3 * r['spread']:.1f} | {'yes' if r['near'] else 'no'} |"
         )
