@@ -41,6 +41,13 @@ def test_bubble_is_p_minus_1_micro_batches_and_interleaving_divides_it():
     assert times.bubble[0] / times.bubble[1:] == pytest.approx([2, 6], rel=1e-6)
 
 
+def test_every_further_chunk_launches_four_messages():
+    """One received and one sent, forward and backward, per chunk beyond the first and micro-batch."""
+    slow = replace(ENGINE, host_collective_seconds=1.0)
+    times = planned("pp=8 virtual_stages=1", "pp=8 virtual_stages=2", "pp=8 virtual_stages=6", engine=slow)
+    assert times.host_excess[1:] - times.host_excess[0] == pytest.approx([64 * 4, 64 * 20], rel=0.01)
+
+
 def test_small_micro_batches_take_host_time_not_the_sum():
     slow = replace(ENGINE, host_layer_seconds=0.02, host_backward_ratio=1.5)
     times = planned("dp=8 micro_batch=1", engine=slow)

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
-from ironlaw.plan.experts import expert_products, expert_traffic, permutation_elements
+from ironlaw.plan.experts import expert_products, expert_traffic, permutation_elements, spared_collectives
 from ironlaw.plan.jobs import Array, Jobs
 from ironlaw.plan.setting import Setting
 from ironlaw.plan.sharded_memory import kept_activation_bytes
-from ironlaw.plan.stages import StageLayers, stage_layers
+from ironlaw.plan.stages import StageLayers, owned_parameters, stage_layers
 
-HALF = 2.0  # bytes of a 16-bit element
 FP32 = 4.0
 
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
@@ -48,6 +47,7 @@ class Parts:
     layer_shard_backward: Array
     layer_accumulate: Array  # adding a weight gradient into the fp32 buffer
     tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
+    tp_collectives: Array  # of them in a layer's forward pass: two, less where experts exchange rows instead
     cp_layer: Array  # key/value exchange of one layer, forward
     head_matmul: Array  # output layer, forward and backward
     head_streaming: Array  # loss
@@ -193,8 +193,8 @@ def _update(jobs: Jobs, setting: Setting, layers: StageLayers, owned: Array) -> 
     the state, and divided by tp.
     """
     cost, hardware = setting.update, setting.hardware
-    blocks = layers.counts.max(axis=1) * jobs.block_parameters
-    inside = np.minimum(1.0, blocks / jobs.tp / np.maximum(layers.largest_parameters, 1.0))
+    blocks = layers.counts.max(axis=1) * jobs.local_block_parameters
+    inside = np.minimum(1.0, blocks / np.maximum(layers.largest_parameters, 1.0))
     per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
     seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
     if not cost.matrices:
@@ -247,7 +247,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (width * 2 + FP32 * 4), hardware))
     embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * width * 6 / jobs.stream_shards, hardware))
 
-    block = jobs.held_block_parameters / jobs.tp
+    block = jobs.local_block_parameters
     ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
     unit = block + ends / jobs.layers  # what ZeRO-3 gathers at a time, embedding and output layer spread out
     local = layers.largest_parameters
@@ -266,7 +266,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
     gather = _collective("all_gather", local * width, sharing, replicas_inside, setting)
-    owned = np.where(jobs.zero > 0, local / sharing, local)
+    owned = owned_parameters(jobs, layers)
     unit_dense, apart = unit, None
     if jobs.has_experts:
         # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
@@ -276,10 +276,9 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             for kind, size, group, more in (
                 ("all_reduce", gradient, replicas, apart.all_reduce),
                 ("reduce_scatter", gradient, sharing, apart.scatter),
-                ("all_gather", HALF, sharing, apart.gather),
+                ("all_gather", width, sharing, apart.gather),
             )
         )
-        owned = np.where(jobs.zero > 0, (local + apart.local * (jobs.ep - 1)) / sharing, local)
         unit_dense = unit - apart.layer
     fsdp = jobs.zero >= 3
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
@@ -303,6 +302,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
             _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
         ),
+        tp_collectives=2.0 - spared_collectives(jobs),
         cp_layer=_collective("all_gather", kv_bytes * jobs.cp, jobs.cp, np.maximum(1.0, island // jobs.tp), setting),
         head_matmul=np.asarray(head),
         head_streaming=loss,
@@ -313,7 +313,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         dp_reduce=once,
         dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
         ep_layer=apart.exchange if apart else np.zeros(len(jobs)),
-        ep_crosses=jobs.tp * jobs.ep > island,
+        ep_crosses=jobs.expert_tp * jobs.ep > island,
         fsdp_gather_layer=np.where(
             fsdp,
             _collective("all_gather", unit_dense * width, sharing, replicas_inside, setting)

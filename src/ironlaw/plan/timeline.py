@@ -34,6 +34,10 @@ UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
 fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
 
+EXPERT_LAUNCHES = 0.4
+"""Of a block's launches, what routing, sorting and moving rows add: our own model calls 30 operations instead of 21
+(`workload/moe.py`). Assumed of other trainers, of which no run with experts is in the record."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -111,9 +115,8 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
     again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + jobs.recomputed_share
-    tp_layer = (
-        2 * passes * parts.tp_collective * np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
-    )
+    tp_slow = np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
+    tp_layer = parts.tp_collectives * passes * parts.tp_collective * tp_slow
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
     ep_slow = np.where(parts.ep_crosses, engine.network_slowdown, engine.island_slowdown)
     ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * ep_slow  # rows go out and come back
@@ -121,7 +124,14 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer + engine.host_collective_seconds * np.where(jobs.tp > 1, 2 * passes, 0.0)
+    host_layer = host_layer * (1 + EXPERT_LAUNCHES * jobs.expert_share)
+    exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
+    host_layer = host_layer + engine.host_collective_seconds * 2 * passes * (
+        np.where(jobs.tp > 1, 1.0, 0.0) + exchanges
+    )
+    # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
+    host_messages = engine.host_collective_seconds * 4 * (jobs.virtual - 1)
+    host_microbatch = engine.host_microbatch_seconds + host_messages
 
     head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.loss_traffic
     embedding = parts.embedding * engine.streaming_traffic
@@ -138,7 +148,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
 
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
         blocks = count * (device_layer + fsdp_exposed + offload_layer)
-        longer = _longer(blocks, count * host_layer) + _longer(extra, np.asarray(engine.host_microbatch_seconds))
+        longer = _longer(blocks, count * host_layer) + _longer(extra, host_microbatch)
         return longer + message, longer - blocks - extra
 
     both_ends = (jobs.pp == 1) | jobs.v_shaped
