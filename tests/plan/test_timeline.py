@@ -15,7 +15,10 @@ from ironlaw.plan.setting import setting
 from ironlaw.plan.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
 
 GPT = ModelConfig.named("gpt2-xl")
-ENGINE = Engine("plain", host_layer_seconds=1e-9, host_microbatch_seconds=0.0, host_step_seconds=0.0, pp_hidden=1.0)
+ENGINE = Engine(
+    "plain", host_layer_seconds=1e-9, host_collective_seconds=0.0, host_microbatch_seconds=0.0, host_step_seconds=0.0,
+    pp_hidden=1.0,
+)  # fmt: skip
 
 
 def planned(*layouts, engine=ENGINE, cluster="8xa100-sxm-80gb", model=GPT, sequence=1024, global_batch=64, flash=True):

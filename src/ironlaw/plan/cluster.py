@@ -24,7 +24,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
-from ironlaw.plan.ingredients import Parts, step_parts
+from ironlaw.plan.ingredients import Parts, block_products, product_seconds, step_parts
 from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
@@ -99,6 +99,7 @@ def plan_cluster(
     ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
     ledger.facts["peak_at"] = _peak_at(jobs, where, outcome)
+    ledger.facts["products"] = _products(jobs, where)
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ledger
@@ -169,6 +170,20 @@ def _facts(
         "peak_stage": int(outcome.peak.stage[0]),
         "assumptions": list(where.hardware.efficiency.assumptions()),
     }
+
+
+def _products(jobs: Jobs, where: Setting) -> list[dict[str, Any]]:
+    """The first job's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
+    found = []
+    for name, product in block_products(jobs).items():
+        n, k, m, times, share = (float(column[0]) for column in product)
+        if share > 0:
+            forward, backward = (float(seconds[0]) for seconds in product_seconds(jobs, where, product))
+            found.append({
+                "name": name, "m": m, "n": n, "k": k, "times": times, "share_of_layers": share,
+                "flops": 2 * m * n * k * times, "forward_seconds": forward, "backward_seconds": backward,
+            })  # fmt: skip
+    return found
 
 
 def _peak_at(jobs: Jobs, where: Setting, outcome: Outcome) -> str:

@@ -64,22 +64,25 @@ def spared_collectives(jobs: Jobs) -> Array:
     return np.asarray(np.where(replaced, jobs.expert_share, 0.0))
 
 
-def expert_products(jobs: Jobs, dense: list[Product]) -> list[Product]:
-    """The products of feed-forward networks, up and down: dense layers, routed experts, shared ones, router."""
+def with_experts(jobs: Jobs, products: dict[str, Product]) -> dict[str, Product]:
+    """A block's products with those of experts, up and down, beside the dense network: routed, shared, router."""
     share, tp, up = jobs.expert_share, jobs.tp, np.where(jobs.gated > 0, 2.0, 1.0)
     ones = np.ones(len(jobs))
     local = jobs.experts / jobs.ep  # experts of a rank
     rows = jobs.tokens * rows_per_token(jobs) / np.maximum(local, 1.0)
     width, shared = jobs.expert_ffn / jobs.expert_tp, np.maximum(jobs.shared_ffn, 1.0) / tp
     has_shared = np.where(jobs.shared_ffn > 0, share, 0.0)
-    return [
-        *((outputs, inputs, r, batch, 1 - share) for outputs, inputs, r, batch, _ in dense),
-        (width * up, jobs.hidden, rows, local, share),
-        (jobs.hidden, width, rows, local, share),
-        (shared * up, jobs.hidden, jobs.tokens, ones, has_shared),
-        (jobs.hidden, shared, jobs.tokens, ones, has_shared),
-        (jobs.experts, jobs.hidden, jobs.tokens / jobs.stream_shards, ones, share),
-    ]
+    dense = {
+        name: (outputs, inputs, r, batch, 1 - share if name.startswith("ffn") else of_layers)
+        for name, (outputs, inputs, r, batch, of_layers) in products.items()
+    }
+    return dense | {
+        "expert_up": (width * up, jobs.hidden, rows, local, share),
+        "expert_down": (jobs.hidden, width, rows, local, share),
+        "shared_up": (shared * up, jobs.hidden, jobs.tokens, ones, has_shared),
+        "shared_down": (jobs.hidden, shared, jobs.tokens, ones, has_shared),
+        "router": (jobs.experts, jobs.hidden, jobs.tokens / jobs.stream_shards, ones, share),
+    }
 
 
 def permutation_elements(jobs: Jobs) -> Array:
