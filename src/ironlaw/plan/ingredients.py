@@ -66,7 +66,7 @@ class Parts:
     tp_crosses: npt.NDArray[np.bool_]  # whether the traffic of this kind leaves the island
     cp_crosses: npt.NDArray[np.bool_]
     dp_crosses: npt.NDArray[np.bool_]
-    pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages: the others wait for it
+    pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
 
 
 def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
@@ -270,7 +270,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     replicas_inside = np.maximum(1.0, island // jobs.tp)
     kv_bytes = 2 * jobs.tokens * np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size) * width
     message = stream_bytes / jobs.stream_shards
-    pp_crosses = jobs.accelerators > island
+    stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
     two = np.full(len(jobs), 2.0)
 
     gradient = setting.engine.gradient_communication_bytes
@@ -320,7 +320,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         head_streaming=loss,
         embedding=embedding,
         pp_message=np.where(
-            jobs.pp > 1, _collective("send_recv", message, two, np.where(pp_crosses, 1.0, 2.0), setting), 0.0
+            jobs.pp > 1, _collective("send_recv", message, two, np.where(stage_fills_island, 1.0, 2.0), setting), 0.0
         ),
         dp_reduce=once,
         dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
@@ -341,7 +341,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         tp_crosses=jobs.tp > island,
         cp_crosses=jobs.tp * jobs.cp > island,
         dp_crosses=jobs.tp * jobs.cp * jobs.dp > island,
-        pp_crosses=pp_crosses,
+        pp_crosses=jobs.accelerators > island,
         optimizer=np.where(jobs.offloads_optimizer, 0.0, _update(jobs, setting, layers, owned)),
         **_offloaded(jobs, setting, owned),
     )  # fmt: skip
