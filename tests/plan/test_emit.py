@@ -219,3 +219,5 @@ def test_ironlaws_own_config_has_the_layout_in_its_words():
     mixtral = ModelConfig.named("mixtral-8x7b")
     experts = build_config(tomllib.loads(written("ironlaw", "dp=8 ep=4", model=mixtral)))
     assert experts.layout.ep == 4 and experts.model.moe.experts == 8
+    recomputed = build_config(tomllib.loads(written("ironlaw", "dp=8 zero=1 recompute=full")))
+    assert recomputed.recompute.mode == "full" and recomputed.layout is not None and recomputed.layout.dp == 8

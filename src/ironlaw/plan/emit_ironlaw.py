@@ -22,8 +22,6 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):
             return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
-        if layout.recompute != "none":
-            return "Ironlaw's own trainer recomputes blocks with experts on one device only so far"
         holders = layout.dp * layout.cp // layout.ep
         if layout.ep > 1 and layout.zero and model.hidden % holders:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
