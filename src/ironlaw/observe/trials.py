@@ -78,7 +78,7 @@ def fused_seconds(products: list[list[int]], precision: str | None) -> float | N
         gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
 
         def both_ways(leaves: Any = leaves, gradient: Any = gradient) -> None:
-            outs = [torch.nn.functional.scaled_dot_product_attention(*three, is_causal=True) for three in leaves]
+            outs = [torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in leaves]
             for out, three in zip(reversed(outs), reversed(leaves), strict=True):
                 torch.autograd.grad(out, three, gradient)
 
