@@ -48,17 +48,16 @@ def groups() -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
     yield "4 ranks, experts", 4, layouts.EXPERTS_FOUR
     yield "8 ranks, experts", 8, layouts.EXPERTS_EIGHT
     settings = cases_of("test_settings")
-    yield "2 ranks, documents, recomputation, loss and precision", 2, settings.QUICK + settings.LONG
+    yield "2 ranks, documents, recomputation, loss, precision and average", 2, settings.QUICK + settings.LONG
 
 
 def run(size: int, cases: list[dict[str, Any]]) -> list[dict[str, float] | str]:
     """Per case the largest differences over the ranks; words for those that did not end."""
     environment = os.environ | {"PYTHONPATH": str(HERE.parent / "src"), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", str(TESTS / "job.py"), str(size), folder]
-        done = subprocess.run(
-            command, input=json.dumps(cases), env=environment, capture_output=True, text=True, check=False
-        )
+        command = [sys.executable, "-W", "ignore", str(TESTS / "job.py"), str(size)]
+        batch = json.dumps({"folder": folder, "cases": cases, "environment": {}}) + "\n"
+        done = subprocess.run(command, input=batch, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr)
         found: list[dict[str, float] | str] = []

@@ -16,7 +16,6 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.search import Found, search
 
 MOST_ACCELERATORS = 16_384
-MOST_DOUBLINGS = 8
 STOP_BELOW = 0.5
 """Doubling the accelerators pays while it speeds the step up by at least this share; 1 would be twice as fast."""
 
@@ -112,10 +111,7 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
         rows[0]["gain"] = half / step_seconds - 1
         rows.insert(0, {"accelerators": count // 2, "step_seconds": half, "gain": None})
     stop, reason = None, "every doubling planned still pays"
-    for _ in range(MOST_DOUBLINGS):
-        double = rows[-1]["accelerators"] * 2
-        if double > MOST_ACCELERATORS:
-            break
+    while (double := rows[-1]["accelerators"] * 2) <= MOST_ACCELERATORS:
         seconds = _best(ask, double)
         if seconds is None:
             stop, reason = rows[-1]["accelerators"], f"no layout of {double:,} divides the batch"

@@ -136,6 +136,8 @@ class _Rank:
         if model.positions == "rope":
             walk.now["weights"] += model.context * model.size_of_head * FP32
         walk.now["optimizer"] = state_bytes(mine, config.optimizer)
+        if config.train.average_decay is not None:
+            walk.now["average"] = walk.now["weights"]
         walk.now["batch"] = self.micro_batches * self.layout.micro_batch * config.sequence * 2 * INDEX
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])

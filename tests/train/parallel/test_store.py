@@ -34,11 +34,9 @@ def test_six_layouts_hand_a_checkpoint_on_without_loss(family: str, on_ranks: Ca
         "task": "reshard",
         "family": family,
         "layouts": EXPERTS if family == "deepseek" else SIX,
-        "train": {"micro_batch": 2},
     }
     case["model"] = {"dropout": 0.1}
-    if family != "llama":
-        case["train"] = {"micro_batch": 1}
+    case["train"] = {"micro_batch": 1 if family != "llama" else 2, "average_decay": 0.9}
     (results,) = on_ranks(4, [case])
     assert results[0]["difference"] == 0.0
     losses = results[0]["losses"]
@@ -46,7 +44,8 @@ def test_six_layouts_hand_a_checkpoint_on_without_loss(family: str, on_ranks: Ca
 
 
 def test_a_checkpoint_goes_from_shards_to_stages(on_ranks: Callable[..., Any]) -> None:
-    case = {"task": "reshard", "layouts": [{"zero": 3}, {"pp": 2}], "train": {"micro_batch": 2}}
+    train = {"micro_batch": 2, "average_decay": 0.9}
+    case = {"task": "reshard", "layouts": [{"zero": 3}, {"pp": 2}], "train": train}
     (results,) = on_ranks(2, [case])
     assert results[0]["difference"] == 0.0
     assert abs(results[0]["losses"][0] - results[0]["losses"][1]) < 1e-5 * results[0]["losses"][0]
