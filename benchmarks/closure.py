@@ -13,6 +13,7 @@ what observing costs does not depend on their size, and shows in steps of millis
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -32,9 +33,9 @@ CASES = {
     "huggingface": "transformers' GPT-2 in a user's own loop, `ironlaw.observe`",
     "ranks": "two ranks, DistributedDataParallel on gloo, `ironlaw.observe`",
 }
-SEGMENT = 30  # steps
-# size of the model -> (width, words, tokens of a sequence), pairs of segments
-SIZES = {"whole": ((256, 4096, 64), 12), "tiny": ((8, 32, 4), 60)}
+SKIPPED = 3  # steps of a segment: the first is followed by a probe of the machine
+# size of the model -> (width, words, tokens of a sequence), steps of a segment, pairs of segments
+SIZES = {"whole": ((256, 4096, 64), 8, 60), "tiny": ((8, 32, 4), 30, 60)}
 
 
 def train_demo(out: Path) -> None:
@@ -173,28 +174,29 @@ def overhead(state: Path, size: str, until: float) -> None:
 
     import ironlaw
 
-    (width, words, tokens), pairs = SIZES[size]
+    (width, words, tokens), steps, pairs = SIZES[size]
     torch.manual_seed(0)
     model = _small_model(width, words)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def segment() -> float:
         ends = [time.perf_counter()]
-        for ids in _batches(SEGMENT, words, tokens):
+        for ids in _batches(steps, words, tokens):
             _loss(model, ids).backward()
             optimizer.step()
             optimizer.zero_grad()
             ends.append(time.perf_counter())
-        return statistics.median(after - before for before, after in itertools.pairwise(ends[3:]))
+        return statistics.median(after - before for before, after in itertools.pairwise(ends[SKIPPED:]))
 
     segment()
     known = json.loads(state.read_text()) if state.is_file() else []
     scratch = state.with_suffix(".run")
     while len(known) < 2 * pairs and time.monotonic() < until:
-        known.append([False, segment()])
-        shutil.rmtree(scratch, ignore_errors=True)
-        with ironlaw.observe(model, optimizer, out=scratch, profile_steps=0, plan=False):
-            known.append([True, segment()])
+        for on in (False, True) if len(known) % 4 else (True, False):  # either first: a drift favours neither
+            shutil.rmtree(scratch, ignore_errors=True)
+            watch = ironlaw.observe(model, optimizer, out=scratch, profile_steps=0, plan=False)
+            with watch if on else contextlib.nullcontext():
+                known.append([on, segment()])
         state.write_text(json.dumps(known))
     shutil.rmtree(scratch, ignore_errors=True)
     print(f"{size}: {len(known)} segments of {2 * pairs}")
@@ -212,7 +214,7 @@ def cost(known: list[list[Any]]) -> tuple[float, float, float, float]:
 def costs(folder: Path) -> list[str]:
     """A line per size of the model that was measured."""
     lines, whole = [], None
-    for size, ((width, _, tokens), _) in SIZES.items():
+    for size, ((width, _, tokens), steps, _) in SIZES.items():
         state = folder / f"overhead-{size}.json"
         if not state.is_file():
             continue
@@ -222,7 +224,7 @@ def costs(folder: Path) -> list[str]:
         lines += [
             "",
             f"Cost of `ironlaw.observe`, always on, 4 layers of {width}, {tokens} tokens: {1e6 * more:+.0f} ± "
-            f"{1e6 * error:.0f} us of a step of {1e3 * step:.2f} ms ({len(known) // 2} pairs of segments of {SEGMENT} "
+            f"{1e6 * error:.0f} us of a step of {1e3 * step:.2f} ms ({len(known) // 2} pairs of segments of {steps} "
             f"steps, observed and not in turn; segments alike differ by {1e6 * alike:.0f} us): "
             f"{100 * more / whole:+.2f}% ± {100 * error / whole:.2f}% of a step of {1e3 * whole:.0f} ms.",
         ]

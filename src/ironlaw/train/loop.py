@@ -43,6 +43,7 @@ from ironlaw.observe.profile import (
     silent_stderr,
     step_scope,
 )
+from ironlaw.observe.trials import misaligned_weights
 from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
 from ironlaw.train.attention import attention_kernel
@@ -187,6 +188,9 @@ class Trainer:
         return {
             "attention": self.attention, "host_bytes": self.one_step.host_bytes(),
             "skipped_updates": self.one_step.scale.skipped_steps,
+            "misaligned": misaligned_weights(
+                self.model, self.config.micro_batch * self.config.sequence, self.precision
+            ),
         }  # fmt: skip
 
     # -- the loop --------------------------------------------------------------------------------------------
