@@ -13,10 +13,9 @@ MODEL = {"hidden": 64, "vocab": 512, "context": 64}
 def case(family: str = "gpt", model: Any = None, tables: Any = None, batch: int = 16, **layout: Any) -> Any:
     tables = dict(tables or {})
     train = {"micro_batch": 2, "global_batch": batch} | tables.pop("train", {})
-    communication = tables.pop("communication", {})
     return {
         "task": "memory", "family": family, "model": MODEL | (model or {}), "train": train, "layout": layout,
-        "communication": communication, "tables": tables,
+        "tables": tables,
     }  # fmt: skip
 
 
@@ -25,7 +24,7 @@ LONG = {"context": 128, "ffn": 512, "vocab": 300}  # where a block's backward pa
 FULL, BF16 = {"recompute": {"mode": "full"}}, {"train": {"precision": "bf16"}}
 
 QUICK = [case("llama", batch=8, zero=3), case(batch=8, tp=2, sp=True), case(batch=8, pp=2)]
-REPLICAS = [case(dp=2), case("llama", dp=2), case(dp=2, tables={"communication": {"gradients": "bf16"}})]
+REPLICAS = [case(dp=2), case("llama", dp=2)]
 FSDP = [
     case(zero=1), case("llama", zero=1), case(zero=2), case("llama", zero=2), case(zero=3), case("llama", zero=3),
     case(model=WIDE, zero=2), case(model=WIDE, zero=3), case("llama", model=LONG, zero=3), case("mixtral", zero=3),

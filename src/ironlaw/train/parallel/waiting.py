@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
@@ -145,8 +144,7 @@ class Waits:
             began = time.perf_counter()
             clock, self._clock = self._clock, None  # what the hook calls is this bucket's, and counted already
             try:
-                with record_function("gloo:bucket") if self.settle else nullcontext():  # `observe/held.py`
-                    future = hook(state, bucket)
+                future = hook(state, bucket)
             finally:
                 self._clock = clock
 
