@@ -5,12 +5,15 @@
     python benchmarks/closure.py RUNS --out FILE                           # reports what is there
 
 Unattributed: the step less its phases. Memory: the categories at the peak against the peak. Cost: the same loop in
-segments that are observed and not, in turn; of the observation that is always on, without recorded steps.
+segments that are observed and not, in turn; of the observation that is always on, without recorded steps. Once as it
+is, where the machine's own noise is larger than a percent, and once with the same modules and parameters grown tiny:
+what observing costs does not depend on their size, and shows in steps of milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -30,7 +33,9 @@ CASES = {
     "huggingface": "transformers' GPT-2 in a user's own loop, `ironlaw.observe`",
     "ranks": "two ranks, DistributedDataParallel on gloo, `ironlaw.observe`",
 }
-SEGMENT, PAIRS = 30, 12  # steps; segments of either kind
+SKIPPED = 3  # steps of a segment: the first is followed by a probe of the machine
+# size of the model -> (width, words, tokens of a sequence), steps of a segment, pairs of segments
+SIZES = {"whole": ((256, 4096, 64), 8, 60), "tiny": ((8, 32, 4), 30, 60)}
 
 
 def train_demo(out: Path) -> None:
@@ -94,19 +99,19 @@ def observe_ranks(out: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _small_model() -> Any:
+def _small_model(width: int = 256, words: int = 4096) -> Any:
     import torch
     from torch import nn
 
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.0, "gelu", batch_first=True, norm_first=True)
-    return nn.Sequential(nn.Embedding(4096, 256), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
-                         nn.Linear(256, 4096)).to(torch.float32)  # fmt: skip
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+    return nn.Sequential(nn.Embedding(words, width), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+                         nn.Linear(width, words)).to(torch.float32)  # fmt: skip
 
 
-def _batches(count: int) -> Any:
+def _batches(count: int, words: int = 4096, tokens: int = 64) -> Any:
     import torch
 
-    rows = torch.randint(0, 4096, (count * 8, 65), generator=torch.Generator().manual_seed(1))
+    rows = torch.randint(0, words, (count * 8, tokens + 1), generator=torch.Generator().manual_seed(1))
     return torch.utils.data.DataLoader(rows, batch_size=8)
 
 
@@ -163,45 +168,67 @@ def closure(out: Path) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def overhead(state: Path, until: float) -> None:
+def overhead(state: Path, size: str, until: float) -> None:
     """Segments in turn; each adds a line (observed or not, seconds of its median step)."""
     import torch
 
     import ironlaw
 
+    (width, words, tokens), steps, pairs = SIZES[size]
     torch.manual_seed(0)
-    model = _small_model()
+    model = _small_model(width, words)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def segment() -> float:
-        seconds = []
-        for ids in _batches(SEGMENT):
-            began = time.perf_counter()
+        ends = [time.perf_counter()]
+        for ids in _batches(steps, words, tokens):
             _loss(model, ids).backward()
             optimizer.step()
             optimizer.zero_grad()
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[3:])
+            ends.append(time.perf_counter())
+        return statistics.median(after - before for before, after in itertools.pairwise(ends[SKIPPED:]))
 
     segment()
     known = json.loads(state.read_text()) if state.is_file() else []
     scratch = state.with_suffix(".run")
-    while len(known) < 2 * PAIRS and time.monotonic() < until:
-        known.append([False, segment()])
-        shutil.rmtree(scratch, ignore_errors=True)
-        with ironlaw.observe(model, optimizer, out=scratch, profile_steps=0, plan=False):
-            known.append([True, segment()])
+    while len(known) < 2 * pairs and time.monotonic() < until:
+        for on in (False, True) if len(known) % 4 else (True, False):  # either first: a drift favours neither
+            shutil.rmtree(scratch, ignore_errors=True)
+            watch = ironlaw.observe(model, optimizer, out=scratch, profile_steps=0, plan=False)
+            with watch if on else contextlib.nullcontext():
+                known.append([on, segment()])
         state.write_text(json.dumps(known))
     shutil.rmtree(scratch, ignore_errors=True)
-    print(f"{len(known)} segments of {2 * PAIRS}")
+    print(f"{size}: {len(known)} segments of {2 * pairs}")
 
 
-def cost(known: list[list[Any]]) -> tuple[float, float, float]:
-    """(relative cost of observing, its standard error, what segments alike differ by), of neighbouring segments."""
+def cost(known: list[list[Any]]) -> tuple[float, float, float, float]:
+    """Seconds of a step, of observing it with its standard error, and what segments alike differ by."""
     plain, watched = ([s for on, s in known if on is kind] for kind in (False, True))
-    ratios = [w / p - 1 for p, w in zip(plain, watched, strict=True)]
-    same = [abs(b / a - 1) for a, b in itertools.pairwise(plain)]
-    return statistics.median(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5, statistics.median(same)
+    more = [w - p for p, w in zip(plain, watched, strict=True)]
+    same = [abs(b - a) for a, b in itertools.pairwise(plain)]
+    error = statistics.stdev(more) / len(more) ** 0.5
+    return statistics.median(plain), statistics.median(more), error, statistics.median(same)
+
+
+def costs(folder: Path) -> list[str]:
+    """A line per size of the model that was measured."""
+    lines, whole = [], None
+    for size, ((width, _, tokens), steps, _) in SIZES.items():
+        state = folder / f"overhead-{size}.json"
+        if not state.is_file():
+            continue
+        known = json.loads(state.read_text())
+        step, more, error, alike = cost(known)
+        whole = whole or step
+        lines += [
+            "",
+            f"Cost of `ironlaw.observe`, always on, 4 layers of {width}, {tokens} tokens: {1e6 * more:+.0f} ± "
+            f"{1e6 * error:.0f} us of a step of {1e3 * step:.2f} ms ({len(known) // 2} pairs of segments of {steps} "
+            f"steps, observed and not in turn; segments alike differ by {1e6 * alike:.0f} us): "
+            f"{100 * more / whole:+.2f}% ± {100 * error / whole:.2f}% of a step of {1e3 * whole:.0f} ms.",
+        ]
+    return lines
 
 
 def report(folder: Path) -> str:
@@ -228,14 +255,7 @@ def report(folder: Path) -> str:
             f"| {what} | {1e3 * r['step']:.1f} | {100 * r['unattributed']:+.2f}% | {r['waterfall']:.4f} | "
             f"{r['peak'] / 1e6:.0f} | {r['parts']:.4f} |"
         )
-    state = folder / "overhead.json"
-    if state.is_file():
-        known = json.loads(state.read_text())
-        share, error, alike = cost(known)
-        step = statistics.median(s for on, s in known if not on)
-        lines += ["", f"Cost of `ironlaw.observe`, always on: {100 * share:+.2f}% ± {100 * error:.2f}% of a step of "
-                  f"{1e3 * step:.1f} ms ({len(known) // 2} pairs of segments of {SEGMENT} steps, observed and not in "
-                  f"turn; segments alike differ by {100 * alike:.1f}%)."]  # fmt: skip
+    lines += costs(folder)
     return "\n".join([*lines, ""])
 
 
@@ -251,7 +271,9 @@ def main() -> None:
     for case in options.run:
         run(case, options.folder / case)
     if options.overhead:
-        overhead(options.folder / "overhead.json", time.monotonic() + options.seconds)
+        until = time.monotonic() + options.seconds
+        for size in SIZES:
+            overhead(options.folder / f"overhead-{size}.json", size, until)
     if not options.run and not options.overhead:
         text = report(options.folder)
         print(text)

@@ -1,13 +1,14 @@
 """Fourteen defects planted one at a time in a working training script: is the cause named, and the gain foretold?
 
     python benchmarks/planted_faults.py RUNS --run --healthy 10 --seconds 100    # on an idle machine, again until done
+    python benchmarks/planted_faults.py RUNS --gains --seconds 100               # the same
     python benchmarks/planted_faults.py RUNS --out FILE                # explains the runs that are there, and reports
 
 Each run is a process of its own, forked from one that has only imported: an ordinary PyTorch loop (a GPT of 4 x 256 on
-text, bf16, observed by `ironlaw.observe`), with one defect or none. Runs with and without the defect take turns, twice
-each, so that both see the same machine. Named right: the first cause of `ironlaw explain` is the planted one, in the
-first run with it. Foretold: what its first remedy promises, against the difference of the quicker turns. Run
-`ironlaw measure` before.
+text, bf16, observed by `ironlaw.observe`), with one defect or none, as often as TURNS says. Named right: the first
+cause of `ironlaw explain` is the planted one, in the first run with it. Foretold: what the first remedy promises, as a
+share of the step (median of the turns), against the gain measured by the same scripts unobserved (planted_gains.py).
+Run `ironlaw measure` before.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import itertools
 import json
 import os
 import shutil
+import statistics
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import planted_gains
 
 STEPS, BATCH, TOKENS, VOCAB = 24, 16, 64, 4096
 LONG = 2048  # tokens, where attention is what matters
@@ -66,7 +70,8 @@ BASE_OF = {
 # -- the training script -----------------------------------------------------------------------------------------
 
 
-def train(fault: str, out: Path) -> None:
+def train(fault: str, out: Path, blocks: Any = None) -> None:
+    """Observed into `out`; or, with `blocks`, unobserved: it is asked before every step whether there is another."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -168,10 +173,16 @@ def train(fault: str, out: Path) -> None:
     cast: Any = contextlib.nullcontext() if fault == "fp32" else torch.autocast("cpu", dtype=torch.bfloat16)
     steps = 3 * STEPS if fault == "tiny_batch" else 3 * STEPS // 4 if long else STEPS
     batches, running = iter(loader), 0.0
-    with ironlaw.observe(model, optimizer, out=out) as watch:
-        for step in range(steps):
+    observed = blocks is None
+    with ironlaw.observe(model, optimizer, out=out) if observed else contextlib.nullcontext() as watch:
+        for step in itertools.count():
+            if (step == steps) if observed else not blocks.another():
+                break
             for number in range(accumulate):
-                ids = next(batches)
+                ids = next(batches, None)
+                if ids is None:  # only unobserved runs are longer than the data
+                    batches = iter(loader)
+                    ids = next(batches)
                 if fault == "straggling_rank" and rank == 1:
                     time.sleep(0.05)
                 hold = ranks > 1 and number < accumulate - 1 and fault != "sync_inside_accumulation"
@@ -192,14 +203,17 @@ def train(fault: str, out: Path) -> None:
                 model.train()
             if fault == "checkpoint_every_step":
                 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, out.with_suffix(".pt"))
-            watch.log(loss=loss.detach())
+            if watch is not None:
+                watch.log(loss=loss.detach())
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
 
 # -- the benchmark -----------------------------------------------------------------------------------------------
 
-TURNS, TRIES = 2, 2
+TURNS, TRIES = 5, 2
+# fault -> steps of a turn, and those not timed, where gains are measured: what recurs every STEPS is in every turn once
+BLOCKS = {"evaluation_too_often": (STEPS, 0), "too_few_workers": (STEPS, 9), "tiny_batch": (STEPS, 2)}
 RANKED = ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks_accumulating")
 
 
@@ -217,7 +231,7 @@ def run(fault: str, out: Path) -> None:
         raise SystemExit(f"{fault}: failed")
 
 
-def _child(fault: str, out: Path, rank: int, ranks: int, port: int) -> int:
+def _child(fault: str, out: Path, rank: int, ranks: int, port: int, blocks: Any = None) -> int:
     child = os.fork()
     if child:
         return child
@@ -231,7 +245,7 @@ def _child(fault: str, out: Path, rank: int, ranks: int, port: int) -> int:
         }
     code = 1
     try:
-        train(fault, out)
+        train(fault, out, blocks)
         code = 0
     finally:
         if code:
@@ -270,15 +284,31 @@ def turns_of(folder: Path) -> int:
     return (*done, False).index(False)
 
 
-def whole_step(out: Path) -> float:
-    """Seconds per step with its share of evaluations and checkpoints: what the user waits for.
+def measure_gains(fault: str, folder: Path) -> None:
+    """`folder/FAULT/gains.json`: seconds of a step with the defect, without, and as the remedy leaves it."""
+    file = folder / fault / "gains.json"
+    if file.is_file():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    sides = {"with": fault, "without": BASE_OF.get(fault, "plain")}
+    for base in (base for (name, _), base in REMEDIED.items() if name == fault):
+        sides["remedied"] = base
+    ranks = 2 if fault in RANKED else 1
+    ports = {script: 29500 + (time.time_ns() // 1000 + number) % 500 for number, script in enumerate(sides.values())}
 
-    The quicker quarter's step: neighbours on the machine only add, and not the same to both sides.
-    """
+    def start(script: str, rank: int, blocks: planted_gains.Blocks) -> int:
+        return _child(script, folder / fault / f"gains-{script}", rank, ranks, ports[script], blocks)
+
+    found = planted_gains.in_turns(start, sides, ranks, *BLOCKS.get(fault, (6, 1)), folder / fault)
+    file.write_text(json.dumps(found))
+
+
+def whole_step(out: Path) -> float:
+    """Seconds per step with its share of evaluations and checkpoints: what the user waits for."""
     wall = json.loads((out / "ledger.json").read_text())["facts"]["wall_seconds"]
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     seconds = sorted(step["seconds"] for step in steps[4:] if not step.get("recorded"))
-    return float(seconds[len(seconds) // 4] + (wall["evaluation"] + wall["checkpoint"]) / len(steps))
+    return float(seconds[len(seconds) // 2] + (wall["evaluation"] + wall["checkpoint"]) / len(steps))
 
 
 def explain(out: Path) -> dict[str, Any]:
@@ -288,26 +318,37 @@ def explain(out: Path) -> dict[str, Any]:
 
 
 def judge(fault: str, folder: Path) -> dict[str, Any]:
-    document = explain(folder / "with-0")
-    findings, remedies = document["diagnosis"]["findings"], document["remedies"]
-    first, stage = (findings[0]["rule"] if findings else "none"), document["facts"]["run"].get("data_stage")
-    rule, wanted = FAULTS[fault]
     turns = turns_of(folder)
-    steps = [whole_step(folder / f"with-{turn}") for turn in range(turns)]
-    scale = 8 if fault == "tiny_batch" else 1  # per sample
-    remedied = (fault, remedies[0]["name"] if remedies else None) in REMEDIED
-    base = "remedied" if remedied else "without"
-    bases = [whole_step(folder / f"{base}-{turn}") / scale for turn in range(turns)]
-    gained = min(steps) - min(bases)  # the quicker turn of each side: neighbours only add
-    spread = max(max(steps) - min(steps), max(bases) - min(bases))
-    promised = remedies[0]["step_seconds_saved"] if remedies else 0.0
+    documents = [explain(folder / f"with-{turn}") for turn in range(turns)]
+    named = [_named(fault, document) for document in documents]
+    first, stage = _cause(documents[0])
+    remedy = documents[0]["remedies"][0]["name"] if documents[0]["remedies"] else None
+    promises = [
+        document["remedies"][0]["step_seconds_saved"] / whole_step(folder / f"with-{turn}")
+        for turn, document in enumerate(documents)
+        if remedy and document["remedies"] and document["remedies"][0]["name"] == remedy
+    ]
+    promised = statistics.median(promises) if promises else 0.0
+    found = json.loads((folder / "gains.json").read_text())
+    cured = found["remedied" if (fault, remedy) in REMEDIED else "without"]
+    step, gained, spread = planted_gains.gain(found["with"], cured, 8 if fault == "tiny_batch" else 1)  # per sample
     return {
-        "fault": fault, "first": first, "stage": stage, "step": min(steps), "turns": turns,
-        "named": first in (rule, ALSO_RIGHT.get(fault)) and wanted in (None, stage),
-        "remedy": remedies[0]["name"] if remedies else None, "promised": promised, "gained": gained, "spread": spread,
-        "near": bool(remedies) and abs(promised - gained) <= 0.3 * abs(gained),
-        "others": [f["rule"] for f in findings[1:4]],
+        "fault": fault, "first": first, "stage": stage, "step": step, "turns": turns,
+        "named": named[0], "named_turns": sum(named), "remedy": remedy, "promised": promised, "gained": gained,
+        "spread": spread, "near": bool(promises) and abs(promised - gained) <= 0.3 * abs(gained),
     }  # fmt: skip
+
+
+def _named(fault: str, document: dict[str, Any]) -> bool:
+    rule, wanted = FAULTS[fault]
+    first, stage = _cause(document)
+    return first in (rule, ALSO_RIGHT.get(fault)) and wanted in (None, stage)
+
+
+def _cause(document: dict[str, Any]) -> tuple[str, str | None]:
+    """The rule named first, and the stage of the input."""
+    findings = document["diagnosis"]["findings"]
+    return (findings[0]["rule"] if findings else "none"), document["facts"]["run"].get("data_stage")
 
 
 def plain_runs(folder: Path) -> list[Path]:
@@ -336,19 +377,20 @@ def report(rows: list[dict[str, Any]], healthy: list[str]) -> str:
         "# Planted faults", "",
         f"{today}, ironlaw {__version__}, torch {torch.__version__}, python {platform.python_version()}, "
         f"{host.cpu_name()}, {host.usable_cores()} cores. Made by `python benchmarks/planted_faults.py`: runs with and "
-        "without the defect in turn, as often as the table says.", "",
-        f"Named right: {sum(r['named'] for r in rows)} of {len(rows)}. Gain foretold within 30%: "
+        "without the defect in turn.", "",
+        f"Named right: {sum(r['named'] for r in rows)} of {len(rows)}, {sum(r['named_turns'] for r in rows)} of "
+        f"{sum(r['turns'] for r in rows)} turns. Gain foretold within 30%: "
         f"{sum(r['near'] for r in rows)} of {len(rows)}. Without a fault called healthy: "
         f"{healthy.count('healthy')} of {len(healthy)}.", "",
-        "| planted | turns | named first | right | step, ms | remedy | promised, ms per step | measured | "
-        "spread of equal runs | within 30% |",
-        "|---|---:|---|---|---:|---|---:|---:|---:|---|",
+        "| planted | named first | right | of all turns | step, ms | remedy | promised, % of the step | measured | "
+        "spread | within 30% |",
+        "|---|---|---|---|---:|---|---:|---:|---:|---|",
     ]  # fmt: skip
     for r in rows:
         lines.append(
-            f"| {r['fault']} | {r['turns']} | {_cause(r)} | {'yes' if r['named'] else 'no'} | {1e3 * r['step']:.1f} | "
-            f"{r['remedy'] or 'none'} | {1e3 * r['promised']:.1f} | {1e3 * r['gained']:.1f} | "
-            f"{1e3 * r['spread']:.1f} | {'yes' if r['near'] else 'no'} |"
+            f"| {r['fault']} | {_shown(r)} | {'yes' if r['named'] else 'no'} | {r['named_turns']} of {r['turns']} | "
+            f"{1e3 * r['step']:.1f} | {r['remedy'] or 'none'} | {100 * r['promised']:.1f} | {100 * r['gained']:.1f} | "
+            f"{100 * r['spread']:.1f} | {'yes' if r['near'] else 'no'} |"
         )
     wrong = [verdict for verdict in healthy if verdict != "healthy"]
     return "\n".join([*lines, "", *(f"Not healthy: {verdict}" for verdict in wrong), ""])
@@ -364,11 +406,11 @@ def keep_grades(rows: list[dict[str, Any]], path: Path) -> None:
         grades.keep(grade, path)
     for row in rows:
         if row["remedy"] == CURES[row["fault"]]:
-            shares = (row[key] / row["step"] for key in ("promised", "gained"))
-            grades.keep(grades.Grade(row["remedy"], *shares, "planted_faults", host.cpu_name()), path)
+            grade = grades.Grade(row["remedy"], row["promised"], row["gained"], "planted_faults", host.cpu_name())
+            grades.keep(grade, path)
 
 
-def _cause(row: dict[str, Any]) -> str:
+def _shown(row: dict[str, Any]) -> str:
     return f"{row['first']} ({row['stage']})" if row["first"] == "input_bound" else str(row["first"])
 
 
@@ -376,6 +418,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of the runs; what is there already stays")
     parser.add_argument("--run", nargs="*", metavar="NAME", help="all, or of " + ", ".join(FAULTS))
+    parser.add_argument("--gains", nargs="*", metavar="NAME", help="measure what curing gains: all, or some")
     parser.add_argument("--healthy", type=int, default=0, metavar="N", help="so many runs without a defect")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no more runs after that")
     parser.add_argument("--out", type=Path)
@@ -389,9 +432,13 @@ def main() -> None:
     for number in range(options.healthy):
         if time.monotonic() < until and not (folder / "healthy" / f"{number}" / "ledger.json").is_file():
             run("plain", folder / "healthy" / f"{number}")
-    if options.run is not None or options.healthy:
+    for fault in options.gains or FAULTS if options.gains is not None else ():
+        if time.monotonic() < until:
+            measure_gains(fault, folder)
+    if options.run is not None or options.healthy or options.gains is not None:
         return
-    rows = [judge(fault, folder / fault) for fault in FAULTS if turns_of(folder / fault)]
+    there = [f for f in FAULTS if turns_of(folder / f) and (folder / f / "gains.json").is_file()]
+    rows = [judge(fault, folder / fault) for fault in there]
     text = report(rows, [verdict(out) for out in plain_runs(folder)])
     print(text)
     if options.out:

@@ -37,6 +37,8 @@ TINY_LLAMA: dict[str, Any] = TINY_GPT | {
 def _not_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing here may read or change what this machine remembers of the user's runs."""
     with pytest.MonkeyPatch.context() as patch:
+        # Every process that a test starts would compile all it imports again: 0.3 s each, and no user lives like that.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("session-cache")))
         yield
 

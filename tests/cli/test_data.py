@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ironlaw.config import load_config
+from ironlaw.data import shards
 from ironlaw.data.megatron import open_indexed
 from ironlaw.data.prepare import prepare
 
@@ -81,3 +82,20 @@ def test_exported_data_is_what_was_prepared(tiny_file: File, ironlaw_here: Here,
     indexed = open_indexed(tmp_path / "out" / "set_train")
     np.testing.assert_array_equal(indexed.tokens, np.asarray(dataset.train))
     np.testing.assert_array_equal(indexed.bounds, dataset.train_documents)
+
+
+def test_ctrl_c_says_what_is_kept(tiny_file: File, ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, finished = shards.ShardWriter.finish, iter(range(3))
+
+    def stop_at_third(self: shards.ShardWriter) -> dict[str, Any]:
+        if next(finished) == 2:
+            raise KeyboardInterrupt
+        return finish(self)
+
+    config = tiny_file(data={"shard_tokens": 4096})
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "finish", stop_at_third)
+        code, _, err = ironlaw_here("data", "prepare", config)
+    assert code == 130 and "2 finished shards are kept" in err and err.endswith("ironlaw: interrupted\n")
+    code, out, err = ironlaw_here("data", "prepare", config)
+    assert code == 0 and "Going on behind 2 finished shards" in err and "prepared: " in out

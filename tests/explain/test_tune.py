@@ -82,3 +82,17 @@ def test_the_budget_ends_it() -> None:
     now = iter(range(0, 100000, 60))
     result = run(Simulated(bf16_is_fast), budget_seconds=200, clock=lambda: float(next(now)))
     assert result.stopped == "the budget is used up" and result.runs == 1
+
+
+def test_ctrl_c_in_a_trial_leaves_what_was_found_before_it() -> None:
+    class Stopped(Simulated):
+        def __call__(self, config: RunConfig, name: str) -> Measured:
+            if self.runs == 4:
+                raise KeyboardInterrupt
+            return super().__call__(config, name)
+
+    kept: list[int] = []
+    machine = Stopped(lambda config: 1.0)  # nothing pays, so that there is always another trial
+    result = run(machine, keep=lambda so_far: kept.append(len(so_far.trials)))
+    assert result.stopped == "interrupted" and len(result.trials) == 1 and kept == [1]
+    assert result.to_json()["runs"] == 3

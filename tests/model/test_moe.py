@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ironlaw.model import grouped
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.generate import continue_tokens
+from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses, update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.workload.parameters import model_parameters
@@ -307,3 +309,32 @@ def test_the_order_of_rows_is_the_same_every_time() -> None:
         out.sum().backward()
         results.append((out, x.grad))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not onednn_available(), reason="this PyTorch is built without oneDNN")
+def test_onednn_products_of_any_load_are_those_of_plain_ones_in_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of rows is a kernel that oneDNN makes: 200 loads must not be as many."""
+    torch.manual_seed(0)
+    weight, shapes = torch.randn(4, 24, 16), set()
+    product = grouped.onednn_product
+
+    def counted(x: torch.Tensor, w: torch.Tensor, *more: object) -> torch.Tensor:
+        shapes.add((x.shape, w.shape))
+        return product(x, w, *more)
+
+    monkeypatch.setattr(grouped, "onednn_product", counted)
+    loads = [[0, 5, 16, 107], [64, 0, 63, 1], [128, 65, 17, 15]]
+    loads += torch.randint(0, 200, (50, 4)).tolist()
+    for load in loads:
+        ends = torch.tensor(load).cumsum(0).tolist()
+        results = []
+        for onednn in (False, True):
+            rows, matrix = torch.randn(ends[-1], 16, requires_grad=True), weight.clone().requires_grad_()
+            with torch.no_grad():
+                rows.copy_(torch.linspace(-1, 1, rows.numel()).view_as(rows).sin())
+            out = grouped.GroupedProduct.apply(rows, matrix, ends, onednn)
+            out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).cos())
+            results.append((out, rows.grad, matrix.grad))
+        for plain, chosen in zip(*results, strict=True):
+            torch.testing.assert_close(chosen, plain, rtol=1e-5, atol=1e-4)
+    assert len({x[0] for x, _ in shapes}) <= 63 + 200 // 64 < len({n for load in loads for n in load})

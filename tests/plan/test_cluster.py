@@ -80,3 +80,26 @@ def test_planning_does_not_import_torch():
     code = "import sys, ironlaw.plan.cluster, ironlaw.plan.search, ironlaw.plan.validate; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama3-8b", "dp=4 tp=4 sp=1 pp=2 cp=2 zero=1"),
+        ("mixtral-8x7b", "dp=16 tp=4 sp=1 ep=8 etp=1"),
+        ("deepseek-moe-16b", "dp=16 tp=4"),
+    ],
+)
+def test_listed_products_are_the_flops_of_all_blocks(name, layout):
+    """3 x their FLOPs, over layers, micro-batches and ranks; experts of the busiest rank have more rows."""
+    model, chosen = ModelConfig.named(name), parse_layout(layout)
+    ledger = plan_cluster(model, parse_cluster("64xh100-sxm-80gb"), chosen, sequence=4096, global_batch=64)
+    products = {p["name"]: p for p in ledger.facts["products"]}
+    assert {"qkv", "attention_out"} <= set(products)
+    uneven = {"expert_up": 1.1, "expert_down": 1.1} if chosen.ep > 1 else {}
+    copies = {"router": 1 if chosen.sp else chosen.tp}
+    flops = sum(p["flops"] * p["share_of_layers"] / uneven.get(n, 1) / copies.get(n, 1) for n, p in products.items())
+    ranks_and_passes = 3 * chosen.accelerators / chosen.pp * 64 / chosen.dp * model.layers
+    linear = sum(line.flops for line in ledger.select(operation="block_linear"))
+    assert flops * ranks_and_passes == pytest.approx(linear, rel=1e-9)
+    assert all(p["forward_seconds"] > 0 for p in products.values())

@@ -110,8 +110,8 @@ def test_ironlaws_own_config_is_valid():
         ("deepspeed", "dp=8 zero=3 shard=4", "MiCS was removed"),
         ("deepspeed", "dp=8 zero=2 offload=activations", "use recompute=full"),
         ("accelerate", "dp=8 zero=3 recompute=every:2", "all of them or none"),
-        ("ironlaw", "dp=8 recompute=full", "one device only"),
-        ("ironlaw", "dp=8 zero=1 offload=optimizer", "does not offload"),
+        ("ironlaw", "dp=8 recompute=selective", "keeps other results"),
+        ("ironlaw", "dp=8 zero=1 offload=optimizer", "on one device only"),
     ],
 )
 def test_what_cannot_be_said_is_refused(trainer, layout, reason):
@@ -213,5 +213,11 @@ def test_ironlaws_own_config_has_the_layout_in_its_words():
     config = build_config(tomllib.loads(text))
     assert config.layout.dp == 4 and config.layout.shard == 2 and config.layout.sp and config.layout.tp == 2
     assert config.optimizer.name == "momentum"
-    alone = build_config(tomllib.loads(written("ironlaw", "dp=1 recompute=every:2")))
-    assert alone.recompute.mode == "every" and alone.recompute.every == 2
+    alone = build_config(tomllib.loads(written("ironlaw", "dp=1 recompute=every:2 offload=both")))
+    assert alone.recompute.mode == "every" and alone.recompute.every == 2 and alone.train.offload == "both"
+    assert build_config(tomllib.loads(written("ironlaw", "dp=8 recompute=full"))).recompute.mode == "full"
+    mixtral = ModelConfig.named("mixtral-8x7b")
+    experts = build_config(tomllib.loads(written("ironlaw", "dp=8 ep=4", model=mixtral)))
+    assert experts.layout.ep == 4 and experts.model.moe.experts == 8
+    recomputed = build_config(tomllib.loads(written("ironlaw", "dp=8 zero=1 recompute=full")))
+    assert recomputed.recompute.mode == "full" and recomputed.layout is not None and recomputed.layout.dp == 8

@@ -6,8 +6,9 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.emit import TRAINERS
+from ironlaw.plan.emit import TRAINERS, emit
 from ironlaw.plan.engine import engine
 from ironlaw.plan.experts import IMBALANCE
 from ironlaw.plan.jobs import jobs_of
@@ -16,6 +17,7 @@ from ironlaw.plan.layout_space import EXPERT_WALL
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
+from ironlaw.plan.work import Work
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")
 SEQUENCE, BATCH = 4096, 1024
@@ -87,6 +89,70 @@ def test_a_capacity_sets_the_rows_instead_of_the_assumed_load():
     assert limited.times.ep_exposed[0] == pytest.approx(free.times.ep_exposed[0] * 1.5 / IMBALANCE, rel=0.05)
 
 
+def test_folded_experts_are_divided_by_ep_and_etp():
+    """2 bytes x (dense / tp + experts / (ep etp)) on a rank; every parameter's state is somewhere once under ZeRO."""
+    layouts = ("dp=32 tp=2 sp=1 ep=4", "dp=32 tp=2 sp=1 ep=4 etp=1", "dp=32 tp=2 sp=1 ep=8 etp=1", "dp=32 tp=2 sp=1")
+    _, plans = outcome(MIXTRAL, *layouts)
+    experts = MIXTRAL.layers * 8 * MIXTRAL.expert_parameters
+    dense = (MIXTRAL.parameters - experts) / 2
+    expected = [2 * (dense + experts / n) for n in (8, 4, 8, 2)]
+    np.testing.assert_allclose(plans.peak.weights, expected, rtol=2e-3)
+    _, sharded = outcome(MIXTRAL, *(f"{layout} zero=1" for layout in layouts))
+    np.testing.assert_allclose(sharded.peak.moments, 8 * MIXTRAL.parameters / 64, rtol=1e-3)
+
+
+def test_folding_takes_expert_ranks_from_tensor_parallel_ones():
+    """8 ranks of one node, tp 8: whole experts, one on each; without folding no ep fits beside tp."""
+    folded, split = parse_layout("dp=1 tp=8 sp=1 ep=8 etp=1"), parse_layout("dp=1 tp=8 sp=1 ep=8")
+    checked = {"sequence": SEQUENCE, "global_batch": BATCH, "accelerators": 8}
+    assert folded.reason_invalid(MIXTRAL, **checked) is None
+    assert "cannot be taken" in split.reason_invalid(MIXTRAL, **checked)
+    jobs, plans = outcome(MIXTRAL, str(folded), "dp=1 tp=8 sp=1", on="8xh100-sxm-80gb")
+    # Own tokens' rows only: in and out of an expert are kept for T k / 8 rows of 4096, inner width whole instead.
+    rows = SEQUENCE * 2 * IMBALANCE / 8
+    inner = 3 * (rows * 14336 - SEQUENCE * 2 * 14336 / 8)
+    stream = 2 * MIXTRAL.hidden * (rows - SEQUENCE * 2)
+    saved = 2 * MIXTRAL.layers * (inner + stream)
+    assert plans.peak.activations[0] - plans.peak.activations[1] == pytest.approx(saved, rel=1e-6)
+    # No gathering of tokens before the experts and no scattering after them: half of the collectives.
+    assert plans.times.tp_exposed[0] == pytest.approx(plans.times.tp_exposed[1] / 2)
+    sent = rows * MIXTRAL.hidden * 2 * 7 / 8
+    rate = 4 * sent / (plans.times.ep_exposed[0] / (jobs.accumulation[0] * MIXTRAL.layers))
+    assert 0.2 * 450e9 < rate < 450e9
+
+
+def test_what_lies_between_whole_and_split_experts_has_rows_between():
+    _, plans = outcome(MIXTRAL, *(f"dp=8 tp=8 sp=1 ep=8 etp={etp}" for etp in (1, 2, 4, 8)))
+    kept = plans.peak.activations
+    np.testing.assert_allclose(np.diff(kept), np.diff(kept)[0] * np.array([1, 2, 4]), rtol=1e-6)
+    _, same = outcome(MIXTRAL, "dp=8 tp=8 sp=1 ep=8")
+    assert same.step_seconds[0] == plans.step_seconds[3] and same.peak.total[0] == plans.peak.total[3]
+
+
+def test_offloaded_state_of_experts_is_all_of_it():
+    """Every parameter's master copy, moments and gradient is on exactly one host, whatever ep."""
+    jobs, plans = outcome(MIXTRAL, *(f"dp=64 zero=1 offload=optimizer {more}" for more in ("", "ep=8")))
+    per_parameter = 4 + 8 + engine("nemo").gradient_communication_bytes
+    np.testing.assert_allclose(plans.host_bytes, jobs.parameters * per_parameter / 64, rtol=1e-6)
+
+
+def test_wide_numbers_double_what_experts_keep_and_send():
+    layout = [parse_layout("dp=64 ep=8 zero=1")]
+    jobs = jobs_of(MIXTRAL, layout, sequence=SEQUENCE, global_batch=BATCH)
+    cluster = parse_cluster("64xh100-sxm-80gb")
+    narrow, wide = (plan_jobs(jobs, setting(cluster, engine("nemo"), word)) for word in ("bf16", "fp32"))
+    # fp32 scores of the router and the log-sum-exp are as wide in both.
+    assert wide.peak.activations[0] == pytest.approx(2 * narrow.peak.activations[0], rel=2e-3)
+    assert wide.times.ep_exposed[0] == pytest.approx(2 * narrow.times.ep_exposed[0], rel=0.1)  # and latency once
+
+
+def test_megatron_writes_folding_in_its_own_words():
+    layout = parse_layout("dp=8 tp=8 sp=1 ep=8 etp=1 zero=1")
+    ask = Ask(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), Work(SEQUENCE, BATCH, 10), "bf16", "megatron-core")
+    text = emit("megatron", ask, layout)["text"]
+    assert "--expert-model-parallel-size 8" in text and "--expert-tensor-parallel-size 1" in text
+
+
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
@@ -94,6 +160,9 @@ def test_a_capacity_sets_the_rows_instead_of_the_assumed_load():
         ("dp=64 ep=16", "8 experts are not divisible by ep = 16"),
         ("dp=4 tp=8 pp=2 ep=8", "cannot be taken from dp 4"),
         ("dp=64 zero=3 shard=8 ep=8", "hybrid sharding"),
+        ("dp=32 tp=2 ep=8 etp=1", "use sp=1"),
+        ("dp=4 tp=8 sp=1 pp=2 ep=8 etp=3", "width of an expert, 14336, is not divisible by etp = 3"),
+        ("dp=32 tp=2 sp=1 etp=4", "does not divide tp = 2"),
     ],
 )
 def test_what_cannot_run_is_said(layout, reason):
@@ -123,8 +192,10 @@ def test_the_ledger_adds_up_with_its_exchange():
 def test_trainers_that_cannot_say_experts_refuse():
     layout = parse_layout("dp=64 zero=1 ep=8")
     assert TRAINERS["megatron"].cannot(layout, MIXTRAL) is None
-    for name in ("torchtitan", "deepspeed", "accelerate", "ironlaw"):
+    for name in ("torchtitan", "deepspeed", "accelerate"):
         assert TRAINERS[name].cannot(layout, MIXTRAL)
+    assert TRAINERS["ironlaw"].cannot(layout, MIXTRAL) is None
+    assert "leave out etp" in TRAINERS["ironlaw"].cannot(parse_layout("dp=32 tp=2 sp=1 ep=8 etp=1"), MIXTRAL)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +225,9 @@ def test_rows_of_measured_runs_with_experts(tmp_path):
     runs, rejected = read_runs(full)
     assert not rejected
     assert runs[0].columns["ep"] == 8 and runs[0].columns["expert_ffn"] == 14336
+    # tp 16 leaves four replicas: eight expert parallel ranks are possible where experts are folded only.
+    folded = tmp_path / "folded.csv"
+    folded.write_text(f"{head},experts,experts_per_token,tp\n{row},8,2,16\n{row.replace(',64,8', ',64,128')},8,2,16\n")
+    runs, rejected = read_runs(folded)
+    assert runs[0].columns["etp"] == 1 and any("etp = 1" in note for note in runs[0].assumed)
+    assert "cannot be taken" in rejected[0][2]

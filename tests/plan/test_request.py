@@ -187,7 +187,7 @@ def test_scaling_stops_where_doubling_no_longer_pays():
 
 def test_tensor_parallelism_stays_inside_the_island():
     answer = plan("llama3-8b", "32xh100-sxm-80gb", work=BIG_BATCH)
-    assert answer.more["ruled_out"]["tensor parallelism across the network"] > 0
+    assert answer.more["ruled_out"]["tensor parallelism across the network"]["count"] > 0
     assert all(c["layout"]["tp"] <= 8 for c in answer.more["candidates"])
 
 
@@ -283,3 +283,28 @@ def test_a_config_that_offloads_is_planned_so_on_one_accelerator(tmp_path):
         layout = answer.more["layout"]
         assert (layout["offload"], layout["micro_batch"], layout["recompute"]) == (value, 2, "none")
         assert answer.ledger.facts["host_bytes"] > 0
+
+
+def test_a_network_can_be_described():
+    """Half the cards, half the rate; a network oversubscribed 2:1 is as slow as one of half the rate."""
+    layout = "dp=64 zero=3 micro_batch=1"
+    usual, slow, over, small = (
+        plan_request("llama3-8b", on="64xh100-sxm-80gb", layout=layout, options=Options(network=words, per_node=size))
+        for words, size in ((None, None), ("4x 400 Gb/s IB", None), ("8x NDR IB per node, 2:1", None), (None, 4))
+    )
+    seconds = [answer.more["terms"]["gathering of sharded weights"] for answer in (usual, slow, over, small)]
+    assert seconds[1] > 1.5 * seconds[0] and seconds[2] == pytest.approx(seconds[1])
+    assert slow.more["cluster"]["network_bytes_per_second"] == 200e9
+    assert small.more["cluster"]["nodes"] == 16 and small.more["cluster"]["per_node"] == 4
+    with pytest.raises(UserError, match="names no kind of network with a rate"):
+        plan_request("llama3-8b", on="64xh100-sxm-80gb", options=Options(network="fast"))
+    with pytest.raises(UserError, match="--network is for clusters"):
+        plan_request("gpt2", on="this", options=Options(network="8x NDR"))
+
+
+def test_an_odd_lot_of_accelerators_is_told_which_fewer_are_faster():
+    answer = plan_request("llama3-8b", on="17xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
+    first = answer.more["first_change"]["tried"][0]
+    assert first["change"].startswith("--on 16xh100-sxm-80gb") and first["gain"] > 0.3
+    round_ones = plan_request("llama3-8b", on="16xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
+    assert not any("divide better" in change["change"] for change in round_ones.more["first_change"]["tried"])

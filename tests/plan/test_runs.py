@@ -9,9 +9,9 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
+from ironlaw.plan.described_node import described_node
 from ironlaw.plan.jobs import jobs_of_columns
 from ironlaw.plan.row_accelerator import accelerator_of
-from ironlaw.plan.row_words import described_node
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.validate import validate
 

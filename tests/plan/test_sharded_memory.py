@@ -53,6 +53,23 @@ def test_tensor_and_sequence_parallelism_divide_activations():
     assert total[1] == pytest.approx(s * h * (34 / 5 + 5 * a * s / (h * 5)))
 
 
+def test_few_key_value_heads_are_copied_over_tensor_parallel_ranks():
+    """Of 8 ranks each holds the only key and value head whole: 2 h d per block, not 2 h d / 8."""
+    model = ModelConfig.named("llama3-8b").model_copy(update={"kv_heads": 1})
+    peak = peak_memory(jobs("tp=8", model=model), PLAIN)
+    head = 2 * 4096 * 128 * 32
+    whole = (model.parameters - head) / 8 + head
+    assert (peak.weights + peak.gradients + peak.master + peak.moments)[0] == pytest.approx(16 * whole, rel=1e-6)
+    sharded = peak_memory(jobs("dp=4 tp=8 zero=3", model=model), PLAIN)
+    assert (sharded.weights + sharded.moments)[0] == pytest.approx(10 * whole / 4, rel=1e-6)
+
+
+def test_chunks_of_a_stage_hold_the_messages_of_the_next():
+    peak = peak_memory(jobs("pp=4", "pp=4 virtual_stages=2"), PLAIN)
+    message = 2 * 1024 * GPT.hidden  # a gradient and an input, 2 bytes each
+    assert peak.temporaries[1] - peak.temporaries[0] == 2 * message
+
+
 def test_earlier_stages_hold_more_micro_batches():
     column = jobs("pp=4", "pp=4 virtual_stages=2", "pp=4 micro_batch=32")
     assert [in_flight(column, s)[0] for s in range(4)] == [4, 3, 2, 1]

@@ -15,7 +15,10 @@ from ironlaw.plan.setting import setting
 from ironlaw.plan.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
 
 GPT = ModelConfig.named("gpt2-xl")
-ENGINE = Engine("plain", host_layer_seconds=1e-9, host_microbatch_seconds=0.0, host_step_seconds=0.0, pp_hidden=1.0)
+ENGINE = Engine(
+    "plain", host_layer_seconds=1e-9, host_collective_seconds=0.0, host_microbatch_seconds=0.0, host_step_seconds=0.0,
+    pp_hidden=1.0,
+)  # fmt: skip
 
 
 def planned(*layouts, engine=ENGINE, cluster="8xa100-sxm-80gb", model=GPT, sequence=1024, global_batch=64, flash=True):
@@ -39,6 +42,13 @@ def test_bubble_is_p_minus_1_micro_batches_and_interleaving_divides_it():
     work = times.forward + times.backward
     assert (times.bubble / work)[0] == pytest.approx(7 / 64, rel=0.02)
     assert times.bubble[0] / times.bubble[1:] == pytest.approx([2, 6], rel=1e-6)
+
+
+def test_every_further_chunk_launches_four_messages():
+    """One received and one sent, forward and backward, per chunk beyond the first and micro-batch."""
+    slow = replace(ENGINE, host_collective_seconds=1.0)
+    times = planned("pp=8 virtual_stages=1", "pp=8 virtual_stages=2", "pp=8 virtual_stages=6", engine=slow)
+    assert times.host_excess[1:] - times.host_excess[0] == pytest.approx([64 * 4, 64 * 20], rel=0.01)
 
 
 def test_small_micro_batches_take_host_time_not_the_sum():

@@ -261,3 +261,15 @@ def test_compiled_blocks_train_alike_and_save_the_same_names(
     compiled, plain = losses(tmp_path / "run"), losses(tmp_path / "plain")
     np.testing.assert_allclose(list(compiled.values()), list(plain.values()), rtol=1e-3)
     load_for_inference(tmp_path / "run" / "checkpoints", tiny_config().model)
+
+
+def test_an_odd_vocabulary_is_named(tiny_config: Config, train: Train, tmp_path: Path) -> None:
+    from ironlaw.explain.explanation import explain_run
+
+    train(tiny_config({"vocab": 2049}, data={"mock": True}), tmp_path / "odd")  # 2,049 x 32: large enough to matter
+    (odd,) = explain_run(tmp_path / "odd").run.facts["misaligned"]
+    assert odd["module"] == "head" and odd["shape"] == [2049, 32] and odd["aligned"] == [2112, 64]
+    found = {finding.rule for finding in explain_run(tmp_path / "odd").diagnosis.findings}
+    assert "misaligned_free" in found
+    even = train(tiny_config({"vocab": 2048}, data={"mock": True}), tmp_path / "even").ledger
+    assert even.facts["misaligned"] == []

@@ -38,6 +38,7 @@ class Node:
     system_watts:                  the whole node at its maximum, W.
     host_memory_bytes:             memory of the processors, bytes.
     host_memory_rate:              peak of all its channels together, bytes/s.
+    oversubscription:              what the nodes can send over what the network's upper level carries; 1: all of it.
     note:                          what is particular about it.
     """
 
@@ -52,6 +53,7 @@ class Node:
     system_watts: Figure | None = None
     host_memory_bytes: Figure | None = None
     host_memory_rate: Figure | None = None
+    oversubscription: float = 1.0
     source: str = ""
     note: str = ""
 

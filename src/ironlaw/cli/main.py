@@ -10,8 +10,10 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from ironlaw import __version__
 from ironlaw.errors import UserError
@@ -35,9 +37,21 @@ VERBS = {
 }
 
 
+class Interrupted(Exception):
+    """Ctrl-C within a verb: typer would end the process without a word."""
+
+
+class Verbs(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
 def build_app(called: str | None) -> typer.Typer:
     """The command line with the verb `called` loaded; the other verbs are there for their help lines only."""
-    app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
     @app.callback()
     def ironlaw(
@@ -71,7 +85,7 @@ def main() -> None:
     except UserError as error:
         print(f"ironlaw: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         print("ironlaw: interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `ironlaw catalog | head`

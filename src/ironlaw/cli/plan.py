@@ -37,6 +37,10 @@ def plan(
         typer.Option("--engine", "--profile", help="Whose constants: a framework's, or a name given to calibrate."),
     ] = None,
     layout: Annotated[str | None, typer.Option(help='Planned as given, such as "dp=8 zero=3 micro_batch=2".')] = None,
+    network: Annotated[
+        str | None, typer.Option(help='Of each node, if not the usual one: "8x 200 Gb/s RoCE, 2:1" oversubscribed.')
+    ] = None,
+    per_node: Annotated[int | None, typer.Option(min=1, help="Accelerators of a node, if not as usual.")] = None,
     ranks: Annotated[
         int | None, typer.Option(min=2, help="On this machine: so many processes, as torchrun starts them.")
     ] = None,
@@ -59,7 +63,7 @@ def plan(
 
     options = Options(
         Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), ranks=ranks,
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), network=network, per_node=per_node, ranks=ranks,
         runnable=_runnable() if ranks else None,
     )  # fmt: skip
     answer = plan_request(what, on=on, overrides=set_ or [], options=options)

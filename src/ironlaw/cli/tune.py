@@ -27,22 +27,27 @@ def tune(
 
     import json as json_module
 
+    from ironlaw.explain.tune import INTERRUPTED, Tuned
     from ironlaw.explain.tune import tune as find
     from ironlaw.machine.profile import load_profile
     from ironlaw.report.tune_view import show_tuned
 
+    def keep(result: Tuned) -> None:
+        (out / "tuned.toml").write_text(result.config.to_toml(), encoding="utf-8")
+        (out / "evidence.json").write_text(json_module.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+
     say = messages()
     result = find(
-        settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact,
+        settings, load_profile(), budget_seconds=seconds, folder=out, exact=exact, keep=keep,
         say=lambda message: say.print(message, highlight=False),
     )  # fmt: skip
-    document = result.to_json()
-    (out / "tuned.toml").write_text(result.config.to_toml(), encoding="utf-8")
-    (out / "evidence.json").write_text(json_module.dumps(document, indent=1) + "\n", encoding="utf-8")
+    keep(result)
     if json:
-        print_json(document)
-        return
-    show_tuned(output(), document, str(out / "tuned.toml"))
+        print_json(result.to_json())
+    else:
+        show_tuned(output(), result.to_json(), str(out / "tuned.toml"))
+    if result.stopped == INTERRUPTED:
+        raise KeyboardInterrupt
 
 
 def _seconds(text: str) -> float:

@@ -160,7 +160,12 @@ def _build(
     workers = worker_count(config.workers, corpus.bytes)
     tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
     end = described["end_of_text"]
-    counting = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
+    try:
+        counting = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
+    except KeyboardInterrupt:
+        if work.shards:
+            say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
+        raise
 
     index: dict[str, Any] = {
         "path": source.path,

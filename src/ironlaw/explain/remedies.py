@@ -6,12 +6,13 @@ Adding a remedy is adding a function that proposes settings and an entry to `REM
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
+from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of
 from ironlaw.ledger import Kind, Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import plan_run
@@ -51,6 +52,7 @@ class Situation:
     plan: Ledger  # of this config, made now, so that both sides of a comparison come from the same profile
     profile: Profile
     run: Ledger
+    replan: Callable[[RunConfig], Ledger] = field(repr=False)  # a changed config, on as many ranks
 
     def planned_share(self, kind: Kind) -> float:
         step = self.plan.totals["step_seconds"].value
@@ -123,6 +125,10 @@ def _smaller_micro_batches(now: Situation) -> Iterable[Settings]:
     if not _tight(now):
         return []
     return [s for s in _micro_batches(now) if s["train.micro_batch"] < now.config.micro_batch]
+
+
+def _layouts(now: Situation) -> Iterable[Settings]:
+    return other_layouts(now.config, now.profile, now.run)
 
 
 def _keep_activations(now: Situation) -> Iterable[Settings]:
@@ -209,6 +215,10 @@ REMEDIES: tuple[RemedyKind, ...] = (
         "none: gradients are the same up to the order of summation", _micro_batches,
     ),
     RemedyKind(
+        "layout", "Spread the job over its ranks in another way", "the job has several ranks, on CPUs", Effect.NONE,
+        "none: every layout computes the same, up to the order of summation", _layouts,
+    ),
+    RemedyKind(
         "memory", "Smaller micro-batches, accumulated", "memory is more than 85% full", Effect.NONE,
         "may cost time; gradients are the same up to the order of summation", _smaller_micro_batches,
         saves_memory=True,
@@ -267,7 +277,7 @@ def _best(kind: RemedyKind, now: Situation) -> Remedy | None:
 def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Remedy | None:
     """Plan the changed config. None when it is not a valid one, or does not fit."""
     try:
-        plan = plan_run(with_settings(now.config, settings), now.profile)
+        plan = now.replan(with_settings(now.config, settings))
     except UserError:
         return None
     before, after = now.plan.totals, plan.totals
@@ -318,7 +328,12 @@ def situation(config: RunConfig, profile: Profile, run: Ledger) -> Situation:
     precision = run.facts.get("precision")
     if precision in profile.matmul:
         config = with_settings(config, {"train.precision": precision})
-    return Situation(config, plan_run(config, profile), profile, run)
+
+    def on_one(config: RunConfig) -> Ledger:
+        return plan_run(config, profile)
+
+    replan = planner_on_ranks(profile, run) if ranks_of(run) > 1 else on_one
+    return Situation(config, replan(config), profile, run, replan)
 
 
 def _toml(value: Any) -> str:

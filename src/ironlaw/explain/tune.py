@@ -31,6 +31,7 @@ from ironlaw.plan.estimate import plan_run
 LEAST_STEPS, MOST_STEPS = 12, 200
 TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps
 LEAST_NOISE = 0.04  # of the time per token: medians of short runs on shared cores differ by 1 to 2%
+INTERRUPTED = "interrupted"
 LOSS_TOLERANCE = 0.05  # nats per token: short runs with the same seed differ by rounding only by less
 
 
@@ -105,9 +106,11 @@ Say = Callable[[str], None]
 def tune(
     config: RunConfig, profile: Profile, *, budget_seconds: float, folder: Path, exact: bool = False,
     measure: Measure | None = None, say: Say = lambda message: None, clock: Callable[[], float] = time.monotonic,
+    keep: Callable[[Tuned], None] = lambda result: None,
 ) -> Tuned:  # fmt: skip
     """`exact`: only remedies that leave the arithmetic as it is. Never changes the model, nor what is learned from.
 
+    `keep` is given what is known after every trial. Ctrl-C in a trial ends the search with what was found before it.
     Raises UserError when the budget does not last for the first measurement.
     """
     began, real = clock(), measure is None
@@ -127,7 +130,11 @@ def tune(
             result.stopped = "the budget is used up"
             break
         tried.add(_key(remedy))
-        trial, after, control = _try(result, remedy, measure, profile)
+        try:
+            trial, after, control = _try(result, remedy, measure, profile)
+        except KeyboardInterrupt:
+            result.stopped = INTERRUPTED
+            break
         result.trials.append(trial)
         if real:
             grades.keep(grades.Grade(trial.remedy, trial.predicted_gain, trial.measured_gain, "tune", profile.name))
@@ -140,6 +147,8 @@ def tune(
             result.config, result.best = with_settings(result.config, remedy.settings), after
         else:
             result.best = control  # the same config, measured later: the next comparison is with now, not with then
+        result.seconds = clock() - began
+        keep(result)
     result.seconds = clock() - began
     return result
 

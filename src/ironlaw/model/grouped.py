@@ -42,6 +42,28 @@ def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
+PART, TERMS = 64, 16
+"""oneDNN makes a kernel for each number of rows that it has not multiplied yet (0.8 to 1.4 ms for 512 x 2048 on two
+cores, where 512 rows take 3 to 4.5) and remembers 1,024; an expert has another number in every step. So rows go in a
+multiple of `PART` and the rest, which comes to few numbers, and weight gradients, whose rows are added up, in a
+multiple of `TERMS` and a rest that MKL adds. A step of 8 experts in 4 layers, whose loads were uneven, lost 11%."""
+
+
+def _parts(start: int, end: int) -> list[slice]:
+    """Rows of one expert in numbers that come again."""
+    middle = end - (end - start) % PART
+    return [slice(a, b) for a, b in ((start, middle), (middle, end)) if b > a]
+
+
+def _weight_gradient(gradient: Tensor, rows: Tensor, out: Tensor) -> None:
+    """gradient (r, N), rows (r, K): gradient^T rows into `out` (N, K)."""
+    whole = rows.shape[0] - rows.shape[0] % TERMS
+    if whole:
+        out.copy_(onednn_weight_gradient(gradient[:whole], rows[:whole]))
+    if whole < rows.shape[0]:
+        out.addmm_(gradient[whole:].t(), rows[whole:], beta=1.0 if whole else 0.0)
+
+
 class GroupedProduct(torch.autograd.Function):
     """(R, in) rows sorted by expert, (E, out, in) weights -> (R, out)."""
 
@@ -54,7 +76,8 @@ class GroupedProduct(torch.autograd.Function):
         out = rows.new_empty(rows.shape[0], weight.shape[1])
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if onednn and end > start:
-                out[start:end] = onednn_product(rows[start:end], weight[expert])
+                for part in _parts(start, end):
+                    out[part] = onednn_product(rows[part], weight[expert])
             else:
                 torch.mm(rows[start:end], weight[expert].t(), out=out[start:end])
         return out
@@ -69,8 +92,9 @@ class GroupedProduct(torch.autograd.Function):
         of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
         for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if ctx.onednn and end > start:
-                of_rows[start:end] = onednn_product(gradient[start:end], weight[expert].t())
-                of_weight[expert] = onednn_weight_gradient(gradient[start:end], rows[start:end])
+                for part in _parts(start, end):
+                    of_rows[part] = onednn_product(gradient[part], weight[expert].t())
+                _weight_gradient(gradient[start:end], rows[start:end], of_weight[expert])
             else:
                 torch.mm(gradient[start:end], weight[expert], out=of_rows[start:end])
                 torch.mm(gradient[start:end].t(), rows[start:end], out=of_weight[expert])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,15 +196,17 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
             raise UserError(f"{folder} holds tensors that this model has no place for: {', '.join(left[:3])}")
 
 
-def read_weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Name here and tensor in the stored precision, one at a time. Call `check_weights` first."""
+def read_weights(
+    folder: Path, config: ModelConfig, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor]]:
+    """Name here and tensor in the stored precision, one at a time, of those `wanted`. Call `check_weights` first."""
     with ExitStack() as stack:
         files = _Files(folder, stack)
         if config.tied and "lm_head.weight" in files.names:
             first = next(iter(entries(config))).theirs[0]
             if not torch.equal(files.tensor("lm_head.weight"), files.tensor(first)):
                 raise UserError(f"{folder} has an output layer of its own: set model.tied = false")
-        for entry in entries(config):
+        for entry in filter(lambda entry: wanted(entry.ours), entries(config)):
             tensor = entry.join([files.tensor(name) for name in entry.theirs])
             yield entry.ours, tensor[: config.context] if entry.ours == "positions.weight" else tensor
 

@@ -20,15 +20,35 @@ from ironlaw.model.linear import onednn_product
 IGNORED = -100  # as in PyTorch: a target that counts for nothing
 
 
+class Vocabulary:
+    """Whose logits a process has: of all words. `train/parallel/loss.py` has a part of them."""
+
+    def loss_and_gradient(self, logits: Tensor, targets: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+        """Sum of the losses of the targets that count, from logits (T, V) that are used up; the gradient (T, V) of
+        every row's loss, counted or not, if it is `wanted`. Both fp32."""
+        logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        del logits
+        loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
+        if not wanted:
+            return loss, None
+        gradient = logs.exp_()
+        counted = (targets != IGNORED).unsqueeze(1)
+        return loss, gradient.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -counted.to(gradient.dtype))
+
+
+WHOLE_VOCABULARY = Vocabulary()
+
+
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool = False,
+    vocabulary: Vocabulary = WHOLE_VOCABULARY,
+) -> Tensor:  # fmt: skip
     """Mean or sum over the targets that count, in fp32, from x (T, H) and weight (V, H), `chunk` tokens at a time.
 
-    `onednn`: how fp32 products are computed.
+    `onednn`: how fp32 products are computed. `vocabulary`: which words `weight` has rows for.
     """
     reduced = autocast_dtype(x)
-    total = _Chunked.apply(x, weight, targets, chunk, reduced or weight.dtype, onednn and reduced is None)
+    total = _Chunked.apply(x, weight, targets, chunk, reduced or weight.dtype, onednn and reduced is None, vocabulary)
     if reduction == "sum":
         return total
     return total / (targets != IGNORED).sum()
@@ -37,8 +57,9 @@ def chunked_cross_entropy(
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype, onednn: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype, onednn: bool,
+        vocabulary: Vocabulary,
+    ) -> Tensor:  # fmt: skip
         """Sum of the losses, fp32."""
         wanted = any(ctx.needs_input_grad[:2])
         with torch.autocast(x.device.type, enabled=False):
@@ -51,7 +72,7 @@ class _Chunked(torch.autograd.Function):
             total = torch.zeros((), dtype=torch.float32, device=x.device)
             for first in range(0, len(x), chunk):
                 rows = slice(first, first + chunk)
-                total += _chunk(x[rows].to(dtype), cast, targets[rows], of_x, of_weight, rows, onednn)
+                total += _chunk(x[rows].to(dtype), cast, targets[rows], of_x, of_weight, rows, onednn, vocabulary)
             if turned and of_weight is not None:
                 of_weight = of_weight.t().contiguous()
         # Not as saved tensors: the backward pass must be able to let go of them, so that no copy becomes the gradient.
@@ -63,22 +84,21 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (of_x, of_weight), ctx.gradients = ctx.gradients, None
         # In place: they are used once. Their scale is known only now: the mean, accumulation, a loss scale.
-        return of_x.mul_(gradient), of_weight.mul_(gradient), None, None, None, None
+        return of_x.mul_(gradient), of_weight.mul_(gradient), None, None, None, None, None
 
 
 def _chunk(
-    x: Tensor, weight: Tensor, targets: Tensor, of_x: Tensor | None, of_weight: Tensor | None, rows: slice, onednn: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, of_x: Tensor | None, of_weight: Tensor | None, rows: slice,
+    onednn: bool, vocabulary: Vocabulary,
+) -> Tensor:  # fmt: skip
     """The chunk's loss; its gradients are written to `of_x[rows]` and added to `of_weight`."""
-    logits = onednn_product(x, weight) if onednn else x @ weight.t()
-    logs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # (chunk, V)
-    del logits
-    loss = F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="sum")
-    if of_x is None or of_weight is None:
+    # The logits stay an unnamed temporary, freed as soon as the loss has used them.
+    loss, gradient = vocabulary.loss_and_gradient(
+        onednn_product(x, weight) if onednn else x @ weight.t(), targets, of_x is not None
+    )
+    if of_x is None or of_weight is None or gradient is None:
         return loss
-    gradient = logs.exp_()
     counted = (targets != IGNORED).unsqueeze(1)
-    gradient.scatter_add_(1, targets.clamp(min=0).unsqueeze(1), -counted.to(gradient.dtype))
     if not _all_count(counted):
         gradient.mul_(counted)
     gradient = gradient.to(x.dtype)

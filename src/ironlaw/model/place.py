@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ironlaw.model.dropout import Draw
+from ironlaw.model.loss import chunked_cross_entropy
 
 Rows = slice | Tensor
 """Positions within a sequence, usable as an index: all of the first ones, or a (rows,) tensor."""
@@ -48,6 +49,12 @@ class Place:
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
             enable_gqa=key.shape[1] != query.shape[1],
         )  # fmt: skip
+
+    def chunked_loss(
+        self, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool
+    ) -> Tensor:
+        """Cross-entropy of hidden states (B, S, H), `chunk` tokens at a time (`loss.py`); targets (B S,)."""
+        return chunked_cross_entropy(x.flatten(0, 1), weight, targets, chunk, reduction, onednn)
 
 
 WHOLE = Place()

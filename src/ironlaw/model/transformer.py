@@ -20,7 +20,6 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
-from ironlaw.model.loss import chunked_cross_entropy
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
@@ -208,9 +207,7 @@ class Transformer(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Cross-entropy of hidden states (B, S, H); the logits of all of them only without `loss_chunk`."""
         if self.loss_chunk:
-            return chunked_cross_entropy(
-                x.flatten(0, 1), self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn
-            )
+            return self.place.chunked_loss(x, self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn)
         # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets, reduction=reduction)
 

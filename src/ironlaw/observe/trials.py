@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from torch import nn
 
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
 LEAST_ROWS, REPEATS = 256, 5
+THREAD_TURNS, THREAD_CALLS = 9, 8
+MOST_LAYERS = 4
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -20,7 +23,7 @@ def threads_too_many(
 ) -> dict[str, float] | None:
     """Kind of work -> share of its time that as many threads as cores save; None where there are not more.
 
-    Tried on the module's most frequent linear layer, and on a tensor of its output's size.
+    Tried on the module's most frequent linear layer, and on a tensor of its output's size, both ways in turn.
     """
     if threads <= cores:
         return None
@@ -30,18 +33,20 @@ def threads_too_many(
     x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     large = torch.randn(rows, outputs)
     kinds: dict[str, Callable[[], Any]] = {
-        "matmul": lambda: torch.mm(x, weight.t()), "elementwise": lambda: torch.nn.functional.gelu(large),
+        "matmul": lambda: torch.mm(torch.mm(x, weight.t()), weight),
+        "elementwise": lambda: torch.nn.functional.gelu(large),
     }  # fmt: skip
-    saved = {}
+    saved: dict[str, list[float]] = {kind: [] for kind in kinds}
     try:
-        for kind, work in kinds.items():
-            torch.set_num_threads(threads)
-            now = _typical(work)
-            torch.set_num_threads(cores)
-            saved[kind] = max(0.0, 1 - _typical(work) / now)
+        for kind, work in [*kinds.items()] * THREAD_TURNS:
+            seconds = []
+            for number in (threads, cores):
+                torch.set_num_threads(number)
+                seconds.append(_mean(work))
+            saved[kind].append(1 - seconds[1] / seconds[0])
     finally:
         torch.set_num_threads(threads)
-    return saved
+    return {kind: max(0.0, statistics.median(shares)) for kind, shares in saved.items()}
 
 
 def score_products(document: dict[str, Any]) -> list[list[int]]:
@@ -59,19 +64,25 @@ def score_products(document: dict[str, Any]) -> list[list[int]]:
 
 
 def fused_seconds(products: list[list[int]], precision: str | None) -> float | None:
-    """What the fused kernel takes for these scores, forward and backward; None without any. Each shape timed once."""
+    """What the fused kernel takes for these scores, forward and backward; None without any.
+
+    As in the loop: all forward passes, each with tensors of its own, then all backward ones.
+    """
     if not products:
         return None
     dtype, total = _DTYPES.get(precision or "", torch.float32), 0.0
     for (batch, tokens, size), count in Counter(tuple(p) for p in products).items():
-        q, k, v = (torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3))
+        layers = min(count, MOST_LAYERS)
+        leaves = [[torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3)]
+                  for _ in range(layers)]  # fmt: skip
         gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
 
-        def both_ways(q: Any = q, k: Any = k, v: Any = v, gradient: Any = gradient) -> None:
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(out, (q, k, v), gradient)
+        def both_ways(leaves: Any = leaves, gradient: Any = gradient) -> None:
+            outs = [torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in leaves]
+            for out, three in zip(reversed(outs), reversed(leaves), strict=True):
+                torch.autograd.grad(out, three, gradient)
 
-        total += count * _middle(both_ways)
+        total += count / layers * _middle(both_ways)
     return total
 
 
@@ -111,13 +122,13 @@ def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
     return _best(both_ways)
 
 
-def _typical(work: Callable[[], Any]) -> float:
-    """Of threads that take turns the best case is rare: the mean of many calls."""
+def _mean(work: Callable[[], Any]) -> float:
+    """Of threads that take turns the best case is rare: the mean of some calls."""
     work()
     began = time.perf_counter()
-    for _ in range(40):
+    for _ in range(THREAD_CALLS):
         work()
-    return (time.perf_counter() - began) / 40
+    return (time.perf_counter() - began) / THREAD_CALLS
 
 
 def _middle(work: Callable[[], None]) -> float:

@@ -16,7 +16,6 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.search import Found, search
 
 MOST_ACCELERATORS = 16_384
-MOST_DOUBLINGS = 8
 STOP_BELOW = 0.5
 """Doubling the accelerators pays while it speeds the step up by at least this share; 1 would be twice as fast."""
 
@@ -84,6 +83,18 @@ def _tried(ask: Ask, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]
             continue
         if other.facts["fits"]:
             yield {"change": words, "gain": other.totals["tokens_per_second"].value / now - 1}
+    for fewer in _rounder_counts(ask.cluster) if ask.layout is None else ():
+        seconds = _best(ask, fewer)
+        if seconds is not None:
+            words = f"--on {fewer}x{ask.cluster.accelerator.name}, which divide better"
+            yield {"change": words, "gain": ledger.totals["step_seconds"].value / seconds - 1}
+
+
+def _rounder_counts(cluster: Cluster) -> list[int]:
+    """Fewer accelerators than an odd lot: whole nodes, a power of two. None where there are such already."""
+    count, node_size = cluster.count, cluster.node.accelerators
+    rounder = {count - count % node_size, 2 ** (count.bit_length() - 1)}
+    return sorted(n for n in rounder if 0 < n < count) if count % node_size or count & (count - 1) else []
 
 
 def plan_layout(ask: Ask, layout: Layout) -> Ledger:
@@ -112,10 +123,7 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
         rows[0]["gain"] = half / step_seconds - 1
         rows.insert(0, {"accelerators": count // 2, "step_seconds": half, "gain": None})
     stop, reason = None, "every doubling planned still pays"
-    for _ in range(MOST_DOUBLINGS):
-        double = rows[-1]["accelerators"] * 2
-        if double > MOST_ACCELERATORS:
-            break
+    while (double := rows[-1]["accelerators"] * 2) <= MOST_ACCELERATORS:
         seconds = _best(ask, double)
         if seconds is None:
             stop, reason = rows[-1]["accelerators"], f"no layout of {double:,} divides the batch"

@@ -27,6 +27,8 @@ class Options:
     emit: str | None = None
     prices: Prices = field(default_factory=Prices)
     inputs: tuple[str, ...] = ()  # of a traced module: NAME=SIZES:DTYPE
+    network: str | None = None  # of a node, in words, where it is not the usual one
+    per_node: int | None = None  # accelerators, likewise
     ranks: int | None = None  # on this machine: CPU ranks that torchrun starts
     runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
 

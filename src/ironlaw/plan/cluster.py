@@ -24,12 +24,12 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
-from ironlaw.plan.ingredients import Parts, step_parts
+from ironlaw.plan.ingredients import Parts, block_products, product_seconds, step_parts
 from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
 from ironlaw.plan.setting import Setting, setting
-from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, peak_memory
+from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.stages import stage_layers
 from ironlaw.plan.timeline import Times, assemble, attention_slowdown_of
 from ironlaw.plan.update_cost import update_cost
@@ -98,6 +98,8 @@ def plan_cluster(
     ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak))
     ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
+    ledger.facts["peak_at"] = _peak_at(jobs, where, outcome)
+    ledger.facts["products"] = _products(jobs, where)
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ledger
@@ -170,6 +172,30 @@ def _facts(
     }
 
 
+def _products(jobs: Jobs, where: Setting) -> list[dict[str, Any]]:
+    """The first job's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
+    found = []
+    for name, product in block_products(jobs).items():
+        n, k, m, times, share = (float(column[0]) for column in product)
+        if share > 0:
+            forward, backward = (float(seconds[0]) for seconds in product_seconds(jobs, where, product))
+            found.append({
+                "name": name, "m": m, "n": n, "k": k, "times": times, "share_of_layers": share,
+                "flops": 2 * m * n * k * times, "forward_seconds": forward, "backward_seconds": backward,
+            })  # fmt: skip
+    return found
+
+
+def _peak_at(jobs: Jobs, where: Setting, outcome: Outcome) -> str:
+    """Where the first job's peak is and when: all that is kept is there, and one thing more."""
+    peak = outcome.peak
+    flight = float(in_flight(jobs, peak.stage)[0])
+    back = float(kept_activation_bytes(jobs, where.engine)[1][0])
+    at_loss = float(peak.logits[0]) > 0 and float(peak.logits[0]) >= back
+    moment = "at the loss" if at_loss else "recomputing a block" if back > 0 else "as a backward pass begins"
+    return f"stage {int(peak.stage[0])} {moment}, {flight:.3g} micro-batch{'es' if flight != 1 else ''} in flight"
+
+
 def _totals(
     model: ModelConfig, cluster: Cluster, layout: Layout, jobs: Jobs, where: Setting, outcome: Outcome, tokens: int
 ) -> dict[str, Estimate]:
@@ -188,7 +214,12 @@ def _totals(
     return {
         "step_seconds": step,
         "peak_bytes": bounded(
-            peak_bytes, "memory", engine, cluster, model, f"stage {int(outcome.peak.stage[0])}, see memory lines"
+            peak_bytes,
+            "memory",
+            engine,
+            cluster,
+            model,
+            f"sum of the memory lines, on {_peak_at(jobs, where, outcome)}",
         ),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),

@@ -16,6 +16,7 @@ from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.plan.layout_space import unit_of
 from ironlaw.plan.savers import cluster_savers
 from ironlaw.plan.search import Candidate, Found
 from ironlaw.plan.setting import Setting, setting
@@ -55,8 +56,8 @@ def answer_on_cluster(ask: Ask) -> Answer:
         "precision": ask.precision,
         "engine": evidence(ask.engine, ask.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in ask.work.assumed],
-        "candidates": [_candidate(ask, candidate) for candidate in found.best[:SHOWN]] if found else [],
-        "ruled_out": dict(sorted(found.ruled_out.items(), key=lambda item: -item[1])) if found else {},
+        "candidates": [_candidate(ask, candidate) for candidate in _different(found.best, layout)] if found else [],
+        "ruled_out": _walls(found) if found else {},
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
@@ -134,10 +135,28 @@ def _when_it_does_not(ask: Ask, ledger: Ledger, limit: float) -> dict[str, Any]:
     margin = {"limit_bytes": limit, "missing_bytes": missing, "missing_host_bytes": max(host, 0.0)}
     more: dict[str, Any] = {"budget": {}, "margin": margin}
     if ask.layout is not None:
-        found = search_layouts(ask, keep=1)
+        found = search_layouts(ask, keep=KEPT)
         if found.best:
-            return more | {"would_fit": [f'--layout "{found.best[0].layout}"']}
+            return more | {"would_fit": [f'--layout "{chosen(ask, found, limit)[0].layout}"']}
     return more | {"would_fit": would_fit(ask)}
+
+
+def _different(best: list[Candidate], layout: Layout) -> list[Candidate]:
+    """The fastest ones and the chosen one; of those that differ in hybrid sharding alone the fastest stands for all."""
+    seen: set[Layout] = set()
+    different = []
+    for candidate in best:
+        kind = replace(candidate.layout, shard=None)
+        if kind not in seen or candidate.layout == layout:
+            different.append(candidate)
+        seen.add(kind)
+    return different[:SHOWN]
+
+
+def _walls(found: Found) -> dict[str, dict[str, Any]]:
+    """Each wall with how much it ruled out and in which unit, the largest count first."""
+    counted = sorted(found.ruled_out.items(), key=lambda item: -item[1])
+    return {wall: {"count": count, "unit": unit_of(wall)} for wall, count in counted}
 
 
 def _layout(layout: Layout, ask: Ask) -> dict[str, Any]:
@@ -150,6 +169,9 @@ def _cluster(ask: Ask) -> dict[str, Any]:
     return {
         "text": str(cluster), "accelerator": cluster.accelerator.name, "product": cluster.accelerator.product,
         "accelerators": cluster.count, "nodes": cluster.nodes, "node": cluster.node.product,
+        "per_node": cluster.node.accelerators, "fabric": cluster.node.fabric or None,
+        "network_bytes_per_second": cluster.node.network_bytes_per_second,
+        "oversubscription": cluster.node.oversubscription,
     }  # fmt: skip
 
 

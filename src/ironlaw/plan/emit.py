@@ -58,12 +58,12 @@ class Trainer:
     excludes: Callable[[Layout, ModelConfig], str | None]
     write: Callable[[Ask, Layout], tuple[str, list[str]]]
 
-    def cannot(self, layout: Layout, model: ModelConfig) -> str | None:
-        """Why these options cannot say the layout of this model, or None."""
+    def cannot(self, layout: Layout, model: ModelConfig, optimizer: str = "adamw") -> str | None:
+        """Why these options cannot say the layout of this model under this optimizer, or None."""
+        if self.name == "megatron" and optimizer == "muon" and layout.zero >= 2:
+            return "its FSDP has the optimizers adam and sgd only: use zero=0 or 1"
         if model.moe is not None and self.name in WITHOUT_EXPERTS:
             return WITHOUT_EXPERTS[self.name]
-        if layout.ep > 1 and self.name == "ironlaw":
-            return "expert parallelism is not among its own options: use ep=1"
         return self.excludes(layout, model)
 
 
@@ -77,7 +77,7 @@ def emit(name: str, ask: Ask, layout: Layout) -> dict[str, Any]:
     """The options of trainer `name`. UserError when they cannot say this layout."""
     trainer = trainer_named(name)
     check_words(trainer, ask.precision, ask.optimizer)
-    if reason := trainer.cannot(layout, ask.model):
+    if reason := trainer.cannot(layout, ask.model, ask.optimizer):
         raise UserError(f"layout '{layout}' cannot be written for {name}: {reason}")
     text, notes = trainer.write(ask, layout)
     return {"trainer": name, "format": trainer.format, "text": text, "notes": notes}
@@ -107,6 +107,8 @@ TRAINERS = {
         Trainer("megatron", "flags", tuple(PRECISION_FLAGS), MEGATRON_OPTIMIZERS, megatron_cannot, _megatron),
         Trainer("deepspeed", "json", ("bf16", "fp16", "fp32"), NAMES, deepspeed_cannot, deepspeed_config),
         Trainer("accelerate", "yaml", ("bf16", "fp16", "fp32"), NAMES, accelerate_cannot, accelerate_config),
-        Trainer("ironlaw", "toml", ("bf16", "fp32"), IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config),
+        Trainer(
+            "ironlaw", "toml", ("bf16", "fp16", "fp32", "tf32"), IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
+        ),
     )
 }

@@ -15,14 +15,16 @@ IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor"
 
 def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Ironlaw's own trainer cannot run this, or None."""
-    if layout.offload != "none":
-        return "Ironlaw's own trainer does not offload: use offload=none"
-    if layout.recompute != "none" and layout.accelerators > 1:
-        return "Ironlaw's own trainer recomputes on one device only so far"
+    if layout.offload != "none" and layout.accelerators > 1:
+        return "Ironlaw's own trainer offloads on one device only so far: use offload=none"
     if layout.recompute == "selective":
         return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
-    if layout.ep > 1 or (model.moe is not None and layout.accelerators > 1):
-        return "Ironlaw's own trainer has mixtures of experts on one device only so far"
+    if model.moe is not None and layout.accelerators > 1:
+        if layout.etp not in (None, layout.tp):
+            return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
+        holders = layout.dp * layout.cp // layout.ep
+        if layout.ep > 1 and layout.zero and model.hidden % holders:
+            return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
     if model.key_value_heads % layout.tp:
         return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"
     return None
@@ -45,8 +47,10 @@ def ironlaw_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
         document["recompute"] = {"mode": "full"}
     elif layout.every > 1:
         document["recompute"] = {"mode": "every", "every": layout.every}
+    if layout.offload != "none":
+        document["train"]["offload"] = layout.offload
     if layout.accelerators > 1:
-        words = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual_stages", "schedule", "cp")
+        words = ("dp", "zero", "shard", "tp", "sp", "pp", "virtual_stages", "schedule", "cp", "ep")
         plain = Layout()
         document["layout"] = {
             word: getattr(layout, word)

@@ -130,7 +130,7 @@ def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
         f"--moe-router-topk {moe.experts_per_token}",
         f"--moe-ffn-hidden-size {model.expert_ffn_size}",
         f"--expert-model-parallel-size {layout.ep}",
-        f"--expert-tensor-parallel-size {layout.tp}",
+        f"--expert-tensor-parallel-size {layout.expert_tp}",
         "--moe-token-dispatcher-type alltoall",
         "--moe-grouped-gemm",
         "--moe-permute-fusion",

@@ -59,7 +59,8 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
     if options:
         text += "\n# torchtitan 0.3 has no TOML; after --module and --config of such a model:\n"
         text += "".join(f"#   {option}\n" for option in options)
-    return text, ["a TOML job config of torchtitan 0.2; options of 0.3 in its last comment"]
+    newer = "options of 0.3 in its last comment" if options else "0.3 has no option for all of it"
+    return text, [f"a TOML job config of torchtitan 0.2; {newer}"]
 
 
 def _local_batch(ask: Ask, layout: Layout) -> int:

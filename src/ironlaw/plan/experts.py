@@ -1,13 +1,16 @@
 """What experts add to a job: their products, the moves of rows, their traffic and their activations.
 
-Expert parallel ranks are taken from the dp x cp group, next to each other inside the tensor parallel ranks; an expert's
-matrices are split over tp like a dense network's. A rank keeps E / ep experts of each layer and computes the rows that
-its group sends them: as many as without expert parallelism if the load is even, `IMBALANCE` times that on the rank that
-the others wait for. Layers with and without experts are averaged: stages are taken to hold the same mix.
+Expert parallel ranks are taken from the dp x cp group, next to each other around the tensor parallel ranks that an
+expert's matrices are split over like a dense network's. Folded (arXiv 2504.14960) experts are laid out over all
+dp x cp x tp ranks of a stage apart from the dense rest: split over `etp` ranks, ep of these next to each other. A rank
+keeps E / ep experts of each layer and computes the rows that its group sends them: as many as without expert
+parallelism if the load is even, `IMBALANCE` times that on the rank that the others wait for. Layers with and without
+experts are averaged: stages are taken to hold the same mix.
 
+    rows        T k etp / tp on a rank: T k where an expert is split like the rest, its own tokens' at etp = 1
     dispatch    each token k times to the rank of its expert, T k H elements per rank (over tp under sequence
-                parallelism, gathered again there); combine the same way back; backward the same again
-    gradients   of experts are reduced over dp cp / ep ranks, the rest over dp cp
+                parallelism, gathered again over etp); combine the same way back; backward the same again
+    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ironlaw.machine.efficiency import collective_seconds
 from ironlaw.plan.jobs import Array, Jobs
@@ -24,7 +28,7 @@ from ironlaw.plan.setting import Setting
 if TYPE_CHECKING:
     from ironlaw.plan.stages import StageLayers
 
-HALF = 2.0
+FP32 = 4.0
 
 IMBALANCE = 1.1
 """Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures how
@@ -36,45 +40,66 @@ Product = tuple[Array, Array, Array, Array, Array]
 
 
 def row_factor(jobs: Jobs) -> Array:
-    """Rows that a rank computes over T k: its capacity, or the imbalance where ranks wait for each other."""
+    """Rows that a rank computes over an even share: its capacity, or the imbalance where ranks wait for each other."""
     dropless = np.where(jobs.ep > 1, IMBALANCE, 1.0)
     return np.where(jobs.capacity > 0, jobs.capacity, dropless)
 
 
-def expert_products(jobs: Jobs, dense: list[Product]) -> list[Product]:
-    """The products of feed-forward networks, up and down: dense layers, routed experts, shared ones, router."""
+def rows_per_token(jobs: Jobs) -> Array:
+    """Rows that a rank computes over its micro-batch's tokens T: fewer where experts are split over less than tp."""
+    return np.asarray(jobs.experts_per_token * row_factor(jobs) * jobs.expert_tp / jobs.tp)
+
+
+def is_exchanged(jobs: Jobs) -> npt.NDArray[np.bool_]:
+    """Whether rows move on their own instead of as a dense network's tokens under tensor parallelism."""
+    return np.asarray((jobs.ep > 1) | (jobs.expert_tp != jobs.tp))
+
+
+def spared_collectives(jobs: Jobs) -> Array:
+    """Of the two tensor parallel collectives of a layer, how many the rows' exchange replaces; mean over all layers.
+
+    Shared experts gather their tokens like a dense network.
+    """
+    replaced = (jobs.sp > 0) & is_exchanged(jobs) & (jobs.shared_ffn == 0)
+    return np.asarray(np.where(replaced, jobs.expert_share, 0.0))
+
+
+def with_experts(jobs: Jobs, products: dict[str, Product]) -> dict[str, Product]:
+    """A block's products with those of experts, up and down, beside the dense network: routed, shared, router."""
     share, tp, up = jobs.expert_share, jobs.tp, np.where(jobs.gated > 0, 2.0, 1.0)
     ones = np.ones(len(jobs))
     local = jobs.experts / jobs.ep  # experts of a rank
-    rows = jobs.tokens * jobs.experts_per_token / np.maximum(local, 1.0) * row_factor(jobs)
-    width, shared = jobs.expert_ffn / tp, np.maximum(jobs.shared_ffn, 1.0) / tp
+    rows = jobs.tokens * rows_per_token(jobs) / np.maximum(local, 1.0)
+    width, shared = jobs.expert_ffn / jobs.expert_tp, np.maximum(jobs.shared_ffn, 1.0) / tp
     has_shared = np.where(jobs.shared_ffn > 0, share, 0.0)
-    return [
-        *((outputs, inputs, r, batch, 1 - share) for outputs, inputs, r, batch, _ in dense),
-        (width * up, jobs.hidden, rows, local, share),
-        (jobs.hidden, width, rows, local, share),
-        (shared * up, jobs.hidden, jobs.tokens, ones, has_shared),
-        (jobs.hidden, shared, jobs.tokens, ones, has_shared),
-        (jobs.experts, jobs.hidden, jobs.tokens / jobs.stream_shards, ones, share),
-    ]
+    dense = {
+        name: (outputs, inputs, r, batch, 1 - share if name.startswith("ffn") else of_layers)
+        for name, (outputs, inputs, r, batch, of_layers) in products.items()
+    }
+    return dense | {
+        "expert_up": (width * up, jobs.hidden, rows, local, share),
+        "expert_down": (jobs.hidden, width, rows, local, share),
+        "shared_up": (shared * up, jobs.hidden, jobs.tokens, ones, has_shared),
+        "shared_down": (jobs.hidden, shared, jobs.tokens, ones, has_shared),
+        "router": (jobs.experts, jobs.hidden, jobs.tokens / jobs.stream_shards, ones, share),
+    }
 
 
 def permutation_elements(jobs: Jobs) -> Array:
     """Elements read and written by sorting rows to experts and back, in one direction."""
-    rows = jobs.tokens * jobs.experts_per_token * row_factor(jobs)
-    return np.asarray(jobs.expert_share * jobs.hidden * (4 * rows + jobs.tokens))
+    return np.asarray(jobs.expert_share * jobs.hidden * jobs.tokens * (4 * rows_per_token(jobs) + 1))
 
 
-def expert_activation_bytes(jobs: Jobs, gated: float, plain: float) -> Array:
+def expert_activation_bytes(jobs: Jobs, gated: float, plain: float, width: float) -> Array:
     """What experts keep for the backward pass beyond a dense network of the model's `ffn`, per rank and mean layer.
 
-    `gated`, `plain`: tensors of the inner width that such a network keeps. Rows are kept as they went in and came out.
+    `gated`, `plain`: tensors of the inner width that such a network keeps, `width` bytes per element. Rows are kept as
+    they went in and came out.
     """
-    tensors = np.where(jobs.gated > 0, gated, plain)
-    rows = jobs.experts_per_token * row_factor(jobs)
-    inner = (rows * jobs.expert_ffn + jobs.shared_ffn - jobs.ffn) / jobs.tp * tensors
-    scores = 4 * jobs.experts / HALF  # fp32
-    return np.asarray(jobs.expert_share * jobs.tokens * HALF * (inner + 2 * rows * jobs.hidden + scores))
+    tensors, rows = np.where(jobs.gated > 0, gated, plain), rows_per_token(jobs)
+    split = rows * jobs.expert_ffn / jobs.expert_tp + (jobs.shared_ffn - jobs.ffn) / jobs.tp
+    scores = FP32 * jobs.experts / jobs.stream_shards
+    return np.asarray(jobs.expert_share * jobs.tokens * (width * (split * tensors + 2 * rows * jobs.hidden) + scores))
 
 
 @dataclass(frozen=True)
@@ -93,31 +118,28 @@ class ExpertTraffic:
 
 def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
     """Reduction and gathering of experts over the ranks that hold the same ones, and the exchange of rows."""
-    fabric, island = setting.fabric, float(setting.fabric.island_ranks)
-    layer = jobs.expert_parameters / jobs.ep / jobs.tp
+    fabric, island, width = setting.fabric, float(setting.fabric.island_ranks), setting.engine.element_bytes
+    layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
-    group = jobs.dp * jobs.cp / jobs.ep
-    inside = np.clip(island // (jobs.tp * jobs.ep), 1.0, group)
+    group, split = jobs.expert_replicas, jobs.expert_tp
+    inside = np.clip(island // (split * jobs.ep), 1.0, group)
 
     def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
         return np.asarray(collective_seconds(kind, size, ranks, inside, fabric=fabric))
 
-    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all of them.
-    sent = jobs.tokens * jobs.experts_per_token * jobs.hidden * HALF * row_factor(jobs)
-    near = np.clip(island // jobs.tp, 1.0, jobs.ep)
-    exchange = seconds("all_to_all", sent / jobs.stream_shards, jobs.ep, near)
-    tp_near = np.minimum(jobs.tp, island)
-    gathered = seconds("all_gather", sent, jobs.tp, tp_near) - seconds(
-        "all_gather", jobs.tokens * jobs.hidden * HALF, jobs.tp, tp_near
-    )  # in place of the dense network's
-    exchange = exchange + np.where((jobs.sp > 0) & (jobs.ep > 1), gathered, 0.0)
+    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
+    rows = jobs.tokens * jobs.experts_per_token * jobs.hidden * width * row_factor(jobs)
+    sent = rows / jobs.stream_shards
+    exchange = np.where(jobs.ep > 1, seconds("all_to_all", sent, jobs.ep, np.clip(island // split, 1.0, jobs.ep)), 0.0)
+    gathered = seconds("all_gather", sent * split, split, np.minimum(split, island))
+    exchange = exchange + np.where((jobs.sp > 0) & is_exchanged(jobs), gathered, 0.0)
     return ExpertTraffic(
         local=local,
         layer=layer,
         all_reduce=seconds("all_reduce", local * gradient_bytes, group, inside),
         scatter=seconds("reduce_scatter", local * gradient_bytes, group, inside),
-        gather=seconds("all_gather", local * HALF, group, inside),
-        gather_layer=seconds("all_gather", layer * HALF, group, inside),
+        gather=seconds("all_gather", local * width, group, inside),
+        gather_layer=seconds("all_gather", layer * width, group, inside),
         scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, group, inside),
-        exchange=np.asarray(jobs.expert_share * np.where(jobs.ep > 1, exchange, 0.0)),
+        exchange=np.asarray(jobs.expert_share * exchange),
     )

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
-from ironlaw.plan.experts import expert_products, expert_traffic, permutation_elements
+from ironlaw.plan.experts import Product, expert_traffic, permutation_elements, spared_collectives, with_experts
 from ironlaw.plan.jobs import Array, Jobs
 from ironlaw.plan.setting import Setting
 from ironlaw.plan.sharded_memory import kept_activation_bytes
-from ironlaw.plan.stages import StageLayers, stage_layers
+from ironlaw.plan.stages import StageLayers, owned_parameters, stage_layers
 
-HALF = 2.0  # bytes of a 16-bit element
 FP32 = 4.0
 
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
@@ -48,6 +47,7 @@ class Parts:
     layer_shard_backward: Array
     layer_accumulate: Array  # adding a weight gradient into the fp32 buffer
     tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
+    tp_collectives: Array  # of them in a layer's forward pass: two, less where experts exchange rows instead
     cp_layer: Array  # key/value exchange of one layer, forward
     head_matmul: Array  # output layer, forward and backward
     head_streaming: Array  # loss
@@ -63,8 +63,10 @@ class Parts:
     host_update: Array  # of an offloaded optimizer: the processor's update, or the way back of the weights if longer
     host_gradients: Array  # their way to the host
     host_layer: Array  # one block's kept activations of one micro-batch, to the host or back
-    crosses: npt.NDArray[np.bool_]  # whether data parallel and pipeline traffic leaves the island
-    tp_crosses: npt.NDArray[np.bool_]
+    tp_crosses: npt.NDArray[np.bool_]  # whether the traffic of this kind leaves the island
+    cp_crosses: npt.NDArray[np.bool_]
+    dp_crosses: npt.NDArray[np.bool_]
+    pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
 
 
 def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
@@ -82,25 +84,35 @@ def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
     return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
 
 
-def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
-    """Seconds of a block's linear layers: forward, backward."""
-    tokens, hidden, tp = jobs.tokens, jobs.hidden, jobs.tp
+def block_products(jobs: Jobs) -> dict[str, Product]:
+    """The linear layers of a block on one rank and micro-batch, gate and up as one; experts in place of the network."""
+    tokens, hidden, tp, ones = jobs.tokens, jobs.hidden, jobs.tp, np.ones(len(jobs))
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
     up = jobs.ffn * np.where(jobs.gated > 0, 2.0, 1.0) / tp
+    products = {
+        "qkv": (qkv, hidden, tokens, ones, ones),
+        "attention_out": (hidden, jobs.query_size / tp, tokens, ones, ones),
+        "ffn_up": (up, hidden, tokens, ones, ones),
+        "ffn_down": (hidden, jobs.ffn / tp, tokens, ones, ones),
+    }
+    return with_experts(jobs, products) if jobs.has_experts else products
+
+
+def product_seconds(jobs: Jobs, setting: Setting, product: Product) -> tuple[Array, Array]:
+    """Seconds of one linear layer alone: forward; gradients of its input and of its weights together."""
+    outputs, inputs, rows, batch, _ = product
+    shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
+    forward, of_input, of_weight = (_matmul(m, n, k, batch, setting, setting.precision) for m, n, k in shapes)
+    return forward, of_input + of_weight
+
+
+def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
+    """Seconds of a block's linear layers, the mean over all blocks: forward, backward."""
     forward, backward = np.zeros(len(jobs)), np.zeros(len(jobs))
-    networks = [(qkv, hidden), (hidden, jobs.query_size / tp), (up, hidden), (hidden, jobs.ffn / tp)]
-    # (outputs, inputs, rows, products side by side, share of the layers); experts in place of the dense network
-    ones = np.ones(len(jobs))
-    products = [(outputs, inputs, tokens, ones, ones) for outputs, inputs in networks]
-    if jobs.has_experts:
-        products = products[:2] + expert_products(jobs, products[2:])
-    for outputs, inputs, rows, batch, share in products:
-        for m, n, k, target in (
-            (rows, outputs, inputs, forward),
-            (rows, inputs, outputs, backward),
-            (outputs, inputs, rows, backward),
-        ):
-            target += _matmul(m, n, k, batch, setting, setting.precision) * share
+    for product in block_products(jobs).values():
+        there, back = product_seconds(jobs, setting, product)
+        forward += there * product[-1]
+        backward += back * product[-1]
     return forward, backward
 
 
@@ -193,8 +205,8 @@ def _update(jobs: Jobs, setting: Setting, layers: StageLayers, owned: Array) -> 
     the state, and divided by tp.
     """
     cost, hardware = setting.update, setting.hardware
-    blocks = layers.counts.max(axis=1) * jobs.block_parameters
-    inside = np.minimum(1.0, blocks / jobs.tp / np.maximum(layers.largest_parameters, 1.0))
+    blocks = layers.counts.max(axis=1) * jobs.local_block_parameters
+    inside = np.minimum(1.0, blocks / np.maximum(layers.largest_parameters, 1.0))
     per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
     seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
     if not cost.matrices:
@@ -247,7 +259,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (width * 2 + FP32 * 4), hardware))
     embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * width * 6 / jobs.stream_shards, hardware))
 
-    block = jobs.held_block_parameters / jobs.tp
+    block = jobs.local_block_parameters
     ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
     unit = block + ends / jobs.layers  # what ZeRO-3 gathers at a time, embedding and output layer spread out
     local = layers.largest_parameters
@@ -258,7 +270,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     replicas_inside = np.maximum(1.0, island // jobs.tp)
     kv_bytes = 2 * jobs.tokens * np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size) * width
     message = stream_bytes / jobs.stream_shards
-    crosses = jobs.tp * jobs.cp * jobs.dp >= island
+    stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
     two = np.full(len(jobs), 2.0)
 
     gradient = setting.engine.gradient_communication_bytes
@@ -266,7 +278,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
     gather = _collective("all_gather", local * width, sharing, replicas_inside, setting)
-    owned = np.where(jobs.zero > 0, local / sharing, local)
+    owned = owned_parameters(jobs, layers)
     unit_dense, apart = unit, None
     if jobs.has_experts:
         # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
@@ -276,10 +288,9 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             for kind, size, group, more in (
                 ("all_reduce", gradient, replicas, apart.all_reduce),
                 ("reduce_scatter", gradient, sharing, apart.scatter),
-                ("all_gather", HALF, sharing, apart.gather),
+                ("all_gather", width, sharing, apart.gather),
             )
         )
-        owned = np.where(jobs.zero > 0, (local + apart.local * (jobs.ep - 1)) / sharing, local)
         unit_dense = unit - apart.layer
     fsdp = jobs.zero >= 3
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
@@ -303,17 +314,18 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
             _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
         ),
+        tp_collectives=2.0 - spared_collectives(jobs),
         cp_layer=_collective("all_gather", kv_bytes * jobs.cp, jobs.cp, np.maximum(1.0, island // jobs.tp), setting),
         head_matmul=np.asarray(head),
         head_streaming=loss,
         embedding=embedding,
         pp_message=np.where(
-            jobs.pp > 1, _collective("send_recv", message, two, np.where(crosses, 1.0, 2.0), setting), 0.0
+            jobs.pp > 1, _collective("send_recv", message, two, np.where(stage_fills_island, 1.0, 2.0), setting), 0.0
         ),
         dp_reduce=once,
         dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
         ep_layer=apart.exchange if apart else np.zeros(len(jobs)),
-        ep_crosses=jobs.tp * jobs.ep > island,
+        ep_crosses=jobs.expert_tp * jobs.ep > island,
         fsdp_gather_layer=np.where(
             fsdp,
             _collective("all_gather", unit_dense * width, sharing, replicas_inside, setting)
@@ -326,8 +338,10 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             + (apart.scatter_layer if apart else 0.0),
             0.0,
         ),
-        crosses=jobs.accelerators > island,
         tp_crosses=jobs.tp > island,
+        cp_crosses=jobs.tp * jobs.cp > island,
+        dp_crosses=jobs.tp * jobs.cp * jobs.dp > island,
+        pp_crosses=jobs.accelerators > island,
         optimizer=np.where(jobs.offloads_optimizer, 0.0, _update(jobs, setting, layers, owned)),
         **_offloaded(jobs, setting, owned),
     )  # fmt: skip

@@ -23,7 +23,7 @@ SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
 
 OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
 DEFAULTS = {
-    "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "experts": 0.0,
+    "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
 }  # fmt: skip
 """Columns that a row of measured runs need not have."""
@@ -65,6 +65,7 @@ class Jobs:
     offload: Array  # a value of OFFLOAD
     # mixture of experts: all 0 (ep 1) where the model is dense
     ep: Array
+    etp: Array  # ranks that an expert is split over; 0: tp
     experts: Array  # in each layer that has any
     experts_per_token: Array
     expert_ffn: Array  # inner width of one expert
@@ -169,14 +170,31 @@ class Jobs:
         return self.expert_share * self.experts * matrices * self.hidden * self.expert_ffn
 
     @property
-    def elsewhere(self) -> Array:
-        """Of a block's parameters, those of experts that other expert parallel ranks hold."""
-        return self.expert_parameters * (1 - 1 / self.ep)
+    def expert_tp(self) -> Array:
+        """Ranks that an expert is split over."""
+        return np.where(self.etp > 0, self.etp, self.tp)
 
     @property
-    def held_block_parameters(self) -> Array:
-        """What the tensor parallel ranks of one expert parallel rank hold of a block together."""
-        return self.block_parameters - self.elsewhere if self.has_experts else self.block_parameters
+    def expert_replicas(self) -> Array:
+        """Ranks that hold the same part of the same experts."""
+        return self.dp * self.cp * self.tp / (self.ep * self.expert_tp)
+
+    @property
+    def local_expert_parameters(self) -> Array:
+        """Of the routed experts of a layer, on one rank; the mean over all layers."""
+        return self.expert_parameters / (self.ep * self.expert_tp)
+
+    @property
+    def copied_parameters(self) -> Array:
+        """Of a block, on one rank: what it holds more than its part where key/value heads are fewer than tp."""
+        part = self.key_value_size / self.tp
+        return 2 * self.hidden * (np.maximum(part, self.head_size) - part)
+
+    @property
+    def local_block_parameters(self) -> Array:
+        """Of a block, on one rank, before ZeRO divides any."""
+        split = self.block_parameters / self.tp + self.copied_parameters
+        return split - self.expert_parameters / self.tp + self.local_expert_parameters if self.has_experts else split
 
     @property
     def visited_ffn(self) -> Array:
@@ -246,7 +264,7 @@ def layout_columns(layout: Layout) -> dict[str, float]:
         "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
         "cp": float(layout.cp), "micro_batch": float(layout.micro_batch),
         "recompute": float(RECOMPUTE.get(layout.recompute, RECOMPUTE["full"])), "every": float(layout.every),
-        "offload": float(OFFLOAD[layout.offload]), "ep": float(layout.ep),
+        "offload": float(OFFLOAD[layout.offload]), "ep": float(layout.ep), "etp": float(layout.etp or 0),
     }  # fmt: skip
 
 

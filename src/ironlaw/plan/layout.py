@@ -6,11 +6,12 @@
 Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
 state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
 ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
-parallel, ep expert parallel: ranks of the dp x cp group that share the experts of each layer, each expert split over tp
-like a dense network (arXiv 2006.16668, section 3.3). `shard` replicas share one sharded copy, which the others repeat:
-hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe (arXiv
-1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill the
-bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at
+parallel, ep expert parallel: ranks that share the experts of each layer, each expert split over tp like a dense network
+(arXiv 2006.16668, section 3.3), or over `etp` ranks where experts are folded: laid out over the dp x cp x tp ranks
+apart from the dense rest, ep of etp each (arXiv 2504.14960). `shard` replicas share one sharded copy, which the others
+repeat: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe
+(arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill
+the bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at
 once).
 """
 
@@ -58,6 +59,7 @@ class Layout:
     schedule: str = "1f1b"
     cp: int = 1
     ep: int = 1
+    etp: int | None = None  # ranks that an expert is split over; tp when absent
     micro_batch: int = 1  # sequences per forward pass of a replica
     accumulation: int | None = None  # micro-batches per replica and step; follows from the global batch when absent
     recompute: str = "none"  # none, selective, full, or every:K: each k-th block in full
@@ -67,6 +69,11 @@ class Layout:
     def every(self) -> int:
         """Of how many blocks one is recomputed in full; 1 unless `recompute` is every:K."""
         return int(self.recompute.removeprefix("every:")) if self.recompute.startswith("every:") else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that an expert is split over."""
+        return self.tp if self.etp is None else self.etp
 
     @property
     def accelerators(self) -> int:
@@ -126,14 +133,23 @@ class Layout:
     def _reason_experts(self, model: ModelConfig) -> str | None:
         if model.moe is None:
             dense = "expert parallelism needs a mixture of experts, and this model is dense"
-            return dense if self.ep > 1 else None
-        if model.expert_ffn_size % self.tp or model.shared_ffn_size % self.tp:
-            return f"the width of an expert, {model.expert_ffn_size}, is not divisible by tp = {self.tp}"
+            return dense if self.ep > 1 or self.etp is not None else None
+        split, folded = self.expert_tp, self.expert_tp != self.tp
+        if model.expert_ffn_size % split:
+            word = "etp" if self.etp is not None else "tp"
+            return f"the width of an expert, {model.expert_ffn_size}, is not divisible by {word} = {split}"
+        if model.shared_ffn_size % self.tp:
+            return f"the width of the shared experts, {model.shared_ffn_size}, is not divisible by tp = {self.tp}"
         if model.moe.experts % self.ep:
             return f"{model.moe.experts} experts are not divisible by ep = {self.ep}"
-        if self.dp * self.cp % self.ep:
-            return f"ep = {self.ep} ranks cannot be taken from dp {self.dp} x cp {self.cp}"
-        if self.ep > 1 and self.shard is not None:
+        if self.tp % split:
+            return f"etp = {split} does not divide tp = {self.tp}"
+        if folded and not self.sp:
+            return f"etp = {split} under tp = {self.tp} needs tokens divided over tp: use sp=1"
+        if self.dp * self.cp * self.tp // split % self.ep:
+            taken = f"dp {self.dp} x cp {self.cp}" + (f" x tp {self.tp} / etp {split}" if folded else "")
+            return f"ep = {self.ep} ranks cannot be taken from {taken}"
+        if (self.ep > 1 or folded) and self.shard is not None:
             return "expert parallelism inside hybrid sharding is not planned: leave out shard, or use ep=1"
         return None
 

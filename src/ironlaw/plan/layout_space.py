@@ -21,8 +21,8 @@ MAX_TP = 64  # and never beyond an island or a node: no measured run says how mu
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
 COLUMNS = (
-    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "ep", "micro_batch", "recompute", "every",
-    "offload",
+    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "ep", "etp", "micro_batch", "recompute",
+    "every", "offload",
 )  # fmt: skip
 
 GRID_WALLS = (
@@ -35,8 +35,17 @@ GRID_WALLS = (
 )
 """Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
 
-EXPERT_WALL = "experts not divisible by ep"
-"""The same for a grid with one degree of expert parallelism."""
+EXPERT_WALL = "experts not divisible by ep, or their width by tp"
+"""The same for a grid with one degree of expert parallelism, folded or not."""
+
+MICRO_BATCH_WALL = f"micro-batches above {MAX_MICRO_BATCH} sequences"
+SCHEDULE_WALL = "number of micro-batches not what the pipeline schedule needs"
+"""Reasons that rule out a layout before it is planned."""
+
+
+def unit_of(wall: str) -> str:
+    """What a wall is counted in: whole grids, grids with a degree of expert parallelism, or single layouts."""
+    return "grids" if wall in GRID_WALLS else "grids with ep" if wall == EXPERT_WALL else "layouts"
 
 
 def divisors(number: int) -> list[int]:
@@ -67,7 +76,7 @@ def grids(
         else:
             yield dp, tp, pp, cp
             continue
-        ruled_out[reason] = ruled_out.get(reason, 0) + 1
+        _count(ruled_out, reason, 1)
 
 
 def layouts(
@@ -83,33 +92,51 @@ def layouts(
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
-        expert_parallel = _expert_parallel(model, dp * cp, ruled_out)
-        parallel = (0, 1) if tp > 1 else (0,)
+        experts = _expert_parallel(model, dp * cp, tp, ruled_out)
+        # (ZeRO and groups, sequence parallelism, expert parallelism), the same for every micro-batch and schedule
+        ways = [
+            (zero, shard, sp, ep, etp)
+            for (zero, shard), sp, (ep, etp) in product(sharding, (0, 1) if tp > 1 else (0,), experts)
+            if (not shard or (ep == 1 and not etp)) and (sp or not etp)
+        ]
         chunks = _pipelines(model.layers, pp)
-        for micro_batch in (d for d in divisors(per_replica) if d <= MAX_MICRO_BATCH):
+        for micro_batch in divisors(per_replica):
+            if micro_batch > MAX_MICRO_BATCH:
+                _count(ruled_out, MICRO_BATCH_WALL, len(chunks) * len(ways))
+                continue
             accumulation = per_replica // micro_batch
             allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
+            _count(ruled_out, SCHEDULE_WALL, (len(chunks) - len(allowed)) * len(ways))
             yield from (
-                (dp, zero, shard, tp, sp, pp, v, schedule, cp, ep, micro_batch, *NO_SAVING)
-                for (zero, shard), sp, (v, schedule), ep in product(sharding, parallel, allowed, expert_parallel)
-                if ep == 1 or not shard
+                (dp, zero, shard, tp, sp, pp, v, schedule, cp, ep, etp, micro_batch, *NO_SAVING)
+                for (zero, shard, sp, ep, etp), (v, schedule) in product(ways, allowed)
             )
 
 
+def _count(ruled_out: dict[str, int], wall: str, number: int) -> None:
+    if number:
+        ruled_out[wall] = ruled_out.get(wall, 0) + number
+
+
 def _ffn_widths(model: ModelConfig) -> list[int]:
-    """Inner widths that tensor parallelism splits."""
+    """Inner widths that tensor parallelism splits whatever is done with the experts."""
     dense = [model.ffn_size] if model.dense_layers else []
-    return [*dense, model.expert_ffn_size, model.shared_ffn_size]
+    return [*dense, model.shared_ffn_size]
 
 
-def _expert_parallel(model: ModelConfig, replicas: int, ruled_out: dict[str, int]) -> list[int]:
-    """Degrees of expert parallelism that `replicas` = dp x cp ranks allow; what the experts do not allow is counted."""
+def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict[str, int]) -> list[tuple[int, int]]:
+    """(ep, etp) that `replicas` = dp x cp ranks of tp each allow; what the experts do not allow is counted.
+
+    An expert is split over tp like the rest (etp 0), or folded and whole (etp 1): what lies between is left to
+    `--layout`.
+    """
     if model.moe is None:
-        return [1]
-    possible = divisors(replicas)
-    allowed = [ep for ep in possible if model.moe.experts % ep == 0]
-    if len(allowed) < len(possible):
-        ruled_out[EXPERT_WALL] = ruled_out.get(EXPERT_WALL, 0) + len(possible) - len(allowed)
+        return [(1, 0)]
+    plain = [(ep, 0) for ep in divisors(replicas)]
+    folded = [(ep, 1) for ep in divisors(replicas * tp)] if tp > 1 else []
+    allowed = [(ep, 0) for ep, _ in plain if model.moe.experts % ep == 0 and model.expert_ffn_size % tp == 0]
+    allowed += [(ep, 1) for ep, _ in folded if model.moe.experts % ep == 0]
+    _count(ruled_out, EXPERT_WALL, len(plain) + len(folded) - len(allowed))
     return allowed
 
 
@@ -158,9 +185,9 @@ _SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
 
 
 def layout_of(row: tuple[int, ...]) -> Layout:
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, ep, micro_batch, recompute, every, offload = row
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, ep, etp, micro_batch, recompute, every, offload = row
     return Layout(
         dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
-        schedule=_SCHEDULE_NAMES[schedule], cp=cp, ep=ep, micro_batch=micro_batch,
+        schedule=_SCHEDULE_NAMES[schedule], cp=cp, ep=ep, etp=etp or None, micro_batch=micro_batch,
         recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute], offload=_OFFLOAD_NAMES[offload],
     )  # fmt: skip

@@ -14,6 +14,7 @@ from ironlaw.plan.ask import Ask
 from ironlaw.plan.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster import DEFAULT_ENGINE
 from ironlaw.plan.cluster_answer import answer_on_cluster
+from ironlaw.plan.described_node import described_node, resized
 from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.experts import IMBALANCE
@@ -39,7 +40,9 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     if subject.model.moe is not None and subject.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
         assumed.append(
-            Assumption("expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "none")
+            Assumption(
+                "expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "a capacity factor"
+            )
         )
     if subject.config and subject.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
@@ -48,8 +51,8 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout, optimizer)
     if trainer:
         check_words(trainer, precision, optimizer)
-        ask = replace(ask, excluded=lambda candidate: trainer.cannot(candidate, subject.model))
-        if layout is not None and (reason := trainer.cannot(layout, subject.model)):
+        ask = replace(ask, excluded=lambda candidate: trainer.cannot(candidate, subject.model, optimizer))
+        if layout is not None and (reason := trainer.cannot(layout, subject.model, optimizer)):
             raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
     answer = answer_on_cluster(ask)
     if trainer and answer.fits:
@@ -61,7 +64,7 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
 
 def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Cluster and layout; each may say how many accelerators the other leaves open."""
-    cluster = parse_cluster(on)
+    cluster = _described(parse_cluster(on), options)
     assumed: list[Assumption] = []
     if options.layout is None:
         return cluster, None, assumed
@@ -75,6 +78,21 @@ def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assu
         layout = replace(layout, dp=cluster.count // rest)
         assumed.append(Assumption("dp", str(layout.dp), "what tp, pp and cp leave", "--layout"))
     return cluster, layout, assumed
+
+
+def _described(cluster: Cluster, options: Options) -> Cluster:
+    """The cluster with nodes as described; UserError where the words say no network."""
+    if options.per_node is not None:
+        cluster = replace(cluster, node=resized(cluster.node, options.per_node))
+    if options.network is None:
+        return cluster
+    found = described_node(cluster.node, options.network)
+    if found == cluster.node:
+        raise UserError(
+            f"--network '{options.network}' names no kind of network with a rate: write for example "
+            '--network "8x 200 Gb/s RoCE per node, 2:1"'
+        )
+    return replace(cluster, node=found)
 
 
 def _of_config(config: RunConfig) -> Layout:

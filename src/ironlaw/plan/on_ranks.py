@@ -27,11 +27,8 @@ from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_passes import Pass, passes, play
 from ironlaw.plan.rank_work import RankMachine, StageWork, local_shape, stage_work
 from ironlaw.plan.timing import MeasuredMachine, measured_precision
-from ironlaw.plan.traffic import stage_lines, stage_parameters, stages_of
+from ironlaw.plan.traffic import bucket_bytes, is_plain, stage_lines, stage_parameters, stages_of
 from ironlaw.workload.blocks import Shape
-
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""DDP's own: the first bucket is small, so that something travels early."""
 
 
 @dataclass(frozen=True)
@@ -168,13 +165,13 @@ def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, positi
     for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):
         lines = stage_lines(config.model, layout, config.sequence, micro_batches, stage, config.communication)
         for dimension, kind, count, size in lines:
-            if count:
+            if not (is_plain(layout) and dimension == "replicate"):
                 seconds = count * _seconds(fabric, ranks, layout, dimension, kind, size / count)
             else:
-                buckets = bucket_bytes(config, layout)
-                count, seconds = len(buckets), sum(
-                    _seconds(fabric, ranks, layout, dimension, kind, bucket) for bucket in buckets
-                ) * size / sum(buckets)  # fmt: skip
+                buckets = bucket_bytes(stage_parameters(config.model, layout, 0))
+                count = count or len(buckets)
+                seconds = sum(_seconds(fabric, ranks, layout, dimension, kind, bucket) for bucket in buckets)
+                seconds *= size / sum(buckets)
             add(dimension, kind, count, size, seconds)
     add("world", "all_reduce", 1, AGREED_BYTES, _seconds(fabric, ranks, layout, "world", "all_reduce", AGREED_BYTES))
     return list(found.values())
@@ -182,17 +179,6 @@ def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, positi
 
 AGREED_BYTES = 24
 """Loss, gradient norm and the wish to stop: one all-reduce over all ranks."""
-
-
-def bucket_bytes(config: RunConfig, layout: Layout) -> list[int]:
-    """DDP's buckets in the order they fill: last parameters first."""
-    buckets, limit = [0], FIRST_BUCKET_BYTES
-    for parameter in reversed(stage_parameters(config.model, layout, 0)):
-        buckets[-1] += parameter.elements * 4
-        if buckets[-1] >= limit:
-            buckets.append(0)
-            limit = BUCKET_BYTES
-    return [size for size in buckets if size]
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -205,7 +191,7 @@ def _alike(
     micro_batches = layout.accumulation or 1
     if layout.zero == 0 and layout.tp == 1 and layout.dp * layout.cp > 1:
         window = work.backward_seconds
-        buckets = bucket_bytes(config, layout)
+        buckets = bucket_bytes(stage_parameters(config.model, layout, 0))
         hidden = _hidden_behind(
             window, buckets, [_seconds(fabric, ranks, layout, "replicate", "all_reduce", b) for b in buckets]
         )

@@ -79,13 +79,14 @@ class Walk:
             now["temporaries"] -= op.frees_temporary_bytes * factor
 
 
-def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape) -> RankPeak:
-    """The peak of a rank at a pipeline position."""
-    return _Rank(config, layout, position, shape).peak()
+def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool = True) -> RankPeak:
+    """The peak of a rank at a pipeline position. `gloo`: collectives make copies, as they do on CPUs."""
+    return _Rank(config, layout, position, shape, gloo).peak()
 
 
 class _Rank:
-    def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape) -> None:
+    def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool) -> None:
+        self.gloo = gloo
         self.config, self.layout, self.position, self.shape = config, layout, position, shape
         self.micro_batches = config.train.global_batch // (layout.dp * layout.micro_batch)
         self.stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
@@ -103,6 +104,9 @@ class _Rank:
         self.last_gather = 0.0  # buffer of the last gather, forward
         # PyTorch's schedules of several chunks, or with split passes, wait for what they have sent at the end only.
         self.sends_late = layout.pp > 1 and not (layout.virtual_stages == 1 and layout.schedule in ("1f1b", "gpipe"))
+        # Once every pass has come by after every other, further micro-batches hold nothing new.
+        steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
+        self.walked = min(self.micro_batches, 2 * layout.pp + 1) if steady else self.micro_batches
         self.unfinished = 0.0
         self.waiting: dict[tuple[int, int], float] = {}  # of a split pass: what its gradients of weights need
         self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
@@ -141,6 +145,8 @@ class _Rank:
         if model.positions == "rope":
             walk.now["weights"] += model.context * model.size_of_head * FP32
         walk.now["optimizer"] = state_bytes(mine, config.optimizer)
+        if config.train.average_decay is not None:
+            walk.now["average"] = walk.now["weights"]
         walk.now["batch"] = self.micro_batches * self.layout.micro_batch * config.sequence * 2 * INDEX
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
@@ -148,9 +154,9 @@ class _Rank:
         if self.layout.pp > 1:
             self._pipelined()
         else:
-            for m in range(self.micro_batches):
+            for m in range(self.walked):
                 self._forward(0, m)
-                self._backward(0, m, last=m == self.micro_batches - 1, piped=False)
+                self._backward(0, m, last=m == self.walked - 1, piped=False)
         self._finish()
         walk.add("temporaries", update_temporary_bytes(mine, config.optimizer), "update, optimizer")
         return walk.peak
@@ -179,7 +185,7 @@ class _Rank:
 
     def _order(self) -> list[Pass]:
         layout = self.layout
-        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches)[self.position]
+        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.walked)[self.position]
 
     def _blocks(self, stage: int) -> list[str]:
         return [unit for _, _, unit in self._layers(stage)]
@@ -370,7 +376,7 @@ class _Rank:
 
     def _copied(self, size: float, where: str) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
-        if self.ranks > 1:
+        if self.ranks > 1 and self.gloo:
             self.walk.add("temporaries", size, where)
             self.walk.now["temporaries"] -= size
 

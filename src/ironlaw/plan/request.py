@@ -90,9 +90,10 @@ THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 
 
 def _on_this(subject: Subject, options: Options) -> Answer:
-    for name in ("engine", "emit") if options.ranks else ("layout", "engine", "emit"):
+    of_clusters = ("engine", "emit", "network", "per_node", *(() if options.ranks else ("layout",)))
+    for name in of_clusters:
         if getattr(options, name):
-            raise UserError(f"--{name} is for clusters: add --on, for example --on 8xh100-sxm-80gb")
+            raise UserError(f"--{name.replace('_', '-')} is for clusters: add --on, for example --on 8xh100-sxm-80gb")
     if options.precision not in (None, "fp32", "bf16"):
         raise UserError(f"--precision {options.precision}: this machine is measured in fp32 and bf16")
     config, assumed = subject.config, []

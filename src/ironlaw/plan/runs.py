@@ -10,13 +10,14 @@ import csv
 import io
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan import row_words as words
+from ironlaw.plan.described_node import described_node, resized
 from ironlaw.plan.engine import Engine, engine_of_framework
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import RECOMPUTE, jobs_of_columns
@@ -198,6 +199,7 @@ def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
     virtual = cells.given("virtual_stages", 1)
     if pp * virtual > layers:
         cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
+    etp = _expert_tp(cells, ep, dp * cp, tp)
     batch = words.whole(cells.row, "global_batch")
     micro = words.whole(cells.row, "micro_batch")
     if micro is None and batch is None:
@@ -214,9 +216,19 @@ def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
     return {
         "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,
         "zero": cells.assume("zero", engine.default_zero, "the engine's default") if zero is None else zero,
-        "ep": ep,
+        "ep": ep, "etp": etp,
         "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
     }  # fmt: skip
+
+
+def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float) -> float:
+    """Ranks that an expert is split over, 0 for tp: what the row says, else what leaves enough ranks for ep."""
+    said = words.whole(cells.row, "etp") or 0.0
+    if not replicas * tp / (said or tp) % ep:
+        return said
+    if not said and not replicas * tp % ep:
+        return cells.assume("etp", 1, f"ep {ep:g} is more than dp x cp = {replicas:g} allow")
+    raise UserError(f"ep {ep:g} ranks cannot be taken from dp x cp x tp = {replicas * tp:g}")
 
 
 def _unsaid_degree(cells: _Cells, count: float) -> dict[str, tuple[float, str]]:
@@ -305,9 +317,6 @@ def _cluster(row: Row, acc: Accelerator, count: int) -> Cluster:
     """The accelerator's usual node, with the size and the network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
     per_node = words.whole(row, "per_node")
-    if per_node and int(per_node) != usual.accelerators:
-        inside = usual.scale_up_accelerators
-        if inside <= usual.accelerators:  # an island that ends at the node, not a rack
-            inside = min(inside, int(per_node)) if inside < usual.accelerators else int(per_node)
-        usual = replace(usual, accelerators=int(per_node), scale_up_accelerators=inside)
-    return Cluster(acc, count, words.described_node(usual, words.text(row, "interconnect")))
+    if per_node:
+        usual = resized(usual, int(per_node))
+    return Cluster(acc, count, described_node(usual, words.text(row, "interconnect")))

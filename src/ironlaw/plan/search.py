@@ -28,7 +28,7 @@ from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.intervals import interval_factors
 from ironlaw.plan.jobs import RECOMPUTE, Jobs, jobs_of_table
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.layout_space import COLUMNS, GRID_WALLS, MAX_TP, layout_of, layouts, savings
+from ironlaw.plan.layout_space import COLUMNS, MAX_TP, layout_of, layouts, savings
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory
 from ironlaw.plan.update_cost import update_cost
@@ -92,13 +92,17 @@ def search(
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
     rows = list(layouts(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid))
     if excluded is not None and rows:
-        rows = _permitted(rows, excluded, walls)
+        refused: dict[str, int] = {}
+        rows = _permitted(rows, excluded, refused)
+        walls |= refused
         if not rows:
-            reasons = "; or ".join(reason for reason in walls if reason not in GRID_WALLS)
+            reasons = "; or ".join(refused)
             raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     if not rows:
         reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
-        raise UserError(f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch")
+        raise UserError(
+            f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
+        )
     table = np.array(rows, dtype=float)
     table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
     hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)

@@ -195,6 +195,7 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
         topology=topology,
         network_bytes_per_second=network / node.accelerators,
         network=_network(node.fabric, node.name),
+        oversubscription=node.oversubscription,
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.experts import expert_activation_bytes
 from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Array, Jobs
-from ironlaw.plan.stages import StageLayers, stage_layers
+from ironlaw.plan.stages import StageLayers, owned_parameters, stage_layers
 
 FP32 = 4.0
 
@@ -56,7 +56,7 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     eager = engine.activation_saves - 1
     ffn = tokens * jobs.ffn / tp * width * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
     if jobs.has_experts:
-        ffn = ffn + expert_activation_bytes(jobs, 3.0 + eager, 2.0 + eager)
+        ffn = ffn + expert_activation_bytes(jobs, 3.0 + eager, 2.0 + eager, width)
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
     extra = tokens * jobs.heads / tp * engine.attention_extra_bytes
     return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
@@ -128,7 +128,7 @@ def reported_bytes(jobs: Jobs, engine: Engine, layers: StageLayers | None = None
 
 def host_bytes(jobs: Jobs, engine: Engine, layers: StageLayers) -> Array:
     """Bytes that one rank keeps in its host's memory: optimizer state with its gradients, and activations."""
-    parameters = layers.largest_parameters / np.where(jobs.zero >= 1, jobs.shard_ranks, 1.0)
+    parameters = owned_parameters(jobs, layers)
     wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
     state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
     kept, _ = kept_activation_bytes(jobs, engine)
@@ -151,11 +151,12 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     shared = (jobs.tied > 0) & first
     head = np.where(has_head & ~shared, jobs.hidden * jobs.vocab, 0.0)
     final_norm = np.where(has_head, jobs.hidden * (1 + jobs.biased), 0.0)
-    parameters = (count * jobs.block_parameters + embedding + head + final_norm) / jobs.tp
+    blocks = count * (jobs.block_parameters / jobs.tp + jobs.copied_parameters)
+    parameters = blocks + (embedding + head + final_norm) / jobs.tp
     shards = jobs.shard_ranks
     # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has fewer
-    # replicas to be sharded over, by as much as there are fewer of them on a rank.
-    held = parameters - count * jobs.elsewhere / jobs.tp if jobs.has_experts else parameters
+    # (or, folded, more) replicas to be sharded over, by as much as there are fewer (or more) of them on a rank.
+    held = parameters + count * jobs.local_block_parameters - blocks
     weights = np.where(jobs.zero >= 3, parameters, held) * engine.weight_bytes / np.where(jobs.zero >= 3, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
         # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
@@ -171,17 +172,17 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     here = np.where(jobs.offloads_optimizer, 0.0, 1.0) / sharded
     stated = np.where(jobs.zero >= 1, parameters, held)
     master = stated * engine.master_bytes * here
-    blocks_share = count * np.where(jobs.zero >= 1, jobs.block_parameters, jobs.held_block_parameters) / jobs.tp
+    blocks_share = np.where(jobs.zero >= 1, blocks, count * jobs.local_block_parameters)
     ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
     moments = (blocks_share * engine.moment_bytes + (stated - blocks_share) * ends) * here
 
     kept, back = kept_activation_bytes(jobs, engine)
     flight = in_flight(jobs, stage)
     # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
-    blocks = np.where(jobs.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
-    activations = blocks * kept
+    kept_blocks = np.where(jobs.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
+    activations = kept_blocks * kept
     recomputed = back * (count > 0)
-    block = jobs.held_block_parameters / jobs.tp
+    block = jobs.local_block_parameters
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     gathered = np.where(jobs.zero >= 3, 2 * engine.element_bytes, 0.0)
     gathered = (gathered + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)) * block
@@ -190,6 +191,9 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     context = np.full(len(jobs), engine.context_bytes)
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(first & (jobs.sp > 0), engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
+    # Chunks take turns: the next one's input and gradient arrive while another is at work.
+    message = jobs.tokens * jobs.hidden / jobs.stream_shards * engine.element_bytes
+    gathered = gathered + np.where(jobs.virtual > 1, 2 * message, 0.0)
     # Logits and a recomputed block are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)

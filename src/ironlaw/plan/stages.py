@@ -18,7 +18,7 @@ class StageLayers:
     last: Array
     counts: Array  # jobs x stages, zero beyond a job's last stage
     head_stage: Array  # index of the stage that holds the output layer
-    largest_parameters: Array  # of the stage with most parameters, on one tensor parallel rank
+    largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides any
 
 
 def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
@@ -49,9 +49,8 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     inner = counts.copy()
     inner[:, 0] = 0
     inner[rows, last_index] = 0
-    block = jobs.held_block_parameters
-    embedding, head = jobs.embedding_parameters, jobs.hidden * jobs.vocab
-    per_stage = counts * block[:, None]
+    embedding, head = jobs.embedding_parameters / jobs.tp, jobs.hidden * jobs.vocab / jobs.tp
+    per_stage = counts * jobs.local_block_parameters[:, None]
     per_stage[:, 0] += embedding
     alone = (jobs.tied > 0) & (head_stage == 0)
     per_stage[rows, head_stage.astype(int)] += np.where(alone, 0.0, head)
@@ -61,8 +60,22 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
         last=counts[rows, last_index],
         counts=counts,
         head_stage=head_stage,
-        largest_parameters=per_stage.max(axis=1) / jobs.tp,
+        largest_parameters=per_stage.max(axis=1),
     )
+
+
+def owned_parameters(jobs: Jobs, layers: StageLayers) -> Array:
+    """Parameters that a rank of the fullest stage updates: under ZeRO its share of them.
+
+    Experts are sharded over the ranks that hold the same ones, fewer than share the rest by as much as a rank holds
+    fewer of them.
+    """
+    local = layers.largest_parameters
+    if jobs.has_experts:
+        blocks = layers.counts.max(axis=1)
+        sharded = local + blocks * (jobs.expert_parameters / jobs.tp - jobs.local_expert_parameters)
+        return np.where(jobs.zero > 0, sharded / jobs.shard_ranks, local)
+    return np.where(jobs.zero > 0, local / jobs.shard_ranks, local)
 
 
 def _even(jobs: Jobs, stages: int) -> Array:

@@ -34,6 +34,10 @@ UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
 fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
 
+EXPERT_LAUNCHES = 0.4
+"""Of a block's launches, what routing, sorting and moving rows add: our own model calls 30 operations instead of 21
+(`workload/moe.py`). Assumed of other trainers, of which no run with experts is in the record."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -90,7 +94,10 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     """Step time from its ingredients and the engine's constants."""
     layers = layers or stage_layers(jobs, engine.partition)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
-    slow = np.where(parts.crosses, engine.network_slowdown, engine.island_slowdown)
+    slow_tp, slow_cp, slow_ep, slow_dp, slow_pp = (
+        np.where(crosses, engine.network_slowdown, engine.island_slowdown)
+        for crosses in (parts.tp_crosses, parts.cp_crosses, parts.ep_crosses, parts.dp_crosses, parts.pp_crosses)
+    )
     micro_batches = jobs.accumulation
 
     streaming_forward = parts.layer_streaming_forward * engine.streaming_traffic
@@ -111,25 +118,29 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
     again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + jobs.recomputed_share
-    tp_layer = (
-        2 * passes * parts.tp_collective * np.where(parts.tp_crosses, engine.network_slowdown, engine.island_slowdown)
-    )
+    tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
-    ep_slow = np.where(parts.ep_crosses, engine.network_slowdown, engine.island_slowdown)
-    ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * ep_slow  # rows go out and come back
-    cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow
+    ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * slow_ep  # rows go out and come back
+    cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow_cp
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer + engine.host_collective_seconds * np.where(jobs.tp > 1, 2 * passes, 0.0)
+    host_layer = host_layer * (1 + EXPERT_LAUNCHES * jobs.expert_share)
+    exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
+    host_layer = host_layer + engine.host_collective_seconds * 2 * passes * (
+        np.where(jobs.tp > 1, 1.0, 0.0) + exchanges
+    )
+    # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
+    host_messages = engine.host_collective_seconds * 4 * (jobs.virtual - 1)
+    host_microbatch = engine.host_microbatch_seconds + host_messages
 
     head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.loss_traffic
     embedding = parts.embedding * engine.streaming_traffic
     device_layer = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
-    message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow
+    message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow_pp
 
     # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
-    fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * slow
+    fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * slow_dp
     fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
 
@@ -138,7 +149,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
 
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
         blocks = count * (device_layer + fsdp_exposed + offload_layer)
-        longer = _longer(blocks, count * host_layer) + _longer(extra, np.asarray(engine.host_microbatch_seconds))
+        longer = _longer(blocks, count * host_layer) + _longer(extra, host_microbatch)
         return longer + message, longer - blocks - extra
 
     both_ends = (jobs.pp == 1) | jobs.v_shaped
@@ -159,8 +170,8 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     _, host_excess = stage(count, extra)
     steady = micro_batches * slowest
     window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel
-    reduce = parts.dp_reduce * slow
-    gather = parts.dp_gather * slow
+    reduce = parts.dp_reduce * slow_dp
+    gather = parts.dp_gather * slow_dp
     dp_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
     dp_exposed = dp_exposed + gather - np.minimum(engine.dp_hidden * gather, count * forward)
     # Gradients leave during the last backward pass; weights come back while the rest is still updated.

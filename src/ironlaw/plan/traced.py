@@ -126,6 +126,7 @@ def _planned(traced: Trace, place: _Place, name: str | None, accumulation: int =
         "precision": _types(traced),
         "matmul_peak_flops_per_second": place.peak_flops_per_second,
         "precision_reason": place.precision_reason,
+        "peak_basis": place.peak_basis,
         "peak_at": peak.where,
         "memory_bytes": place.memory_bytes,
         "traced_operations": len(traced.operations),
@@ -202,6 +203,7 @@ def _accelerator(on: str, precision: str) -> _Place:
         facts={
             "device": found.name,
             "copy_bytes_per_second": hardware.memory_bytes_per_second,
+            "intervals": "Intervals are assumed: no traced plan has met a run on an accelerator",
             "assumptions": list(hardware.efficiency.assumptions()),
         },
     )

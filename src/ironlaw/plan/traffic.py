@@ -36,7 +36,8 @@ FP32, BF16, INT64 = 4, 2, 8
 
 @dataclass(frozen=True)
 class Sent:
-    """`count` collectives with buffers of `bytes` in all. DDP's buckets and a meeting's chunks are not counted: 0."""
+    """`count` collectives with buffers of `bytes` in all. Not counted: what PowerSGD makes of DDP's buckets, and a
+    meeting's chunks. Then it is 0."""
 
     count: int
     bytes: int
@@ -198,7 +199,8 @@ def _data_parallel(
     copies = layout.dp // (layout.shard or layout.dp) if sharded else layout.dp * layout.cp
     # A pipeline reduces when its schedule is through, whatever the stage of ZeRO.
     reductions = micro_batches if layout.zero >= 2 and layout.pp == 1 else 1
-    plain = layout.tp * layout.pp * layout.ep == 1 and not sharded
+    plain = is_plain(layout)
+    together = 0  # bytes of DDP's buckets
     for unit, tensors in units_of(model, parameters, layout.ep).items():
         if unit.endswith(".experts"):
             yield from _expert_parallel_data(layout, tensors, reductions, micro_batches, communication)
@@ -213,8 +215,33 @@ def _data_parallel(
         if ranks > 1:
             yield "shard", "all_gather", gathers, gathers * padded
             yield "shard", "reduce_scatter", reductions, reductions * gradients
-        if copies > 1:
-            yield "replicate", "all_reduce", 0 if plain else reductions, reductions * gradients // ranks
+        if copies > 1 and plain:
+            together += gradients
+        elif copies > 1:
+            yield "replicate", "all_reduce", reductions, reductions * gradients // ranks
+    if together:
+        count = 0 if communication.gradients == "powersgd" else len(bucket_bytes(parameters))
+        yield "replicate", "all_reduce", count, together
+
+
+def is_plain(layout: Layout) -> bool:
+    """Whether replicas are DDP's: nothing divides weights."""
+    return layout.zero == 0 and layout.tp * layout.pp * layout.ep == 1
+
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""DDP's own: the first bucket is small, so that something travels early."""
+
+
+def bucket_bytes(parameters: list[Parameter]) -> list[int]:
+    """DDP's buckets in the order they fill, last parameters first: one is full once it has reached its size."""
+    buckets, limit = [0], FIRST_BUCKET_BYTES
+    for parameter in reversed(parameters):
+        buckets[-1] += parameter.elements * FP32
+        if buckets[-1] >= limit:
+            buckets.append(0)
+            limit = BUCKET_BYTES
+    return [size for size in buckets if size]
 
 
 def compressed_elements(shape: tuple[int, ...], rank: int) -> int:

@@ -66,7 +66,7 @@ def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) 
         _ruled_out(console, more)
     heading(console, "Where the step time goes")
     _shares(console, more["terms"], units.seconds)
-    heading(console, f"Where the memory goes, at the peak (stage {ledger.facts['peak_stage']})")
+    heading(console, f"Where the memory goes, at the peak: {ledger.facts['peak_at']}")
     _shares(console, {line.component: line.bytes for line in ledger.memory if line.bytes}, units.bytes_)
     if fits:
         _money(console, ledger, more["budget"])
@@ -81,7 +81,7 @@ def _title(console: Console, ledger: Ledger, more: More) -> None:
     cluster, work = more["cluster"], more["work"]
     model = ledger.facts["model"]
     paragraph(console, f"Plan of {model['name']} on {cluster['accelerators']:,} × {cluster['product']}", style="bold")
-    nodes = f"{cluster['nodes']:,} × {cluster['node']}"
+    nodes = f"{cluster['nodes']:,} × {cluster['node']}{_network(cluster)}"
     work_words = (
         f"{units.tokens(work['tokens'])} tokens in {work['steps']:,} steps of {work['global_batch']:,} × "
         f"{work['sequence']:,} tokens"
@@ -89,6 +89,15 @@ def _title(console: Console, ledger: Ledger, more: More) -> None:
     arithmetic = f"{more['precision']}, {ledger.facts['optimizer']}, engine {more['engine']['name']}"
     paragraph(console, f"{nodes}; {work_words}; {arithmetic}", style="dim")
     console.print()
+
+
+def _network(cluster: More) -> str:
+    """What leaves each of several nodes."""
+    rate = cluster["network_bytes_per_second"]
+    if cluster["nodes"] == 1 or rate is None:
+        return ""
+    over = f", {cluster['oversubscription']:g}:1 oversubscribed" if cluster["oversubscription"] > 1 else ""
+    return f" ({units.si(8 * rate, 'bit/s')} {cluster['fabric'] or 'network'} each{over})"
 
 
 def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
@@ -172,30 +181,20 @@ def _candidates(console: Console, more: More) -> None:
         mark = "  ← chosen" if chosen else ""
         paragraph(console, Text(f"{rank}  ").append(candidate["layout"]["text"] + mark, "bold" if chosen else ""), 2)
         paragraph(console, facts, 5, style="dim")
-        if candidate["why_slower"]:
+        if rank > 1:
             slower = units.percent(step["value"] / fastest - 1)
-            paragraph(console, f"{slower} slower: {candidate['why_slower']}", 5, style="dim")
+            why = candidate["why_slower"] or "no single term by 0.1% of the step"
+            paragraph(console, f"{slower} slower: {why}", 5, style="dim")
 
 
 def _ruled_out(console: Console, more: More) -> None:
     searched = more["searched"]
     heading(console, f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
     made = table("wall", "ruled out")
-    for reason, count in more["ruled_out"].items():
-        unit = "layouts" if reason == "memory" or reason not in GRID_REASONS else "grids"
-        made.add_row(reason, f"{count:,} {unit}")
+    for wall, counted in more["ruled_out"].items():
+        unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]
+        made.add_row(wall, f"{counted['count']:,} {unit}")
     show(console, made)
-
-
-GRID_REASONS = (
-    "tensor parallelism across the network",
-    "heads or feed-forward width not divisible by tp",
-    "key/value heads not divisible by tp",
-    "more pipeline stages than layers",
-    "sequence too short for cp",
-    "global batch not divisible by dp",
-)
-"""Walls that rule out a whole grid of (dp, tp, pp, cp) before its layouts are formed."""
 
 
 def _shares(console: Console, parts: Mapping[str, float], print_: Callable[[float | None], str]) -> None:

@@ -50,6 +50,8 @@ def show_cluster_why(console: Console, ledger: Ledger, more: Mapping[str, Any]) 
         heading(console, "Constants of this accelerator that nobody measured here")
         for line in ledger.facts["assumptions"]:
             paragraph(console, line, 2)
+    heading(console, "Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
+    _products(console, ledger)
     heading(console, "Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
     _lines(console, ledger)
 
@@ -83,6 +85,19 @@ def _inputs(ledger: Ledger, more: Mapping[str, Any], name: str) -> list[str]:
         "total_seconds": [f"{work['steps']:,} steps, {units.tokens(work['tokens'])} tokens [asked or assumed]"],
     }
     return lines + own.get(name, [])
+
+
+def _products(console: Console, ledger: Ledger) -> None:
+    made = table("layer", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate", tight=True)
+    for product in ledger.facts["products"]:
+        m, n, k, times = (f"{product[key]:,.6g}" for key in ("m", "n", "k", "times"))
+        rate = 3 * product["flops"] / (product["forward_seconds"] + product["backward_seconds"])
+        made.add_row(
+            product["name"], m, n, k, times, units.si(product["flops"], "FLOP"),
+            units.seconds(product["forward_seconds"]), units.seconds(product["backward_seconds"]),
+            units.rate(rate, "FLOP"),
+        )  # fmt: skip
+    show(console, made)
 
 
 def _lines(console: Console, ledger: Ledger) -> None:

@@ -44,8 +44,9 @@ def show_plan(console: Console, ledger: Ledger, fits: bool) -> None:
         paragraph(console, f"Data: {supply_words(facts['data_supply'])}")
     paragraph(
         console,
-        "Intervals held 80% of comparable runs. MFU: model FLOPs as a share of the machine's measured matmul rate. "
-        "--why shows where each number comes from.",
+        f"{facts.get('intervals', 'Intervals held 80% of comparable runs')}. MFU: model FLOPs as a share of "
+        f"{facts.get('peak_basis', 'the measured matmul rate of this machine')}. --why shows where each number comes "
+        "from.",
         style="dim",
     )
 

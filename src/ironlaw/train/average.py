@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+NAME = "average"
 
 
 class WeightAverage:
@@ -17,6 +19,7 @@ class WeightAverage:
         self.parameters: list[Tensor] = list(model.parameters())
         self.decay = decay
         self.tensors = [parameter.detach().clone() for parameter in self.parameters]
+        self.model = model
 
     @torch.no_grad()
     def update(self) -> None:
@@ -38,9 +41,37 @@ class WeightAverage:
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
+    @torch.no_grad()
+    def start_over(self) -> None:
+        """From the weights as they are now."""
+        for mine, parameter in zip(self.tensors, self.parameters, strict=True):
+            mine.copy_(parameter)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
         return {"tensors": list(self.tensors)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        for mine, saved in zip(self.tensors, state_dict["tensors"], strict=True):
+        """Of many ranks' checkpoint the tensors have been read by name already."""
+        for mine, saved in zip(self.tensors, state_dict.get("tensors", self.tensors), strict=True):
             mine.copy_(saved)
+
+    def named(self) -> dict[str, Tensor]:
+        """As checkpoints of many ranks have them (`Spread` of train/parallel/store.py)."""
+        from ironlaw.train.parallel.store import named_like
+
+        mine = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.tensors, strict=True)}
+        return dict(named_like(self.model, NAME, lambda parameter: mine[id(parameter)]))
+
+    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from ironlaw.train.parallel.store import COPY
+
+        return tensors | {name: tensor.clone() for name, tensor in self.named().items() if not name.endswith(COPY)}
+
+    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        there = any(name.startswith(f"{NAME}/") for name in known)
+        return tensors | (self.named() if there else {})
+
+    def after_read(self) -> None:
+        pass

@@ -43,6 +43,7 @@ from ironlaw.observe.profile import (
     silent_stderr,
     step_scope,
 )
+from ironlaw.observe.trials import misaligned_weights
 from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
 from ironlaw.train.attention import attention_kernel
@@ -143,8 +144,7 @@ class Trainer:
             before_write=lambda: self.journal.sync(),
         )  # fmt: skip
         if start is not None:
-            for missing in checkpoint.load(start, self.model, config.model, self.states):
-                self.say(f"the checkpoint holds no {missing} state: it starts anew")
+            self._start_anew(checkpoint.load(start, self.model, config.model, self.states))
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
@@ -159,6 +159,13 @@ class Trainer:
         self._digested: Any = None
         self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         self.recovery.start_over(self.run.metrics())
+
+    def _start_anew(self, missing: list[str]) -> None:
+        """What a checkpoint does not hold."""
+        for name in missing:
+            self.say(f"the checkpoint holds no {name} state: it starts anew")
+        if self.average is not None and "average" in missing:
+            self.average.start_over()
 
     def _setting(self) -> dict[str, Any]:
         """What must be alike for the step times of two sessions to be comparable."""
@@ -181,6 +188,9 @@ class Trainer:
         return {
             "attention": self.attention, "host_bytes": self.one_step.host_bytes(),
             "skipped_updates": self.one_step.scale.skipped_steps,
+            "misaligned": misaligned_weights(
+                self.model, self.config.micro_batch * self.config.sequence, self.precision
+            ),
         }  # fmt: skip
 
     # -- the loop --------------------------------------------------------------------------------------------

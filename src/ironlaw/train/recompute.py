@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,14 @@ from ironlaw.workload.blocks import Policy
 _LINEAR = {"mm", "addmm", "_scaled_mm", "_int_mm", "_linear_pointwise"}  # the last is oneDNN's
 
 
+def _name(operation: Any) -> str:
+    return operation.__name__.split(".")[0] if hasattr(operation, "__name__") else str(operation)
+
+
+def _is_attention(name: str) -> bool:
+    return ("attention" in name and "scaled_dot_product" in name) or name == "flex_attention"
+
+
 class _Chooser:
     """Tells one run of a block which results to keep, by the order in which its expensive operations come."""
 
@@ -28,8 +36,8 @@ class _Chooser:
         self.seen = {False: 0, True: 0}  # by whether it is the recomputation
 
     def __call__(self, context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-        name = operation.__name__.split(".")[0] if hasattr(operation, "__name__") else str(operation)
-        if ("attention" in name and "scaled_dot_product" in name) or name == "flex_attention":
+        name = _name(operation)
+        if _is_attention(name):
             return self._answer("attention" in self.keep)
         if name in _LINEAR:
             index = self.seen[context.is_recompute]
@@ -61,10 +69,26 @@ class _Recording:
         return self.scope.__exit__(*error)
 
 
+@cache
+def _expensive_only(mode: type) -> type:
+    """PyTorch's mode, asked only about what may be kept. It refuses a recomputation that calls more than the forward
+    pass did, as FSDP's gathering within a block does."""
+
+    def dispatch(self: Any, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = _name(operation)
+        if name in _LINEAR or _is_attention(name):
+            return mode.__torch_dispatch__(self, operation, types, args, kwargs)  # type: ignore[attr-defined]
+        return operation(*args, **(kwargs or {}))
+
+    return type(mode.__name__, (mode,), {"__torch_dispatch__": dispatch})
+
+
 def _contexts(keep: frozenset[str], linears: Sequence[str], experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
     forward, recomputation = create_selective_checkpoint_contexts(_Chooser(keep, linears))
     if torch.compiler.is_compiling():
         return forward, recomputation
+    for mode in (forward, recomputation):
+        mode.__class__ = _expensive_only(type(mode))  # type: ignore[arg-type]
     return forward, _Recording(recomputation, experts)
 
 

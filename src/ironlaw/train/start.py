@@ -16,8 +16,8 @@ from ironlaw.train.run_directory import RunDirectory
 def check_first_weights(source: str, config: ModelConfig) -> None:
     """UserError, before anything is written, when `source` does not hold the weights of this model."""
     folder = Path(source)
-    if _is_run(folder):
-        checkpoint.check_model(_newest(folder), config)
+    if is_run(folder):
+        checkpoint.check_model(newest_of(folder), config)
     elif folder.is_dir():
         check_weights(folder, config)
     else:
@@ -27,17 +27,17 @@ def check_first_weights(source: str, config: ModelConfig) -> None:
 def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
     """Weights only: the optimizer, the schedule and the step count start anew."""
     folder = Path(source)
-    if _is_run(folder):
-        checkpoint.load(_newest(folder), model, config)
+    if is_run(folder):
+        checkpoint.load(newest_of(folder), model, config)
     else:
         load_weights(folder, model, config)
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     return RunDirectory(folder).config_file.is_file()
 
 
-def _newest(folder: Path) -> checkpoint.Checkpoint:
+def newest_of(folder: Path) -> checkpoint.Checkpoint:
     found = checkpoint.newest(RunDirectory(folder).checkpoints)
     if found is None:
         raise UserError(f"no intact checkpoint in {folder}: train the run first")

@@ -1,7 +1,8 @@
-"""Runs many cases on N gloo ranks of one process group: `python job.py N < cases.json`, results as JSON on stdout.
+"""Runs many cases on N gloo ranks of one process group: `python job.py N`, batches of cases on stdin, see `main`.
 
 Processes are forked from one that has imported PyTorch: starting each would cost seconds. A case is
-{"task": .., "model": {..}, "layout": {..}, "train": {..}, ...}; tasks are the functions named `task_*`.
+{"task": .., "model": {..}, "layout": {..}, "train": {..}, ...}; tasks are the functions named `task_*`. What the ranks
+found of case n is in `resultN.json` of the batch's folder.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.traffic import merged, traffic
+from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
@@ -38,12 +40,13 @@ from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import experts, preflight, session
 from ironlaw.train.parallel import ranks as world
+from ironlaw.train.parallel.average import SharedAverage
 from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
 from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
-from ironlaw.train.parallel.whole import shapes
+from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.recompute import policies as layer_policies
@@ -118,8 +121,12 @@ class Run:
         self.step = DistributedStep(self.applied, config, lambda: autocast(self.ranks.device, kind), kind)
         self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
         self.outer = Outer(self.applied, config) if self.ranks.sites > 1 else None
+        self.small_squares: list[float | None] = []
         self.states: dict[str, Any] = {"optimizer": self.optimizer}
         self.states |= {"outer": self.outer} if self.outer else {}
+        decay = config.train.average_decay
+        self.average = None if decay is None else SharedAverage(self.applied.model, decay)
+        self.states |= {"average": self.average} if self.average else {}
         self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
@@ -127,11 +134,20 @@ class Run:
         for step in range(first, last):
             batch = in_documents(self.config, self.batches.batch(step).map(torch.from_numpy))
             samples = self.step.samples(step)
-            loss = self.step.forward_backward(batch.inputs, batch.targets, samples, documents=batch.documents)
+            noise = self.step.noise
+            loss = self.step.forward_backward(
+                batch.inputs, batch.targets, samples, documents=batch.documents,
+                estimating=noise is not None and noise.due(step),
+            )  # fmt: skip
             set_learning_rate(self.optimizer, learning_rate(self.config, step))
             results.append(self.step.agree(loss, self.config.train.clip)[:2])
             if not self.step.overflowed:
                 self.optimizer.step()
+                if self.average is not None:
+                    self.average.update()
+            if noise is not None:
+                self.small_squares.append(noise.small_square)
+                noise.observe(results[-1][1], self.step.overflowed)
             self.optimizer.zero_grad()
             if self.config.model.moe:
                 experts.balance(self.applied.model, self.ranks)
@@ -140,8 +156,22 @@ class Run:
         return results
 
 
-def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """The same in one process, without anything of `train/parallel`."""
+_alone: dict[str, Any] = {}
+
+
+def once_alone(config: RunConfig) -> Any:
+    """`train_alone`, on rank 0 and once for all layouts."""
+    known = config.model_dump_json(exclude={"layout", "recompute"})
+    if known not in _alone:
+        found = [train_alone(config) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        _alone[known] = found[0]
+    return _alone[known]
+
+
+def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str, Tensor], int]:
+    """The same in one process, without anything of `train/parallel`; and how many steps fp16 skipped. Averaged weights
+    are under average/NAME."""
     torch.manual_seed(config.train.seed)
     model = Transformer(config.model)
     model.dropout_seed = config.train.seed
@@ -149,6 +179,9 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
     size = config.train.global_batch
     scaler = LossScale(torch.device("cpu"), config.train.precision, config.scaler)
     batches, results = batches_of(config), []
+    decay = config.train.average_decay
+    average = None if decay is None else WeightAverage(model, decay)
+    norm = 0.0
     for step in range(config.train.steps):
         batch = in_documents(config, batches.batch(step).map(torch.from_numpy))
         samples, total = torch.arange(size) + step * size, 0.0
@@ -164,21 +197,30 @@ def train_alone(config: RunConfig) -> tuple[list[tuple[float, float]], dict[str,
             total += float(loss.detach())
         scaler.unscale(optimizer)
         set_learning_rate(optimizer, learning_rate(config, step))
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-        scaler.step(optimizer)
+        norm_here = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip))
+        norm = norm_here if scaler.step(optimizer) else norm  # of a step that was taken
+        if average is not None:
+            average.update()
         optimizer.zero_grad()
         if config.model.moe:
             update_routing(model)
-        results.append((total, float(norm)))
+        results.append((total, norm))
     biases = {name: bias for name, bias in model.named_buffers() if name.endswith("router.bias")}
-    return results, {name: p.detach() for name, p in model.named_parameters()} | biases
+    weights = {name: p.detach() for name, p in model.named_parameters()} | biases
+    if average is not None:
+        names = [name for name, _ in model.named_parameters()]
+        weights |= {f"average/{name}": tensor for name, tensor in zip(names, average.tensors, strict=True)}
+    return results, weights, scaler.skipped_steps
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
     """Whole tensors of what this rank's stages hold, under the names of one process."""
     config, found = run.config.model, {}
     sizes = {"query": config.query_size, "key": config.key_value_size, "value": config.key_value_size}
-    for name, parameter in run.applied.model.named_parameters():
+    named = dict(run.applied.model.named_parameters())
+    if run.average is not None:
+        named |= {f"average/{name}": mine for name, mine in zip(list(named), run.average.tensors, strict=True)}
+    for name, parameter in named.items():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().clone()
     found |= {name: bias for name, bias in run.applied.model.named_buffers() if name.endswith("router.bias")}
@@ -192,16 +234,44 @@ def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
     """Largest differences over the run: loss (relative), final weights, and losses as they were."""
     run = Run(config_of(case))
     found = run.train(0, STEPS)
-    expected, weights = train_alone(run.config)
+    expected, weights, skipped = once_alone(run.config)
     ours = weights_of(run)
-    tied = {"head.weight": weights["embedding.weight"]}
+    tied = {f"{of}head.weight": weights.get(f"{of}embedding.weight") for of in ("", "average/")}
     return {
         "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(found, expected, strict=True)),
-        "norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(found, expected, strict=True)),
+        "norm": max(abs(a[1] - b[1]) / (b[1] or 1.0) for a, b in zip(found, expected, strict=True)),
         "weights": max(float((value - (tied | weights)[name]).abs().max()) for name, value in ours.items()),
         "learned": expected[0][0] - found[-1][0],
         "skipped": run.step.scale.skipped_steps,
+        "skipped_alone": skipped,
     }
+
+
+def task_noise(case: dict[str, Any], folder: Path) -> list[list[float]]:
+    """Squared norms of the gradients of the first sequences of all replicas, as seen and of the same rows alone."""
+    run = Run(config_of(case))
+    found = run.train(0, 4)
+    config, noise = run.config, run.step.noise
+    assert noise is not None
+    torch.manual_seed(config.train.seed)
+    model, batches = Transformer(config.model), batches_of(config)
+    optimizer, squares = build_optimizer(model, config.optimizer), []
+    rows = [
+        replica * run.step.share + row for replica in range(run.ranks.dp)
+        for row in range(noise.count * run.step.micro_batch)
+    ]  # fmt: skip
+    for step in range(4):
+        batch = batches.batch(step).map(torch.from_numpy)
+        model(batch.inputs[rows], batch.targets[rows]).backward()
+        squares.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) ** 2)
+        optimizer.zero_grad()
+        model(batch.inputs, batch.targets).backward()
+        set_learning_rate(optimizer, learning_rate(config, step))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(norm - found[step][1]) < 1e-4 * norm  # the whole gradient is what it would be
+    return [[seen, expected] for seen, expected in zip(run.small_squares, squares, strict=True) if seen is not None]
 
 
 def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -215,7 +285,7 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     for hop, layout in enumerate(case["layouts"]):
         config = config_of(case | {"layout": layout})
         run = Run(config)
-        states = {"optimizer": run.optimizer}
+        states = run.states
         if hop == 0:
             run.train(0, 4)
         else:
@@ -240,6 +310,39 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 different = float((tensor - whole[0][name]).abs().max())
                 differences[name] = max(differences.get(name, 0.0), different)
     return {"difference": max(differences.values(), default=0.0), "losses": losses}
+
+
+def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Weights of a Hugging Face model read into this rank's parts: the most bytes held, those of the parts, of the
+    largest tensor and of the model; and the largest difference from the model's own."""
+    from ironlaw.model.huggingface_weights import write_model
+    from ironlaw.observe.held import recording
+
+    config = config_of(case)
+    torch.manual_seed(5)
+    model = Transformer(config.model)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    if dist.get_rank() == 0:
+        write_model(folder, config.model, weights)
+    dist.barrier()
+    ranks = world.start(world.check(config, dist.get_world_size()))
+    with recording() as recorded:
+        applied = layouts.apply(shapes(config.model), config, ranks, drawn=False)
+        read_first_weights(str(folder), applied.plain.values(), applied.model, ShardedFiles())
+    sizes = [p.numel() * 4 for p in weights.values()]
+    different = 0.0
+    for name, parameter in applied.model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        rows: Tensor = weights.get(name, weights["embedding.weight"])
+        if ".qkv." in name and name not in weights:
+            split = [config.model.query_size, config.model.key_value_size, config.model.key_value_size]
+            part = name.split(".")[-2]
+            rows = weights[name.replace(f".{part}.", ".")].split(split)[("query", "key", "value").index(part)]
+        different = max(different, float((whole - rows).detach().abs().max()))
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in applied.parameters()]
+    held = {"peak": recorded.peak_bytes(), "parts": sum(p.numel() * 4 for p in local)}
+    held["file"] = (folder / "model.safetensors").stat().st_size
+    return held | {"largest": max(sizes), "whole": sum(sizes), "different": different}
 
 
 def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -353,15 +456,15 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A whole run into `folder`, with a fault on one rank: what each rank made of it.
+    """A whole run into `case["out"]` or the case's folder, with a fault on one rank: what each rank made of it.
 
     {"fault": kind, "rank": 1, "batches": [..]}: the kind is a rise of the loss in nats or "nan", "gradient" (not a
     number), "signal", or "sleep" with "seconds" per step.
     """
     config = load_config(Path(case["config"]), [f"{key}={value}" for key, value in case["set"].items()])
     ranks = world.start(world.check(config, dist.get_world_size()))
-    fault, batches = case["fault"], case["batches"]
-    struck = dist.get_rank() == case["rank"]
+    fault, batches, out = case.get("fault"), case.get("batches"), Path(case.get("out", folder / "run"))
+    struck = fault is not None and dist.get_rank() == case["rank"]
     seen: dict[str, Any] = {"losses": {}, "left": []}
 
     class Trainer(DistributedTrainer):
@@ -396,14 +499,16 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     store = dist.PrefixStore(str(folder), dist.distributed_c10d._get_default_store())
     said: list[str] = []
     try:
-        outcome = session.run_distributed(config, folder / "run", load_profile(), ranks, store, say=said.append)
+        outcome = session.run_distributed(
+            config, out, load_profile(), ranks, store, resume=case.get("resume", False), say=said.append
+        )
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:
         seen["stopped"] = str(error)
     finally:
         session.Watcher = plain_watcher  # type: ignore[misc]
     dist.barrier()
-    return seen | {"said": said, "events": read_lines(folder / "run" / "events.jsonl"), "run": str(folder / "run")}
+    return seen | {"said": said, "events": read_lines(out / "events.jsonl"), "run": str(out)}
 
 
 def task_preflight(case: dict[str, Any], folder: Path) -> str:
@@ -424,38 +529,59 @@ def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     model = Transformer(config.model)
     mark_fused(model)
     optimizer = build_optimizer(model, config.optimizer)
-    ShardedFiles().read(folder, model, {"optimizer": optimizer})
-    return {name: tensor.clone() for name, tensor in named_tensors(model, optimizer)}
+    average = WeightAverage(model, config.train.average_decay or 0.5)
+    states: dict[str, Any] = {"optimizer": optimizer} | ({"average": average} if config.train.average_decay else {})
+    assert ShardedFiles().read(folder, model, states) == []
+    return {name: tensor.clone() for name, tensor in (dict(named_tensors(model, optimizer)) | average.named()).items()}
 
 
-def _rank(rank: int, size: int, port: int, cases: list[dict[str, Any]], folder: str) -> None:
+def _rank(rank: int, size: int, port: int, batches: Any, finished: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group("gloo")
-    for number, case in enumerate(cases):
-        here = Path(folder) / f"case{number}"
-        here.mkdir(exist_ok=True)
-        try:
-            result = globals()[f"task_{case['task']}"](case, here)
-        except Exception:
-            print(f"rank {rank}, {case}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            os._exit(1)
-        everybodys: list[Any] = [None] * size
-        dist.all_gather_object(everybodys, result)
+    for batch in iter(batches[rank].get, None):
+        os.environ.update(batch["environment"])
+        for number, case in enumerate(batch["cases"]):
+            _one(rank, size, number, case, Path(batch["folder"]))
         if rank == 0:
-            (Path(folder) / f"result{number}.json").write_text(json.dumps(everybodys), encoding="utf-8")
+            finished.put(True)
     dist.destroy_process_group()
 
 
+def _one(rank: int, size: int, number: int, case: dict[str, Any], folder: Path) -> None:
+    here = folder / f"case{number}"
+    here.mkdir(exist_ok=True)
+    try:
+        result = globals()[f"task_{case['task']}"](case, here)
+    except Exception:
+        print(f"rank {rank}, {case}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        os._exit(1)
+    everybodys: list[Any] = [None] * size
+    dist.all_gather_object(everybodys, result)
+    if rank == 0:
+        (folder / f"result{number}.json").write_text(json.dumps(everybodys), encoding="utf-8")
+
+
 def main() -> None:
-    size, folder = int(sys.argv[1]), sys.argv[2]
-    cases = json.loads(sys.stdin.read())
+    """A batch per line of stdin: {"folder": .., "cases": [..], "environment": {..}}; a line on stdout when done."""
+    size = int(sys.argv[1])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes.start_processes(_rank, (size, port, cases, folder), size, start_method="fork")
-    results = [json.loads((Path(folder) / f"result{n}.json").read_text(encoding="utf-8")) for n in range(len(cases))]
-    print(json.dumps(results))
+    fork = processes.get_context("fork")
+    batches, finished = [fork.SimpleQueue() for _ in range(size)], fork.SimpleQueue()
+    ranks = processes.start_processes(_rank, (size, port, batches, finished), size, join=False, start_method="fork")
+    for line in sys.stdin:
+        for queue in batches:
+            queue.put(json.loads(line))
+        while finished.empty():
+            ranks.join(0.1)  # raises when a rank has failed
+        finished.get()
+        print("done", flush=True)
+    for queue in batches:
+        queue.put(None)
+    while not ranks.join():
+        pass
 
 
 if __name__ == "__main__":

@@ -111,9 +111,8 @@ def differing(name: str, value: Any) -> dict[str, Any]:
 
 CASES = {
     "rise": fault(6.0, 1, BAD, SHARDED),
-    "nan": fault("nan", 0, BAD, SHARDED),
     "gradient": fault("gradient", 0, BAD, STAGES),
-    "stop": fault("nan", 1, list(range(25, 400)), STAGES),
+    "stop": fault("nan", 1, list(range(25, 400)), SHARDED),
     "signal": fault("signal", 1, [17], STAGES),
     "hang": fault("sleep", 1, [21], SHARDED | {"recovery.collective_seconds": 1.5}, seconds=9.0),
     "slow": fault("sleep", 1, None, {"recovery.straggler_every": 4, "train.steps": 17}, seconds=0.15),
@@ -129,8 +128,9 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_faults_on_one_of_two_ranks(
-    tiny_file: Callable[..., Path], on_ranks: Callable[..., Any], ironlaw_here: Callable[..., Any]
-) -> None:
+    tiny_file: Callable[..., Path], on_ranks: Callable[..., Any], ironlaw_here: Callable[..., Any],
+    known_links: None,
+) -> None:  # fmt: skip
     config = tiny_file(
         {"dropout": 0.1, "layers": 2, "heads": 4}, layout={}, train={"steps": 34, "micro_batch": 4},
         checkpoint={"every": 10, "keep": 4}, evaluation={"every": 0},
@@ -139,7 +139,7 @@ def test_faults_on_one_of_two_ranks(
     found = dict(zip(CASES, on_ranks(2, [case | {"config": str(config)} for case in CASES.values()], 800), strict=True))
 
     # A spike, or what is not a number, on one rank or one stage: both go back to the same checkpoint and go on alike.
-    for name in ("rise", "nan", "gradient"):
+    for name in ("rise", "gradient"):
         first, other = found[name]
         assert first["turns"] == other["turns"] and first["turns"][0] == {"event": "rollback", "to_step": 20}, name
         assert first["losses"] == other["losses"] and (first["step"], other["step"]) == (34, 34), name

@@ -18,61 +18,96 @@ from ironlaw.train.parallel import preflight
 SOURCE = Path(ironlaw.__file__).parents[1]
 
 
-def torchrun(ranks: int, *arguments: str | Path, restarts: int = 0) -> list[str]:
+PLAIN = ("-m", "ironlaw")
+SOAK = (str(Path(__file__).parents[3] / "benchmarks" / "soak_ranks.py"),)  # the same, of which a rank kills itself
+
+
+def torchrun(
+    ranks: int, *arguments: str | Path, restarts: int = 0, program: tuple[str, ...] = PLAIN
+) -> list[str]:  # fmt: skip
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, "--max-restarts", str(restarts), "-m", "ironlaw", *map(str, arguments)]
+    return [*launcher, "--max-restarts", str(restarts), *program, *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(SOURCE), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 
-def on_ranks(folder: Path, ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def by_torchrun(folder: Path, ranks: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         torchrun(ranks, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=250,
         check=False,
     )  # fmt: skip
 
 
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def losses(run: Path, name: str = "loss") -> list[Any]:
+    return [json.loads(line).get(name) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 MODEL = {"dropout": 0.1, "layers": 2, "heads": 4}
 
 
-def test_two_ranks_train_like_one(
-    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
+def test_two_ranks_one_of_which_is_killed_train_like_one(
+    tiny_file: Callable[..., Path], ironlaw_here: Callable[..., Any], tmp_path: Path, user_cache: Path
 ) -> None:
+    """From the command line, under torchrun, which starts the job again after one of the ranks has killed itself."""
     config = tiny_file(MODEL, layout={}, train={"micro_batch": 2})
-    done = on_ranks(tmp_path, 2, "train", config, "--out", "two", "--set", "layout.tp=2", "--set", "layout.sp=true")
+    command = torchrun(
+        2, "train", config, "--out", "two", "--set", "layout.tp=2", "--set", "layout.sp=true", restarts=1, program=SOAK
+    )
+    soak = {"IRONLAW_SOAK": json.dumps([str(tmp_path / "kills"), 1, 0])}  # log, kills, seed
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment() | soak, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ironlaw_process("train", config, "--out", tmp_path / "one").returncode == 0
+    sessions = (tmp_path / "two" / "sessions.jsonl").read_text(encoding="utf-8")
+    assert sessions.count('"setting"') == 2 and (tmp_path / "kills").read_text(encoding="utf-8").count("\n") == 1
+    assert ironlaw_here("train", config, "--out", tmp_path / "one")[0] == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-5)
     assert len(one) == 12
 
 
 def test_ranks_go_on_from_one_process_and_start_from_its_weights(
-    tiny_file: Callable[..., Path], ironlaw_process: Callable[..., Any], tmp_path: Path, user_cache: Path
-) -> None:
-    config = tiny_file(MODEL, layout={}, train={"micro_batch": 2})
-    slow = ("--set", "schedule.warmup_steps=100")
-    assert ironlaw_process("train", config, "--out", tmp_path / "one", *slow).returncode == 0
-    # The same run, its second half on two ranks.
-    run = ("train", config, *slow, "--out", tmp_path / "run")
-    assert ironlaw_process(*run, "--set", "train.steps=6").returncode == 0
-    done = on_ranks(tmp_path, 2, *run, "--resume", "--set", "layout.tp=2")
-    assert done.returncode == 0, done.stderr[-3000:]
+    tiny_file: Callable[..., Path], ironlaw_here: Callable[..., Any], tmp_path: Path, on_ranks: Callable[..., Any],
+    known_links: None,
+) -> None:  # fmt: skip
+    config = tiny_file(
+        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, schedule={"warmup_steps": 100},
+        evaluation={"every": 4},
+    )  # fmt: skip
+
+    def on_two(out: Path, resume: bool = False, **settings: Any) -> None:
+        settings = {key.replace("__", "."): str(value) for key, value in settings.items()}
+        case = {"task": "run", "config": str(config), "set": settings, "out": str(out), "resume": resume}
+        for rank in on_ranks(2, [case])[0]:
+            assert "stopped" not in rank, rank["stopped"]
+
+    assert ironlaw_here("train", config, "--out", tmp_path / "one")[0] == 0
+    # The same run, its second half on two ranks, and its last steps in one process again.
+    run = ("train", config, "--out", tmp_path / "run")
+    assert ironlaw_here(*run, "--set", "train.steps=6")[0] == 0
+    on_two(tmp_path / "run", resume=True, layout__tp=2, train__steps=9)
+    assert ironlaw_here(*run, "--resume")[0] == 0
+    for name in ("validation_loss", "average_validation_loss"):  # on two ranks after step 8, in one process after 12
+        found, expected = losses(tmp_path / "run", name), losses(tmp_path / "one", name)
+        assert (found[7], found[11]) == pytest.approx((expected[7], expected[11]), rel=1e-5)
+        assert expected[7] != losses(tmp_path / "one")[7]
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    # A run of its own from the first one's weights.
-    fine = ("train", config, *slow, "--set", f"train.start_from={tmp_path / 'one'}", "--set", "train.steps=3")
-    assert ironlaw_process(*fine, "--out", tmp_path / "fine").returncode == 0
-    done = on_ranks(tmp_path, 2, *fine, "--out", tmp_path / "fine_two", "--set", "layout.zero=3")
-    assert done.returncode == 0, done.stderr[-3000:]
-    alone = losses(tmp_path / "fine")
-    assert losses(tmp_path / "fine_two") == pytest.approx(alone, rel=1e-5)
-    assert alone[0] < losses(tmp_path / "one")[0] - 0.01  # not from scratch
+    # Runs of their own from the first one's weights; from those of many ranks, and from a Hugging Face model.
+    fine = ("train", config, "--set", "train.steps=3")
+    for source, layout in (("one", {"layout__zero": 3}), ("ranks", {"layout__pp": 2}), ("exported", {"layout__tp": 2})):
+        from_there = tmp_path / source
+        if source == "ranks":
+            on_two(from_there, layout__zero=2)
+        if source == "exported":
+            assert ironlaw_here("export", tmp_path / "one", from_there)[0] == 0
+        alone = tmp_path / f"from_{source}"
+        assert ironlaw_here(*fine, "--set", f"train.start_from={from_there}", "--out", alone)[0] == 0
+        two = tmp_path / f"two_from_{source}"
+        on_two(two, train__start_from=from_there, train__steps=3, **layout)
+        assert losses(two) == pytest.approx(losses(alone), rel=1e-5)
+        assert losses(alone)[0] < losses(tmp_path / "one")[0] - 0.01  # not from scratch
 
 
 @pytest.mark.long
@@ -83,7 +118,7 @@ def test_a_run_goes_on_with_another_layout_and_alone(
     assert ironlaw_process("train", config, "--out", tmp_path / "one").returncode == 0
     out = ("--out", "run", "--resume")
     for steps, ranks, layout in ((4, 4, "layout.tp=2"), (8, 2, "layout.pp=2"), (10, 2, "layout.zero=3")):
-        done = on_ranks(
+        done = by_torchrun(
             tmp_path, ranks, "train", config, *out, "--set", f"train.steps={steps}", "--set", layout,
             "--set", "schedule.warmup_steps=100",
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The short version of `make soak-ranks`: ranks killed at random moments, and the run as if nobody had."""
+"""`make soak-ranks` as a test: ranks killed at random moments, and the run as if nobody had. One killed rank is in
+`test_job.py`."""
 
 from __future__ import annotations
 
@@ -28,11 +29,6 @@ def soaked(folder: Path, kills: int, steps: int, ranks: int, timeout_seconds: fl
     result = json.loads(done.stdout)
     assert result["wrong"] == []
     assert (result["counts"]["kills"], result["steps"]) == (kills, steps)
-
-
-@pytest.mark.slow
-def test_a_killed_rank_changes_nothing(user_cache: Path, tmp_path: Path) -> None:
-    soaked(tmp_path, kills=1, steps=20, ranks=2, timeout_seconds=280)
 
 
 @pytest.mark.long

@@ -34,11 +34,9 @@ def test_six_layouts_hand_a_checkpoint_on_without_loss(family: str, on_ranks: Ca
         "task": "reshard",
         "family": family,
         "layouts": EXPERTS if family == "deepseek" else SIX,
-        "train": {"micro_batch": 2},
     }
     case["model"] = {"dropout": 0.1}
-    if family != "llama":
-        case["train"] = {"micro_batch": 1}
+    case["train"] = {"micro_batch": 1 if family != "llama" else 2, "average_decay": 0.9}
     (results,) = on_ranks(4, [case])
     assert results[0]["difference"] == 0.0
     losses = results[0]["losses"]
@@ -46,7 +44,21 @@ def test_six_layouts_hand_a_checkpoint_on_without_loss(family: str, on_ranks: Ca
 
 
 def test_a_checkpoint_goes_from_shards_to_stages(on_ranks: Callable[..., Any]) -> None:
-    case = {"task": "reshard", "layouts": [{"zero": 3}, {"pp": 2}], "train": {"micro_batch": 2}}
+    train = {"micro_batch": 2, "average_decay": 0.9}
+    case = {"task": "reshard", "layouts": [{"zero": 3}, {"pp": 2}], "train": train}
     (results,) = on_ranks(2, [case])
     assert results[0]["difference"] == 0.0
     assert abs(results[0]["losses"][0] - results[0]["losses"][1]) < 1e-5 * results[0]["losses"][0]
+
+
+def test_no_rank_holds_the_whole_model_it_starts_from(on_ranks: Callable[..., Any]) -> None:
+    wide = {"hidden": 64, "layers": 8, "ffn": 256, "heads": 4}
+    cases = [
+        {"task": "first_weights", "family": "llama", "model": wide, "train": {"micro_batch": 2}, "layout": layout}
+        for layout in ({"zero": 3}, {"pp": 2}, {"tp": 2})
+    ]
+    for case, ranks in zip(cases, on_ranks(2, cases), strict=True):
+        for found in ranks:
+            assert found["different"] == 0.0, case["layout"]
+            held = found["peak"] - found["file"]  # which is mapped, and read where it is needed
+            assert held < found["parts"] + 2 * found["largest"] < 0.75 * found["whole"], (case, found)

@@ -57,11 +57,13 @@ class Applied:
 
 
 def apply(
-    model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False
-) -> Applied:
+    model: Transformer, config: RunConfig, ranks: Ranks, policies: Sequence[Policy] = (), compiled: bool = False,
+    drawn: bool = True,
+) -> Applied:  # fmt: skip
     """Divide `model`, the same on every rank or its shapes alone, as the layout says.
 
-    `policies`: what each layer recomputes; `compiled`: blocks go through torch.compile.
+    `policies`: what each layer recomputes; `compiled`: blocks go through torch.compile. `drawn`: of shapes
+    alone, the first weights are drawn; otherwise they must be read from somewhere.
     """
     layout = ranks.config
     model.dropout_seed = config.train.seed
@@ -111,7 +113,7 @@ def apply(
     # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
     deferred = whole.is_shapes(model)
     if deferred and not fsdp:
-        whole.materialize(plain.values(), ranks.device)
+        whole.materialize(plain.values(), ranks.device, drawn)
     for part in plain.values() if not deferred else ():
         part.to(ranks.device)
 
@@ -122,7 +124,7 @@ def apply(
         for part in plain.values():
             shard(part, ranks, savers.reduction(config.communication))
         if deferred:
-            whole.materialize(plain.values(), ranks.device)
+            whole.materialize(plain.values(), ranks.device, drawn)
     elif replicas:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from ironlaw.observe.measured import held_bytes
 from ironlaw.train.parallel.apply import Applied
 
 
-def lasting_bytes(applied: Applied, optimizer: torch.optim.Optimizer, schedule: Any) -> int:
+def lasting_bytes(
+    applied: Applied, optimizer: torch.optim.Optimizer, schedule: Any, average: Sequence[Tensor] = ()
+) -> int:
     """Before a step, when there are no gradients."""
-    total = sum(held_bytes(applied.model, optimizer).values())
+    total = sum(held_bytes(applied.model, optimizer, average).values())
     for part in applied.parts.values():
         if isinstance(part, DistributedDataParallel):  # gradients are views of the buckets, which stay
             total += sum(p.numel() * p.element_size() for p in part.parameters() if p.requires_grad)

@@ -118,7 +118,8 @@ def build_schedule(
             setattr(stage, name, within(getattr(stage, name), phase, which))
     kind = _kind(config.schedule, config.virtual_stages)
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
-    return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss)
+    # Losses come divided by the micro-batches, as without a pipeline: gradients are the size of one process's.
+    return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss, scale_grads=False)
 
 
 PASSES = {
@@ -135,7 +136,10 @@ def _own_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
     """The stage as the schedule calls it: targets reach the last one, and the loss leaves it with a dimension."""
+    if hasattr(part, "as_stage"):  # of another schedule over the same stages
+        return part
     plain = part.forward
+    part.as_stage = True  # type: ignore[assignment]
 
     def forward(x: Tensor, targets: Tensor | None = None, **named: Any) -> Tensor:
         with autocast():

@@ -6,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.dropout import Draw
+from ironlaw.model.loss import chunked_cross_entropy
 from ironlaw.model.place import Place, Rows
+from ironlaw.train.parallel.loss import Divided
 from ironlaw.train.parallel.ranks import Ranks
 
 
@@ -32,6 +35,7 @@ class SharedPlace(Place):
         self.sp = config.sp
         self.cp, self.cp_rank = config.cp, ranks.index("cp")
         self.mesh: DeviceMesh | None = ranks.context
+        self.tensor_mesh = ranks.mesh["tp"]
 
     def sequence(self, tokens: Tensor) -> int:
         divided = self.tp if self.sp and tokens.dim() == 3 else 1  # hidden states come divided from the stage before
@@ -62,6 +66,20 @@ class SharedPlace(Place):
         return torch.cat(
             [self._attend_chunk(i, q, key, value, mask, dropout) for i, q in enumerate(query.chunk(2, dim=2))], dim=2
         )
+
+    def chunked_loss(
+        self, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool
+    ) -> Tensor:
+        if self.tp == 1:
+            return super().chunked_loss(x, weight, targets, chunk, reduction, onednn)
+        assert isinstance(weight, DTensor)
+        # Every rank needs all hidden states for its words, and has a part of their gradient.
+        stream: Placement = Shard(1) if self.sp else Replicate()
+        here = DTensor.from_local(x, self.tensor_mesh, [stream], run_check=False)
+        x = here.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).flatten(0, 1)
+        _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        vocabulary = Divided(offset[0], self.tensor_mesh.get_group())
+        return chunked_cross_entropy(x, weight.to_local(), targets, chunk, reduction, onednn, vocabulary)
 
     def _attend_chunk(
         self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float

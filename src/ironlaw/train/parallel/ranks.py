@@ -142,6 +142,11 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
+    if config.recompute.mode in ("selective", "budget") and layout.schedule in ("zb", "zbv", "dualpipe"):
+        raise UserError(
+            f'layout.schedule = "{layout.schedule}" splits the backward pass, which PyTorch cannot where some '
+            'results of a block are kept: use recompute.mode = "full", or "1f1b"'
+        )
     if model.moe is not None:
         _check_experts(config, layout)
     return layout
@@ -169,8 +174,6 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         )
     if config.communication.local_steps:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
-    if config.recompute.mode != "none":
-        raise UserError('blocks with experts are recomputed on one process only: use recompute.mode = "none"')
     holders = dp * layout.cp // layout.ep
     if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
         raise UserError(

@@ -20,7 +20,7 @@ from ironlaw.data.batch import IGNORED
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
-from ironlaw.train.parallel import pipeline, waiting
+from ironlaw.train.parallel import early, pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
 from ironlaw.train.parallel.ranks import micro_batch_of
@@ -41,11 +41,11 @@ class DistributedStep:
         self.schedule = None
         self._clock = StepClock()
         if layout.pp > 1:
-            self.schedule = pipeline.build_schedule(
-                applied.parts, self.ranks, self.micro_batches, self.micro_batch, config.sequence, config.model.hidden,
-                autocast, lambda phase: self._clock.phase(phase),
-            )  # fmt: skip
+            self.schedule = self._schedule_of(self.micro_batches)
+        self.noise = early.Noise(self, config) if config.train.noise_scale_every else None
         self.scale = LossScale(self.ranks.device, precision, config.scaler)
+        # Ranks over which gradients are averaged.
+        self.averaging = self.ranks.dp // self.ranks.sites * layout.cp
         self._norms = [0.0] * self.ranks.sites
         self.overflowed = False  # of the last step's gradient: the weights stay as they are
         self.has_loss = applied.stages - 1 in applied.plain
@@ -71,43 +71,62 @@ class DistributedStep:
         first = step * self.config.train.global_batch + self.ranks.index("dp") * self.share
         return torch.arange(first, first + self.share)
 
+    def _schedule_of(self, micro_batches: int) -> Any:
+        return pipeline.build_schedule(
+            self.applied.parts, self.ranks, micro_batches, self.micro_batch, self.config.sequence,
+            self.config.model.hidden, self.autocast, lambda phase: self._clock.phase(phase),
+        )  # fmt: skip
+
     def forward_backward(
         self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None, clock: StepClock | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | None = None, estimating: bool = False,
     ) -> Tensor:  # fmt: skip
         """Gradients of the mean loss over the targets of the global batch that count; returns this rank's part of it,
         of which the mean over ranks is the whole (zero without a loss).
 
         `clock` is told of forward and backward, which a pipeline mixes. `documents` (B, S) as `Batch` has them.
+        `estimating`: the gradient of the first micro-batches is looked at by itself (`self.noise`).
         """
         clock = self._clock = clock or StepClock()
         inputs, targets = self.local(inputs), self.local(targets)
         by_row = {"samples": samples, "documents": documents}
-        factor: Tensor | float = 1.0 if self.schedule is not None else 1.0 / self.micro_batches
+        factor: Tensor | float = 1.0 / self.micro_batches
         more: dict[str, Any] = {}
         if documents is not None or self.config.data.packing == "best_fit":
             with clock.phase(Phase.COMMUNICATION):
                 weight, by_row["balance"] = self._weights(targets)
             factor = weight * (factor * self.micro_batches)
             more["reduction"] = "sum"
-        scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
+        scale = self._loss_scale()
         factor = factor * scale
         rows = {name: tensor for name, tensor in by_row.items() if tensor is not None}
-        with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
-            if self.schedule is not None:
-                loss = self._pipelined(inputs, targets, factor, rows | more)
-            else:
-                loss = self._plain(inputs, targets, factor, rows, more, clock)
-        with clock.phase(Phase.BACKWARD if self.ranks.device.type == "cpu" else Phase.COMMUNICATION):
-            self._finish_gradients()
-        return loss / scale
+
+        def of(some: slice, schedule: Any) -> Tensor:
+            here = {name: tensor[some] for name, tensor in rows.items()}
+            with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
+                if schedule is not None:
+                    loss = self._pipelined(schedule, inputs[some], targets[some], factor, here | more)
+                else:
+                    loss = self._plain(inputs[some], targets[some], factor, here, more, clock)
+            with clock.phase(Phase.BACKWARD if self.ranks.device.type == "cpu" else Phase.COMMUNICATION):
+                self._finish_gradients()
+            return loss
+
+        if estimating and self.noise is not None:
+            return self.noise.in_two(of, scale) / scale
+        return of(slice(None), self.schedule) / scale
+
+    def _loss_scale(self) -> float:
+        """What this rank's loss is multiplied with. Its gradients are averaged with others', those of one process added
+        up: divided by their number, they have its size, and overflow where it does."""
+        return self.scale.scaler.get_scale() / self.averaging if self.scale.enabled else 1.0
 
     def _weights(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where rows have unequal numbers of targets: what a sum of losses is multiplied with, and for every row what
         a balancing loss counts beside that. The mean over ranks then is the mean over targets.
         """
         counted = (targets != IGNORED).view(self.micro_batches, -1).sum(1)
-        total, ranks = counted.sum(), self.ranks.dp * self.ranks.config.cp
+        total, ranks = counted.sum(), self.averaging
         for dimension in ("replicate", "shard"):
             if self.ranks.size_of(dimension) > 1:
                 dist.all_reduce(total, group=self.ranks.group(dimension))
@@ -125,9 +144,10 @@ class DistributedStep:
     ) -> Tensor:  # fmt: skip
         (part,) = self.applied.parts.values()
         losses = []
-        for index in range(self.micro_batches):
+        count = len(inputs) // self.micro_batch
+        for index in range(count):
             rows = slice(index * self.micro_batch, (index + 1) * self.micro_batch)
-            with self._synchronised(part, index):
+            with self._synchronised(part, index == count - 1):
                 with clock.phase(Phase.FORWARD), self.autocast():
                     here = {name: tensor[rows] for name, tensor in by_row.items()}
                     loss = part(inputs[rows], targets[rows], **here, **more)
@@ -139,9 +159,8 @@ class DistributedStep:
             del loss
         return torch.stack(losses).sum()
 
-    def _synchronised(self, part: nn.Module, index: int) -> AbstractContextManager[None]:
+    def _synchronised(self, part: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Gradients are reduced with the last micro-batch; ZeRO 2 and 3 do not hold whole ones, and reduce each."""
-        last = index == self.micro_batches - 1
         if isinstance(part, DistributedDataParallel):
             return nullcontext() if last else part.no_sync()
         if isinstance(part, FSDPModule):
@@ -152,9 +171,8 @@ class DistributedStep:
         return nullcontext()
 
     def _pipelined(
-        self, inputs: Tensor, targets: Tensor, factor: Tensor | float, more: dict[str, Any]
+        self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, more: dict[str, Any]
     ) -> Tensor:  # fmt: skip
-        assert self.schedule is not None
         losses: list[Tensor] = []
         for part in self.applied.plain.values():
             part.loss_factor = factor
@@ -162,10 +180,10 @@ class DistributedStep:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
         with self._clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
-            self.schedule.step(*first, return_outputs=False, **more)
+            schedule.step(*first, return_outputs=False, **more)
         if not losses:
             return torch.zeros((), device=self.ranks.device)
-        return torch.stack([loss.detach() for loss in losses]).mean()
+        return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _finish_gradients(self) -> None:
         """What neither autograd nor FSDP adds up."""
@@ -220,11 +238,7 @@ class DistributedStep:
         layout, device = self.ranks.config, self.ranks.device
         weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
         gradients = [_local(p.grad) for p in self.applied.parameters() if p.grad is not None]
-        square = torch.zeros((), device=device, dtype=torch.float64)
-        for parameter in self.applied.parameters():
-            if parameter.grad is not None and parameter is not self.applied.copied_head:
-                norm = torch.linalg.vector_norm(_local(parameter.grad))
-                square += norm.double() ** 2 / self._copies[id(parameter)]
+        square = self.square()
         flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
         squares = torch.zeros(self.ranks.sites, device=device, dtype=torch.float64)
         squares[self.ranks.index("site")] = square
@@ -233,7 +247,7 @@ class DistributedStep:
             together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
         dist.all_reduce(together)
         mean, flags, *rest = together.tolist()
-        scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
+        scale = self._loss_scale()
         norms = [math.sqrt(total) / scale for total in rest[: self.ranks.sites]]
         self.added = rest[self.ranks.sites :]
         norm = norms[self.ranks.index("site")]
@@ -247,6 +261,15 @@ class DistributedStep:
             norms = self._norms if self.overflowed else norms  # which is no news of the gradient
             self._norms = norms
         return mean, norms[0], flags > 0
+
+    def square(self) -> Tensor:
+        """Of the gradient as it is: this rank's part of its squared norm."""
+        square = torch.zeros((), device=self.ranks.device, dtype=torch.float64)
+        for parameter in self.applied.parameters():
+            if parameter.grad is not None and parameter is not self.applied.copied_head:
+                norm = torch.linalg.vector_norm(_local(parameter.grad))
+                square += norm.double() ** 2 / self._copies[id(parameter)]
+        return square
 
     def _copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks of one stage that hold the same elements."""

@@ -82,7 +82,7 @@ class ShardedFiles:
         wanted = dict(named_tensors(model, optimizer))
         spread = [part for part in states.values() if isinstance(part, Spread)]
         alone = not (folder / FOLDER).is_dir()  # written by one process
-        known = _known(folder) if spread and not alone else {}
+        known = {} if not spread else _of_one_process(folder) if alone else _known(folder)
         for part in spread:
             wanted = part.wanted(wanted, known)
         if alone:
@@ -145,6 +145,11 @@ def _known(folder: Path) -> dict[str, torch.Size]:
     """Names and whole shapes of the tensors in a checkpoint."""
     metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
     return {name: entry.size for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def _of_one_process(folder: Path) -> dict[str, torch.Size]:
+    """The states in a checkpoint of one process, as if each were a tensor."""
+    return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
 
 
 def _common(name: str, model: nn.Module) -> tuple[str, str]:

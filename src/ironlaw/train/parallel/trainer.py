@@ -22,7 +22,6 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load
-from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.held import recording
 from ironlaw.train import checkpoint, precision
@@ -34,6 +33,8 @@ from ironlaw.train.loop import Outcome, Trainer, _due
 from ironlaw.train.optimizer import set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import experts
+from ironlaw.train.parallel.average import SharedAverage
+from ironlaw.train.parallel.early import first_part
 from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.lasting import lasting_bytes
 from ironlaw.train.parallel.merged import merge, seen, typical_steps
@@ -44,11 +45,10 @@ from ironlaw.train.parallel.store import ShardedFiles, mark_fused
 from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.parallel.watcher import Watcher
-from ironlaw.train.parallel.whole import shapes
+from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.recompute import solved_policies
 from ironlaw.train.recovery import Recovery, Spike
 from ironlaw.train.schedule import learning_rate
-from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import RandomState
 from ironlaw.train.transfer import Transfer
 
@@ -99,44 +99,47 @@ class DistributedTrainer(Trainer):
         self.batches = self.loader.training(config.train.global_batch, config.train.seed, ranks.index("dp"), ranks.dp)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
-        if config.train.start_from and start is None:
-            model = Transformer(config.model)
-            load_first_weights(config.train.start_from, model, config.model)
-        else:
-            model = shapes(config.model)
+        model = shapes(config.model)
         use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
         precision.prepare(model, model.blocks, self.device, self.precision)
-        # Divided logits are small already.
-        model.loss_chunk = self.plan.facts.get("loss_chunk", 0) if ranks.config.tp == 1 else 0
+        # Divided logits are small already: in chunks only where that is wanted.
+        chunked = ranks.config.tp == 1 or config.train.loss == "chunked"
+        model.loss_chunk = self.plan.facts.get("loss_chunk", 0) if chunked else 0
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
         self.compiled = wanted == "on" and self._can_compile()
         experts.form_groups(config, ranks)
         self.waits = self._watching.enter_context(watching(ranks))
         with timed_hooks(self.waits):
-            self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled)
+            drawn = start is None and not config.train.start_from
+            self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled, drawn)
         for part in self.applied.parts.values():
             watch_replica(part, self.waits)
         self.model = self.applied.model
+        group = dist.new_group(backend="gloo")
+        self.store = ShardedFiles(group, config.optimizer)
+        if start is None and config.train.start_from:
+            read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
         self.optimizer = layouts.build(self.applied, config.optimizer)
         self.distributed = DistributedStep(self.applied, config, self._autocast, self.precision)
         self.states = {"optimizer": self.optimizer, "random": RandomState()}
         if self.distributed.scale.enabled:
             self.states["loss scale"] = self.distributed.scale
+        if config.train.average_decay is not None:
+            self.average = self.states["average"] = SharedAverage(self.model, config.train.average_decay)
+        if self.distributed.noise is not None:
+            self.states["noise scale"] = self.distributed.noise.scale
         self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
         self.states |= {"outer": self.outer} if self.outer else {}
         self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
-        group = dist.new_group(backend="gloo")
-        self.store = ShardedFiles(group, config.optimizer)
         self.checkpointer = Checkpointer(
             self.run.checkpoints, config.checkpoint, config.model, store=self.store, ranks=Gatherer(group),
             say=self.say, before_write=lambda: self.journal.sync(),
         )  # fmt: skip
         if start is not None:
             checkpoint.check_model(start, config.model)
-            for missing in self.store.read(start.path, self.model, self.states):
-                self.say(f"the checkpoint holds no {missing} state: it starts anew")
+            self._start_anew(self.store.read(start.path, self.model, self.states))
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
@@ -179,7 +182,8 @@ class DistributedTrainer(Trainer):
     def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
         """One step whose allocations are counted. By operation nothing is recorded: that reader knows one process."""
         began = time.perf_counter()
-        lasting = lasting_bytes(self.applied, self.optimizer, self.distributed.schedule)
+        average = self.average.tensors if self.average is not None else ()
+        lasting = lasting_bytes(self.applied, self.optimizer, self.distributed.schedule, average)
         self.waits.settle = True
         with recording() as recorded:
             times = self._timed_step(batches, recording=True)
@@ -197,9 +201,11 @@ class DistributedTrainer(Trainer):
         with clock.step() as times, self.waits.counting(clock), self.watcher.own.step():
             with clock.phase(Phase.DATA):
                 batch = next(batches)
+            noise = self.distributed.noise
             loss = self.distributed.forward_backward(
-                batch.inputs, batch.targets, self.distributed.samples(self.step), clock, batch.documents
-            )
+                batch.inputs, batch.targets, self.distributed.samples(self.step), clock, batch.documents,
+                estimating=noise is not None and noise.due(self.step),
+            )  # fmt: skip
             # Clipping; what is waited for in it counts as communication.
             with clock.phase(Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION):
                 # One all-reduce: every rank knows the same loss and norm, and stops at the same step.
@@ -210,6 +216,10 @@ class DistributedTrainer(Trainer):
                 set_learning_rate(self.optimizer, learning_rate(config, self.step))
                 if not self.distributed.overflowed:
                     self.optimizer.step()
+                    if self.average is not None:
+                        self.average.update()
+                if noise is not None:
+                    noise.observe(self._gradient_norm, self.distributed.overflowed)
                 self.optimizer.zero_grad(set_to_none=True)
                 if config.model.moe:
                     self._expert_load = experts.balance(self.model, self.ranks)
@@ -255,6 +265,16 @@ class DistributedTrainer(Trainer):
     def _evaluate(self) -> dict[str, float]:
         """Replicas share the batches; sums of losses and numbers of tokens are added up over all ranks."""
         began = time.perf_counter()
+        self.validation_loss = self._validate()
+        found = {"validation_loss": self.validation_loss}
+        if self.average is not None:
+            with self.average.applied():
+                found["average_validation_loss"] = self._validate()
+        found["evaluation_seconds"] = time.perf_counter() - began
+        self.observed.wall_seconds["evaluation"] += found["evaluation_seconds"]
+        return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
+
+    def _validate(self) -> float:
         config, ranks, step = self.config, self.ranks, self.distributed
         size = step.share if step.schedule is not None else step.micro_batch
         wanted = config.evaluation.batches * config.train.global_batch
@@ -272,17 +292,15 @@ class DistributedTrainer(Trainer):
                 if counts:
                     total += torch.tensor([losses, tokens], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
-        self.validation_loss = float(total[0] / total[1]) if float(total[1]) else float("nan")
-        seconds = time.perf_counter() - began
-        self.observed.wall_seconds["evaluation"] += seconds
-        found = {"validation_loss": self.validation_loss, "evaluation_seconds": seconds}
-        return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
+        return float(total[0] / total[1]) if float(total[1]) else float("nan")
 
     def _step_metrics(self) -> dict[str, Any]:
         result: dict[str, Any] = {} if self._expert_load is None else self._expert_load.metrics()
         scale = self.distributed.scale
         if scale.enabled:
             result |= {"loss_scale": scale.scaler.get_scale(), "skipped_steps": scale.skipped_steps}
+        if self.distributed.noise is not None and self.distributed.noise.scale.sequences is not None:
+            result["critical_batch"] = self.distributed.noise.scale.sequences
         return result
 
     def _step_facts(self) -> dict[str, Any]:
@@ -340,14 +358,21 @@ def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) ->
     unsupported = {
         'train.compile = "graphs"': train.compile == "graphs",
         f'train.precision = "{precision}"': precision not in ("fp32", "tf32", "bf16", "fp16"),
-        'train.loss = "chunked" with layout.tp > 1': train.loss == "chunked" and layout.tp > 1,
-        "train.average_decay": train.average_decay is not None,
-        "train.noise_scale_every": train.noise_scale_every > 0,
         f'train.offload = "{train.offload}"': train.offload != "none",
     }
     for setting, wanted in unsupported.items():
         if wanted:
             raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
+    communication = config.communication
+    if train.average_decay is not None and communication.local_steps:
+        raise UserError("train.average_decay has no one model to follow with communication.local_steps: leave one out")
+    if train.noise_scale_every and (communication.local_steps or communication.gradients == "powersgd"):
+        raise UserError(
+            "train.noise_scale_every needs the gradients that all ranks share: leave out communication.local_steps and "
+            '"powersgd"'
+        )
+    if train.noise_scale_every:
+        first_part(config, layout)
 
 
 def threads_per_rank(threads: int) -> int:

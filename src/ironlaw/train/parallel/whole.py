@@ -8,7 +8,7 @@ one process has them, one block. Drawing takes as long as on one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface_weights import read_weights
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor, rotary_tables
-from ironlaw.train.checkpoint import STATE, WEIGHTS
+from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model
+from ironlaw.train.start import is_run, newest_of
 from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import model_parameters
 
@@ -36,8 +38,11 @@ def is_shapes(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialize(parts: Iterable[Transformer], device: torch.device) -> None:
-    """Memory for the parts, and the first weights in them. torch's generator must stand at the run's seed."""
+def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool = True) -> None:
+    """Memory for the parts, and the first weights in them unless others follow (`drawn`). torch's generator must stand
+    at the run's seed."""
+    from ironlaw.train.parallel.store import mark_fused
+
     parts = list(parts)
     for part in parts:
         tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
@@ -45,21 +50,49 @@ def materialize(parts: Iterable[Transformer], device: torch.device) -> None:
         if tied:  # two tensors now
             assert part.embedding is not None
             part.head.weight = part.embedding.weight
+        mark_fused(part)  # new tensors have no mark
         _reset_buffers(part, device)
-    wanted: dict[str, list[Tensor]] = {}
+    if drawn:
+        fill(parts, lambda wanted: first_weights(parts[0].config))
+
+
+@torch.no_grad()
+def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]) -> None:
+    """Whole tensors by their names in one process, one at a time, into the parts. `source` is told which are wanted."""
+    parts = list(parts)
+    targets: dict[str, list[Tensor]] = {}
     for part in parts:
         for name, tensor in _named(part):
-            wanted.setdefault(name, []).append(tensor)
-    for name, whole in first_weights(parts[0].config):
+            targets.setdefault(name, []).append(tensor)
+
+    def wanted(name: str) -> bool:
+        return name in targets or name.replace(".qkv.", ".qkv.query.") in targets
+
+    for name, whole in source(wanted):
         for piece, tensor in pieces(name, whole, parts[0].config):
-            for target in wanted.get(piece, ()):
+            for target in targets.get(piece, ()):
                 copy_part(target, tensor)
 
 
-def _named(part: Transformer) -> Iterator[tuple[str, Tensor]]:
-    from ironlaw.train.parallel.store import COPY, mark_fused, named_tensors
+def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
+    """`train.start_from` into what this rank holds: a Hugging Face model's weights, or another run's on any layout.
 
-    mark_fused(part)  # new tensors have no mark
+    Every rank reads the files, and of tensors that they hold as they are here only its own rows. `joined` has all
+    `parts` under one roof; `store` reads checkpoints.
+    """
+    folder, parts = Path(source), list(parts)
+    config = parts[0].config
+    if is_run(folder):
+        found = newest_of(folder)
+        check_model(found, config)
+        store.read(found.path, joined, {})
+    else:
+        fill(parts, lambda wanted: read_weights(folder, config, wanted))
+
+
+def _named(part: Transformer) -> Iterator[tuple[str, Tensor]]:
+    from ironlaw.train.parallel.store import COPY, named_tensors
+
     for name, tensor in named_tensors(part):
         yield name.removesuffix(COPY).removeprefix("weights/"), tensor
 
@@ -125,6 +158,10 @@ def read_checkpoint(
         for name in tuple(file.keys()):
             for piece, tensor in pieces(name, file.get_tensor(name), config):
                 _into(wanted, f"weights/{piece}", tensor)
+    average = saved.get("average", {}).get("tensors", ())
+    for parameter, whole in zip(model_parameters(config), average, strict=False):
+        for piece, tensor in pieces(parameter.name, whole, config):
+            _into(wanted, f"average/{piece}", tensor)
     if optimizer is None:
         return saved
     if "state" not in saved["optimizer"]:  # of two optimizers, which take whole tensors: nothing is divided here

@@ -1,0 +1,66 @@
+"""Remedies of a job on several CPU ranks: planned on as many, over what their links were when it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ironlaw import units
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.links import Fabric, Link, load_costs
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.on_ranks import plan_ranks
+from ironlaw.plan.rank_search import best_layout
+
+
+def ranks_of(run: Ledger) -> int:
+    """Of a job that `plan_ranks` can plan; 1 for anything else, one process included."""
+    return int(run.facts.get("ranks") or 1) if "fabric" in run.facts else 1
+
+
+def fabric_of(run: Ledger) -> Fabric:
+    """UserError when what two ranks of this machine cost each other was not measured."""
+    facts = run.facts["fabric"]
+    between = Link(**facts["between"]) if facts["between"] else None
+    return Fabric(load_costs(), facts["ranks_per_host"], between)
+
+
+def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Ledger]:
+    """Plans a config on the ranks of `run`; UserError for what cannot run on them, or does not fit."""
+    from ironlaw.train.parallel.ranks import check, micro_batch_of, planned_layout
+
+    ranks, fabric = ranks_of(run), fabric_of(run)
+
+    def replan(config: RunConfig) -> Ledger:
+        layout = check(config, ranks)
+        share = config.train.global_batch // (layout.dp or 1)
+        plan = plan_ranks(config, profile, ranks, planned_layout(layout, micro_batch_of(config, share)), fabric)
+        if not plan.fits:
+            raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
+        return plan.ledger()
+
+    return replan
+
+
+def other_layouts(config: RunConfig, profile: Profile, run: Ledger) -> Iterable[dict[str, Any]]:
+    """The settings of the best planned layout for as many ranks, where it is not the run's own."""
+    if ranks_of(run) == 1 or (config.layout is not None and config.layout.shard):
+        return []
+    from ironlaw.train.parallel.planning import runs
+
+    free = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
+    choice = best_layout(free, profile, ranks_of(run), fabric_of(run), lambda layout: runs(free, layout))
+    return [changed(config, choice.best.layout)]
+
+
+def changed(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """What to set for `layout`, as far as it differs from what the config says."""
+    names = ("dp", "zero", "tp", "sp", "pp", "virtual_stages", "schedule", "cp", "ep")
+    now = config.layout.model_dump() if config.layout is not None else {}
+    settings = {f"layout.{name}": getattr(layout, name) for name in names if now.get(name) != getattr(layout, name)}
+    if layout.micro_batch != config.train.micro_batch:
+        settings["train.micro_batch"] = layout.micro_batch
+    return settings
