@@ -449,7 +449,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
-    shape = local_shape(training_shape(config, "fp32"), layout)
+    shape = local_shape(training_shape(config, config.train.precision), layout)
     planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}
