@@ -104,6 +104,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
 
     from ironlaw.model.transformer import Transformer
     from ironlaw.observe.held import Recorded, recording
+    from ironlaw.observe.profile import silent_stderr
     from ironlaw.train.parallel import apply as layouts
     from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.ranks import check, planned_layout, start
@@ -128,7 +129,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     for number in range(STEPS):
         last = number == STEPS - 1
         lasting = lasting_bytes(applied, optimizer, step.schedule)
-        with recording() if last else nullcontext(recorded) as recorded, counted(ranks) as found:
+        with silent_stderr(), recording() if last else nullcontext(recorded) as recorded, counted(ranks) as found:
             loss = step.forward_backward(tokens, tokens)
             step.agree(loss, config.train.clip)
             optimizer.step()
