@@ -1,7 +1,8 @@
 """Every layout of the tests against one process: `python benchmarks/equivalence.py [--only 4] [--record]`.
 
 The cases are those of `tests/train/parallel/test_equivalence.py` and `test_settings.py`, their limits too; 20 steps
-each, all ranks of a group in one launch. `--record` writes benchmarks/results/equivalence.md, after every group anew.
+each, all ranks of a group in one launch. `--record` writes benchmarks/results/equivalence.md: what is run takes its
+group's place there, the other groups stay as they were recorded.
 """
 
 from __future__ import annotations
@@ -95,6 +96,21 @@ def table(rows: list[tuple[dict[str, Any], dict[str, float] | str]]) -> list[str
     return lines
 
 
+HEAD = """# Layouts against one process
+
+`python benchmarks/equivalence.py --record`, on gloo ranks. 20 steps of each from the same seed; the largest difference
+over steps (losses, norms), elements of the final weights, and ranks. Limits: losses 1e-5, norms 1e-3, weights 1e-4,
+unless the case has its own (bf16 and fp16, which round in other places when a product is divided). Groups not listed
+were not run."""
+
+
+def sections() -> dict[str, str]:
+    """What is recorded of each group."""
+    text = RESULTS.read_text(encoding="utf-8") if RESULTS.is_file() else ""
+    parts = [part.partition("\n") for part in text.split("\n## ")[1:]]
+    return {name: content.strip() for name, _, content in parts}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="groups whose name has this")
@@ -102,25 +118,23 @@ def main() -> int:
     wanted = parser.parse_args()
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    document = [
-        "# Layouts against one process", "",
-        f"`python benchmarks/equivalence.py --record`: {date.today()}, commit {commit}, PyTorch {torch.__version__}, "
-        f"{os.cpu_count()} cores of {platform.machine()}, gloo.",
-        "", "20 steps of each from the same seed; the largest difference over steps (losses, norms), elements of the",
-        "final weights, and ranks. Limits: losses 1e-5, norms 1e-3, weights 1e-4, unless the case has its own",
-        "(bf16 and fp16, which round in other places when a product is divided). Groups not listed were not run.",
-    ]  # fmt: skip
+    ran = (
+        f"{date.today()}, commit {commit}, PyTorch {torch.__version__}, {os.cpu_count()} cores of {platform.machine()}"
+    )
+    recorded = sections()
     outside = 0
     for name, size, cases in groups():
         if wanted.only not in name:
             continue
         began = time.perf_counter()
         lines = table(list(zip(cases, run(size, cases), strict=True)))
-        document += ["", f"## {name}", "", *lines]
+        recorded[name] = "\n".join([f"{ran}.", "", *lines])
         outside += sum(not line.endswith("| within |") for line in lines[2:])
         print(f"{name}, {time.perf_counter() - began:.0f} s", *lines, sep="\n", flush=True)
         if wanted.record:
-            RESULTS.write_text("\n".join(document) + "\n", encoding="utf-8")
+            known = [name for name, _, _ in groups() if name in recorded]
+            text = "\n".join([HEAD, *(f"\n## {name}\n\n{recorded[name]}" for name in known)])
+            RESULTS.write_text(text + "\n", encoding="utf-8")
     return 1 if outside else 0
 
 

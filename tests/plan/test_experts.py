@@ -5,6 +5,7 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
+from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
@@ -17,6 +18,7 @@ from ironlaw.plan.layout_space import EXPERT_WALL
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
+from ironlaw.plan.utilisation import other_conventions
 from ironlaw.plan.work import Work
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")
@@ -42,6 +44,16 @@ def test_flops_are_six_per_active_matrix_element_and_attention():
     matrices = MIXTRAL.active_parameters - MIXTRAL.embedding_parameters - 65 * MIXTRAL.hidden
     attention = 6 * MIXTRAL.layers * SEQUENCE * MIXTRAL.query_size
     assert jobs.model_flops()[0] == pytest.approx((6 * matrices + attention) * SEQUENCE * BATCH)
+
+
+def test_other_conventions_count_the_experts_that_a_token_meets():
+    layout = parse_layout("dp=64 zero=1 ep=8")
+    jobs = jobs_of(MIXTRAL, [layout], sequence=SEQUENCE, global_batch=BATCH)
+    step = Estimate(10.0, Origin.CALCULATED, "", 9.0, 11.0)
+    found = other_conventions(MIXTRAL, jobs, step, 64 * 1e15)
+    assert found["mfu_6nd"].value == pytest.approx(6 * MIXTRAL.active_parameters * SEQUENCE * BATCH / 64e16)
+    assert MIXTRAL.active_parameters < 0.3 * MIXTRAL.parameters
+    assert found["hfu"].value == pytest.approx(float(jobs.model_flops()[0]) / 64e16)  # nothing is recomputed
 
 
 def test_expert_parallelism_divides_the_weights_of_experts_alone():

@@ -300,3 +300,11 @@ def test_a_network_can_be_described():
         plan_request("llama3-8b", on="64xh100-sxm-80gb", options=Options(network="fast"))
     with pytest.raises(UserError, match="--network is for clusters"):
         plan_request("gpt2", on="this", options=Options(network="8x NDR"))
+
+
+def test_an_odd_lot_of_accelerators_is_told_which_fewer_are_faster():
+    answer = plan_request("llama3-8b", on="17xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
+    first = answer.more["first_change"]["tried"][0]
+    assert first["change"].startswith("--on 16xh100-sxm-80gb") and first["gain"] > 0.3
+    round_ones = plan_request("llama3-8b", on="16xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
+    assert not any("divide better" in change["change"] for change in round_ones.more["first_change"]["tried"])

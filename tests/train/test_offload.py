@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +16,15 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import plan_run
+from ironlaw.plan.offload import held_operations, saved_by_layer
 from ironlaw.plan.setting import Host
 from ironlaw.plan.supported import check_supported
 from ironlaw.train.lane import Arrival
 from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
+from ironlaw.workload.blocks import Shape
+from ironlaw.workload.moe import layer_groups
+from ironlaw.workload.recompute import forward_of, unfolded
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -116,11 +121,15 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
 
 
-def test_the_bytes_are_those_of_the_plan(tiny_config: Config, train: Train, lane: LateLane, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moe", [{}, {"experts": 4, "experts_per_token": 2}, {"experts": 4, "experts_per_token": 3, "dense_layers": 2}]
+)
+def test_the_bytes_are_those_of_the_plan(
+    moe: dict[str, int], tiny_config: Config, train: Train, lane: LateLane, tmp_path: Path
+) -> None:
     """Two micro-batches of every block but the last; gradients out and weights back once."""
-    config = tiny_config(
-        {"layers": 4}, train={"steps": 1, "micro_batch": 4, "offload": "both"}, evaluation={"every": 0}
-    )
+    model = {"layers": 4} | ({"moe": moe, "bias": False} if moe else {})
+    config = tiny_config(model, train={"steps": 1, "micro_batch": 4, "offload": "both"}, evaluation={"every": 0})
     train(config, tmp_path / "run")
     offload = Ledger.load(tmp_path / "run" / "plan.json").facts["offload"]
     assert lane.out_bytes == pytest.approx(offload["activation_bytes"] + offload["optimizer_bytes"], rel=0.02)
@@ -129,6 +138,27 @@ def test_the_bytes_are_those_of_the_plan(tiny_config: Config, train: Train, lane
     ledger = Ledger.load(tmp_path / "run" / "ledger.json")
     assert ledger.facts["host_bytes"] == pytest.approx(offload["host_bytes"], rel=0.02)
     assert ledger.memory_bytes()["optimizer"] == 0
+
+
+@pytest.mark.parametrize("moe", [{"dense_layers": 2}, {"every": 2}, {"dense_layers": 1}, {"every": 3}])
+def test_the_plan_of_offloaded_experts_holds_two_blocks(moe: dict[str, int], tiny_config: Config) -> None:
+    """Whatever the kinds of the layers, gradients of all of them are made and what is kept is freed."""
+    model = tiny_config({"layers": 8, "bias": False, "moe": {"experts": 4, "experts_per_token": 2} | moe}).model
+    shape = Shape(model, 4, 64)
+    operations = list(held_operations(shape))
+    made = sum(op.gradient_bytes for op in unfolded(shape))
+    kinds = layer_groups(model)
+    # A dense layer of the two is put first: their gradients are the same.
+    assert sum(op.gradient_bytes for op in operations) == made
+    assert {op.group for op in operations} >= set(kinds[-2:])
+    kept = [op.saved_bytes - op.frees_saved_bytes for op in operations]
+    assert min(np.cumsum(kept)) >= 0 and sum(kept) == sum(
+        op.saved_bytes - op.frees_saved_bytes for op in unfolded(shape)
+    )
+    saved = saved_by_layer(shape)
+    assert [big + small for big, small in saved] == [
+        sum(op.saved_bytes for op in forward_of(shape, kind)) for kind in kinds
+    ]
 
 
 def test_what_leaves_is_bounded(tiny_config: Config, lane: LateLane) -> None:

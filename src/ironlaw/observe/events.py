@@ -30,6 +30,7 @@ class Allocation:
     moment: int
     address: int
     bytes: int  # negative when freed
+    of_collective: bool = False  # made inside a call of a process group, or by gloo's threads
 
 
 def recorded_events(recorded: Any) -> list[Event]:
@@ -55,10 +56,15 @@ def recorded_allocations(recorded: Any) -> list[Allocation]:
     return found
 
 
+COLLECTIVES = ("c10d::", "gloo:")
+
+
 def _allocations(recorded: Any) -> Iterator[Allocation]:
-    pending = list(recorded.profiler.kineto_results.experimental_event_tree())
+    pending = [(node, False) for node in recorded.profiler.kineto_results.experimental_event_tree()]
     while pending:
-        node = pending.pop()
-        pending.extend(node.children)
+        node, inside = pending.pop()
         if node.tag == torch._C._profiler._EventType.Allocation:
-            yield Allocation(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size)
+            yield Allocation(node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size, inside)
+            continue
+        inside = inside or node.name.startswith(COLLECTIVES)
+        pending.extend((child, inside) for child in node.children)

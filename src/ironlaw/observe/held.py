@@ -1,7 +1,9 @@
 """The most bytes of tensors a process holds while something runs, from PyTorch's record of its allocator.
 
-Only this thread's calls are recorded. A tensor that another thread lets go of (gloo's, after a collective) seems to
-stay until its address is given out again, which the count takes as its end.
+Only this thread's calls are recorded: a tensor that another thread lets go of seems to stay until its address is given
+out again, which the count takes as its end. Gloo's threads do so with the copies that a collective makes for itself,
+if they let go of them after this thread has. Those are gone when this thread goes on: a recording of ranks waits for
+each collective where it is called (`Waits.settle` in `train/parallel/waiting.py`).
 """
 
 from __future__ import annotations
@@ -29,12 +31,18 @@ class Recorded:
     def curve(self) -> Iterable[tuple[int, int]]:
         """(nanoseconds, bytes held) after every allocation."""
         live: dict[int, int] = {}
+        of_collective: set[int] = set()
         held = 0
         for allocation in self.allocations:
+            if not allocation.of_collective:
+                held -= sum(live.pop(address, 0) for address in of_collective)
+                of_collective.clear()
             held -= live.pop(allocation.address, 0)
             if allocation.bytes > 0:
                 live[allocation.address] = allocation.bytes
                 held += allocation.bytes
+                if allocation.of_collective:
+                    of_collective.add(allocation.address)
                 yield allocation.moment, held
 
 

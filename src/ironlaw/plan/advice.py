@@ -83,6 +83,18 @@ def _tried(ask: Ask, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]
             continue
         if other.facts["fits"]:
             yield {"change": words, "gain": other.totals["tokens_per_second"].value / now - 1}
+    for fewer in _rounder_counts(ask.cluster) if ask.layout is None else ():
+        seconds = _best(ask, fewer)
+        if seconds is not None:
+            words = f"--on {fewer}x{ask.cluster.accelerator.name}, which divide better"
+            yield {"change": words, "gain": ledger.totals["step_seconds"].value / seconds - 1}
+
+
+def _rounder_counts(cluster: Cluster) -> list[int]:
+    """Fewer accelerators than an odd lot: whole nodes, a power of two. None where there are such already."""
+    count, node_size = cluster.count, cluster.node.accelerators
+    rounder = {count - count % node_size, 2 ** (count.bit_length() - 1)}
+    return sorted(n for n in rounder if 0 < n < count) if count % node_size or count & (count - 1) else []
 
 
 def plan_layout(ask: Ask, layout: Layout) -> Ledger:

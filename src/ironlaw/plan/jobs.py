@@ -233,6 +233,8 @@ class Jobs:
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
         linear = 2 * self.hidden * (qkv + self.query_size + matrices * self.visited_ffn)
+        if self.has_experts:
+            linear = linear + 2 * self.hidden * self.experts * self.expert_share  # the router
         attention = np.where(self.flash > 0, 2 * self.attended, 4 * self.sequence) * self.query_size
         again = self.recomputed_share
         linear_passes = 3 + again

@@ -18,12 +18,12 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.workload.blocks import FP32, Shape
-from ironlaw.workload.forward import block
+from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.moe import GROUP, layer_groups
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_operations
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.recompute import dropped, unfolded
+from ironlaw.workload.recompute import dropped, forward_of, unfolded
 
 if TYPE_CHECKING:
     from ironlaw.plan.setting import Host
@@ -35,8 +35,7 @@ SMALLEST_BYTES = 2**20  # of a tensor that is worth a copy: as in train/offload.
 class Offload:
     """Per optimizer step; bytes are those of one direction."""
 
-    block_bytes: int  # saved by a block, in tensors worth a copy
-    small_bytes: int  # saved by a block, in others: they stay
+    block_bytes: int  # saved by the block that saves most, in tensors worth a copy
     activation_bytes: int  # each way over the link, over all micro-batches
     optimizer_bytes: int  # gradients to the host; as many of weights come back
     host_bytes: int  # held in the host's memory
@@ -62,15 +61,16 @@ def host_of_machine(profile: Profile) -> Host:
 def plan_offload(config: RunConfig, shape: Shape, host: Host, seconds: dict[Phase, float]) -> Offload:
     """`seconds`: of all blocks of one micro-batch, forward and backward, recomputation included."""
     train, layers = config.train, shape.model.layers
-    big, small = saved_by_block(shape)
+    saved = saved_by_layer(shape)
+    leaving = [big for big, _ in saved[:-1]]
     rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
     exposed: dict[Phase, float] = {}
     moved = held = leaves = 0
     if train.offloads_activations:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            waits = max(0.0, big / rate - seconds[phase] / layers)
-            exposed[phase] = config.accumulation * (layers - 1) * waits
-        held = (layers - 1) * big
+            waits = sum(max(0.0, big / rate - seconds[phase] / layers) for big in leaving)
+            exposed[phase] = config.accumulation * waits
+        held = sum(leaving)
         moved = config.accumulation * held
     if train.offloads_optimizer:
         parameters = model_parameters(shape.model)
@@ -79,20 +79,27 @@ def plan_offload(config: RunConfig, shape: Shape, host: Host, seconds: dict[Phas
         update = sum(op.bytes_moved * op.repeat for op in updates) / host.memory_bytes_per_second
         exposed[Phase.OPTIMIZER] = max(leaves / rate, update)
         held += 2 * leaves + state_bytes(parameters, config.optimizer)  # weights, gradients and the state
-    return Offload(big, small, moved, leaves, held, exposed)
+    return Offload(max(big for big, _ in saved), moved, leaves, held, exposed)
 
 
 def _on_the_device(op: Operation) -> bool:
     return op.name.startswith("clip")
 
 
-def saved_by_block(shape: Shape) -> tuple[int, int]:
-    """Bytes that a block keeps for its backward pass: in tensors worth a copy, and in others."""
-    operations = block(shape)
-    policy = shape.recompute[-1] if shape.recompute else None
+def saved_by_layer(shape: Shape) -> list[tuple[int, int]]:
+    """Bytes that each block keeps for its backward pass: in tensors worth a copy, and in others."""
+    kinds = layer_groups(shape.model)
+    chosen: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
+    layers = list(zip(kinds, chosen, strict=True))
+    found = {layer: _saved(shape, *layer) for layer in set(layers)}
+    return [found[layer] for layer in layers]
+
+
+def _saved(shape: Shape, kind: str, policy: Policy) -> tuple[int, int]:
+    operations = forward_of(shape, kind)
     if policy is not None:
         # What a policy keeps is held by the recomputation itself, out of reach: only the block's input leaves.
-        whole = sum(op.saved_bytes for op in operations) - dropped(shape, policy).frees_saved_bytes
+        whole = sum(op.saved_bytes for op in operations) - dropped(shape, policy, kind).frees_saved_bytes
         stream = shape.tokens * shape.model.hidden * FP32
         return (stream, whole - stream) if stream >= SMALLEST_BYTES else (0, whole)
     big = sum(op.saved_bytes for op in operations if op.saved_bytes >= SMALLEST_BYTES)
@@ -105,19 +112,33 @@ def held_operations(shape: Shape) -> Iterator[Operation]:
     if layers <= 2:
         yield from unfolded(shape)
         return
-    _, small = saved_by_block(shape)
-    model = shape.model.model_copy(update={"layers": 2})
-    others = layers - 2
-    gradients = others * shape.model.block_parameters * FP32
-    before = [_memory("other blocks", Phase.FORWARD, saved=others * small)]
-    after = [_memory("other blocks", Phase.BACKWARD, gradient=gradients, frees=others * small)]
-    for op in unfolded(replace(shape, model=model, recompute=shape.recompute[-2:])):
+    model = shape.model
+    small = sum(small for _, small in saved_by_layer(shape)[:-2])
+    sizes = {GROUP: model.moe_block_parameters, "block": model.block_parameters}
+    gradients = sum(sizes[kind] for kind in layer_groups(model)[:-2]) * FP32
+    before = [_memory("other blocks", Phase.FORWARD, saved=small)]
+    after = [_memory("other blocks", Phase.BACKWARD, gradient=gradients, frees=small)]
+    for op in unfolded(_last_two(shape)):
         yield from before
         before = []
-        if op.phase is Phase.BACKWARD and op.group == "block":
+        if op.phase is Phase.BACKWARD and op.group in sizes:
             yield from after
             after = []
         yield op
+
+
+def _last_two(shape: Shape) -> Shape:
+    """A model of the last two layers; one of each kind has the dense one first."""
+    model, policies = shape.model, shape.recompute[-2:]
+    kinds = layer_groups(model)[-2:]
+    moe = model.moe
+    if moe is not None:
+        if GROUP not in kinds:
+            moe = None
+        else:
+            moe = moe.model_copy(update={"dense_layers": 0, "every": 3 - kinds.count(GROUP)})
+        policies = tuple(policies[i] for i in sorted(range(len(policies)), key=lambda i: kinds[i]))
+    return replace(shape, model=model.model_copy(update={"layers": 2, "moe": moe}), recompute=policies)
 
 
 def _memory(name: str, phase: Phase, saved: int = 0, gradient: int = 0, frees: int = 0) -> Operation:

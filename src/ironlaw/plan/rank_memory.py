@@ -6,7 +6,7 @@
 What lasts: the rank's weights, its optimizer's state, DDP's buckets, a pipeline's buffers for messages. What comes and
 goes: activations between forward and backward, temporaries, gradients, and what FSDP2 gathers and reduces: a buffer of
 the whole unit beside the weights copied out of it, kept until the next unit's is there; backward, the next unit is
-gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction.
+gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction. Gloo copies both.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.rank_passes import Pass, passes
+from ironlaw.plan.rank_work import sharded
 from ironlaw.plan.traffic import layers_of, stage_parameters, stages_of, units_of
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
-from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.blocks import Policy
+from ironlaw.workload.forward import embedding, head
+from ironlaw.workload.moe import GROUP as MOE_GROUP
+from ironlaw.workload.moe import layer_groups, moe_block_backward
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
 from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.recompute import again, dropped, forward_of, weight_copies
 from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 COMPONENTS = (
@@ -74,19 +79,20 @@ class Walk:
             now["temporaries"] -= op.frees_temporary_bytes * factor
 
 
-def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape) -> RankPeak:
-    """The peak of a rank at a pipeline position."""
-    return _Rank(config, layout, position, shape).peak()
+def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool = True) -> RankPeak:
+    """The peak of a rank at a pipeline position. `gloo`: collectives make copies, as they do on CPUs."""
+    return _Rank(config, layout, position, shape, gloo).peak()
 
 
 class _Rank:
-    def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape) -> None:
+    def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool) -> None:
+        self.gloo = gloo
         self.config, self.layout, self.position, self.shape = config, layout, position, shape
         self.micro_batches = config.train.global_batch // (layout.dp * layout.micro_batch)
         self.stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
         self.last = layout.pp * layout.virtual_stages - 1
         self.parameters = {s: stage_parameters(config.model, layout, s) for s in self.stages}
-        self.fsdp = layout.zero > 0 or (layout.tp * layout.pp > 1 and layout.dp * layout.cp > 1)
+        self.fsdp = sharded(layout)
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         self.units = {s: units_of(config.model, self.parameters[s]) for s in self.stages}
@@ -98,6 +104,9 @@ class _Rank:
         self.last_gather = 0.0  # buffer of the last gather, forward
         # PyTorch's schedules of several chunks, or with split passes, wait for what they have sent at the end only.
         self.sends_late = layout.pp > 1 and not (layout.virtual_stages == 1 and layout.schedule in ("1f1b", "gpipe"))
+        # Once every pass has come by after every other, further micro-batches hold nothing new.
+        steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
+        self.walked = min(self.micro_batches, 2 * layout.pp + 1) if steady else self.micro_batches
         self.unfinished = 0.0
         self.waiting: dict[tuple[int, int], float] = {}  # of a split pass: what its gradients of weights need
         self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
@@ -145,9 +154,9 @@ class _Rank:
         if self.layout.pp > 1:
             self._pipelined()
         else:
-            for m in range(self.micro_batches):
+            for m in range(self.walked):
                 self._forward(0, m)
-                self._backward(0, m, last=m == self.micro_batches - 1, piped=False)
+                self._backward(0, m, last=m == self.walked - 1, piped=False)
         self._finish()
         walk.add("temporaries", update_temporary_bytes(mine, config.optimizer), "update, optimizer")
         return walk.peak
@@ -176,11 +185,22 @@ class _Rank:
 
     def _order(self) -> list[Pass]:
         layout = self.layout
-        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches)[self.position]
+        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.walked)[self.position]
 
     def _blocks(self, stage: int) -> list[str]:
-        layers = layers_of(self.config.model.layers, self.last + 1, self.layout.virtual_stages)[stage]
-        return [f"blocks.{layer}" for layer in layers]
+        return [unit for _, _, unit in self._layers(stage)]
+
+    def _layers(self, stage: int) -> list[tuple[str, Policy, str]]:
+        """Of each layer its kind, what it keeps when it is run again, and its name."""
+        model, chosen = self.config.model, self.shape.recompute
+        layers = layers_of(model.layers, self.last + 1, self.layout.virtual_stages)[stage]
+        kinds = layer_groups(model)
+        return [(kinds[layer], chosen[layer] if chosen else None, f"blocks.{layer}") for layer in layers]
+
+    def _block_backward(self, kind: str, policy: Policy) -> list[Operation]:
+        shape = self.shape
+        operations = moe_block_backward(shape) if kind == MOE_GROUP else block_backward(shape)
+        return operations if policy is None else again(shape, policy, kind) + operations
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         shape, walk = self.shape, self.walk
@@ -189,14 +209,19 @@ class _Rank:
             self._gather(stage, "embedding.weight")
             walk.run(embedding(shape), "gradients")
             self._release(stage, "embedding.weight")
-        for unit in self._blocks(stage):
+        layers = self._layers(stage)
+        for kind, policy, unit in layers:
             self._gather(stage, unit)
-            walk.run(block(shape), "gradients")
+            walk.run(forward_of(shape, kind), "gradients")
+            if policy is not None:
+                walk.run([dropped(shape, policy, kind)], "gradients")
             self._release(stage, unit)
         if stage == self.last:
             self._gather(stage, "head.weight")
             walk.run(head(shape), "gradients")
             self._release(stage, "head.weight")
+        # Autocast remembers its copies of weights until the pass is over; where nothing runs again they are kept.
+        walk.now["activations"] -= sum(weight_copies(shape, kind) for kind, policy, _ in layers if policy is not None)
         walk.add("gathered", -self.last_gather, "")
         self.last_gather = 0.0
 
@@ -208,18 +233,20 @@ class _Rank:
         blocks = self._blocks(stage)[::-1]
         order = (["head.weight"] if stage == self.last else []) + blocks
         order += ["embedding.weight"] if stage == 0 else []
-        work: dict[str, list[Operation]] = {unit: block_backward(shape) for unit in blocks}
+        work = {unit: self._block_backward(kind, policy) for kind, policy, unit in self._layers(stage)}
         work |= {"head.weight": head_backward(shape), "embedding.weight": embedding_backward(shape)}
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
         for index, unit in enumerate(order):
             if unit in self.units[stage] and unit == "head.weight":  # the loss is the root's, before the output layer
+                self._regather(stage, "root", [unit])
                 ahead = [op for op in work[unit] if op.kind is Kind.LOSS]
                 walk.run(ahead, kept)
                 work[unit] = work[unit][len(ahead) :]
             self._regather(stage, unit, order[index + 1 :][:1])
             walk.run(work[unit], kept)
-            self._after_backward(stage, unit, last, piped)
+            if unit != "embedding.weight":
+                self._after_backward(stage, unit, last, piped)
         if stage != 0:
             walk.now["temporaries"] -= self.stream
             walk.now["activations"] += self.stream  # the input is a buffer for messages
@@ -230,6 +257,7 @@ class _Rank:
         self.has_gradients.add(stage)
         if self.fsdp and not piped:
             self._after_backward(stage, "root", last, piped)
+            self._after_backward(stage, "embedding.weight", last, piped)  # tokens have no gradient that would tell
             if last:  # else the buffer of the last reduction stays until the next one
                 walk.now["reducing"] -= self.waiting_buffer
                 self.waiting_buffer = 0.0
@@ -248,7 +276,9 @@ class _Rank:
         order: list[tuple[list[Operation], float]] = []
         if stage == self.last:
             order.append((head_backward(shape), shape.tokens * model.vocab * FP32 + self.stream))
-        order += [(block_backward(shape), shape.tokens * wide * FP32) for _ in self._blocks(stage)]
+        order += [
+            (self._block_backward(kind, policy), shape.tokens * wide * FP32) for kind, policy, _ in self._layers(stage)
+        ]
         start = walk.now["temporaries"]
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
@@ -274,10 +304,12 @@ class _Rank:
     def _saved(self, stage: int) -> float:
         """What a forward pass leaves, its input left out where that is a buffer for messages."""
         shape = self.shape
-        operations = block(shape) * len(self._blocks(stage))
+        operations = []
+        for kind, policy, _ in self._layers(stage):
+            operations += forward_of(shape, kind) + ([] if policy is None else [dropped(shape, policy, kind)])
         operations += embedding(shape) if stage == 0 else []
         operations += head(shape) if stage == self.last else []
-        return sum(op.saved_bytes for op in operations)
+        return sum(op.saved_bytes - op.frees_saved_bytes for op in operations)
 
     # -- what FSDP does ----------------------------------------------------------------------------------------
 
@@ -289,6 +321,7 @@ class _Rank:
         size = self.padded(tensors)
         if self.ranks > 1:
             self.walk.add("gathered", size, f"gathering {unit}")
+            self._copied(size, f"gathering {unit}")
             self.walk.now["gathered"] -= self.last_gather
             self.last_gather = size
         self.walk.add("gathered", size, f"weights of {unit}")
@@ -311,6 +344,7 @@ class _Rank:
             if (stage, which) not in self.ahead:
                 self.ahead[stage, which] = size
                 walk.add("gathered", size, f"gathering {which}")
+                self._copied(size, f"gathering {which}")
             if which == unit:
                 walk.add("gathered", size, f"weights of {which}")
                 walk.now["gathered"] -= self.ahead.pop((stage, which))
@@ -335,9 +369,16 @@ class _Rank:
         walk.now["gradients"] -= sum(p.elements for p in tensors) * FP32
         first = (stage, unit) not in self.reduced
         walk.add("gradients", size / self.ranks, f"reducing {unit}")
+        self._copied(size, f"reducing {unit}")
         if not first:
             walk.now["gradients"] -= size / self.ranks
         self.reduced.add((stage, unit))
+
+    def _copied(self, size: float, where: str) -> None:
+        """Gloo's own copy of what it gathers, or reduces and scatters."""
+        if self.ranks > 1 and self.gloo:
+            self.walk.add("temporaries", size, where)
+            self.walk.now["temporaries"] -= size
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""

@@ -23,6 +23,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.memory import BLOCKS
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.plan.traffic import layers_of, stage_parameters
+from ironlaw.workload.blocks import Division
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import Parameter
@@ -34,23 +35,31 @@ STREAM = ("attention_norm", "ffn_norm", "final_norm", "residual", "dropout", "re
 
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
     """The model whose whole operations are one tensor parallel rank's: fewer heads, narrower, a part of the words."""
-    tp = layout.tp
-    if tp == 1:
-        return model
-    return model.model_copy(
-        update={
+    tp, update = layout.tp, {}
+    if tp > 1:
+        update = {
             "heads": model.heads // tp, "kv_heads": max(1, model.key_value_heads // tp),
             "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": math.ceil(model.vocab / tp),
-        }
-    )  # fmt: skip
+        }  # fmt: skip
+    if layout.pp > 1 and model.tied:  # the last stage has a copy
+        update["tied"] = False
+    return model.model_copy(update=update) if update else model
 
 
 def local_shape(shape: Shape, layout: Layout) -> Shape:
     """`shape` is the whole model's; its micro-batch is the layout's."""
     here = shape.sequence // layout.cp
+    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=layout.tp > 1 or sharded(layout))
     return replace(
-        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch, loss_chunk=0
-    )
+        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch,
+        loss_chunk=shape.loss_chunk if layout.tp == 1 else 0, division=division,
+    )  # fmt: skip
+
+
+def sharded(layout: Layout) -> bool:
+    """Whether FSDP2 holds the weights; if not, and there are replicas, DDP does."""
+    replicas = layout.dp * layout.cp > 1
+    return layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
 
 
 def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:

@@ -100,7 +100,9 @@ def search(
             raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     if not rows:
         reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
-        raise UserError(f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch")
+        raise UserError(
+            f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
+        )
     table = np.array(rows, dtype=float)
     table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
     hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)

@@ -17,12 +17,14 @@ def other_conventions(
     """`mfu_palm`, `mfu_6nd` and `hfu` of the first job; `peak_flops_per_second` is that of all accelerators."""
     tokens = float(jobs.sequence[0] * jobs.global_batch[0])
     attention = 12 * model.layers * model.query_size * float(jobs.sequence[0])
+    n = model.active_parameters  # all of them in a dense model
+    which = "all parameters" if model.moe is None else f"the {n:,} parameters that a token meets"
     counted = {
         "mfu_palm": (
-            (6 * model.parameters + attention) * tokens,
-            "6 N + 12 L H Q S per token, all parameters, masked attention counted (PaLM, arXiv 2204.02311, app. B)",
+            (6 * n + attention) * tokens,
+            f"6 N + 12 L H Q S per token, {which}, masked attention counted (PaLM, arXiv 2204.02311, app. B)",
         ),
-        "mfu_6nd": (6 * model.parameters * tokens, "6 N per token, all parameters, no attention"),
+        "mfu_6nd": (6 * n * tokens, f"6 N per token, {which}, no attention"),
         "hfu": (float(jobs.hardware_flops()[0]), "matrix FLOPs with what is recomputed"),
     }
     return {name: _share(flops, basis, step, peak_flops_per_second) for name, (flops, basis) in counted.items()}

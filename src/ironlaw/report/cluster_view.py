@@ -192,7 +192,8 @@ def _ruled_out(console: Console, more: More) -> None:
     heading(console, f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
     made = table("wall", "ruled out")
     for wall, counted in more["ruled_out"].items():
-        made.add_row(wall, f"{counted['count']:,} {counted['unit']}")
+        unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]
+        made.add_row(wall, f"{counted['count']:,} {unit}")
     show(console, made)
 
 

@@ -18,12 +18,15 @@ from ironlaw.workload.blocks import (
     norm_saved_bytes,
     qk_norm_saved_bytes,
 )
+from ironlaw.workload.division import on_rank
 from ironlaw.workload.operations import Operation
 
 
 def head_backward(shape: Shape) -> list[Operation]:
-    if shape.loss_chunk:
-        return chunked_head_backward(shape)
+    return on_rank(shape, chunked_head_backward(shape) if shape.loss_chunk else full_head_backward(shape))
+
+
+def full_head_backward(shape: Shape) -> list[Operation]:
     model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
     logits = tokens * model.vocab
     operations = [
@@ -70,7 +73,7 @@ def block_backward(shape: Shape) -> list[Operation]:
     operations += feed_forward_backward(shape, model.ffn_size, "ffn", consumes=branch_gradient(shape))
     first = "ffn_gate" if model.gated_ffn else "ffn_up"
     operations += norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
-    return operations + attention_half_backward(shape)
+    return on_rank(shape, operations + attention_half_backward(shape))
 
 
 def branch_gradient(shape: Shape) -> int:
@@ -189,7 +192,7 @@ def embedding_backward(shape: Shape) -> list[Operation]:
                 elements=model.vocab * model.hidden, bytes_moved=3 * table,
             )
         )  # fmt: skip
-    return operations
+    return on_rank(shape, operations)
 
 
 def linear_backward(

@@ -19,6 +19,16 @@ Policy = frozenset[str] | None  # what a block keeps of its expensive results; N
 
 
 @dataclass(frozen=True)
+class Division:
+    """How ranks share one micro-batch, as far as it changes what a rank holds (`division.py`)."""
+
+    tp: int = 1
+    sp: bool = False  # tp divides the residual stream between its layers, too
+    cp: int = 1
+    split_qkv: bool = False  # query, key and value are three layers instead of one
+
+
+@dataclass(frozen=True)
 class Shape:
     """One micro-batch of one model, and how it is computed."""
 
@@ -31,6 +41,7 @@ class Shape:
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
+    division: Division = Division()
 
     @property
     def tokens(self) -> int:

@@ -19,6 +19,7 @@ from ironlaw.workload.blocks import (
     qk_norm_saved_bytes,
     rotary_saved_bytes,
 )
+from ironlaw.workload.division import on_rank
 from ironlaw.workload.operations import Operation
 
 
@@ -48,7 +49,7 @@ def embedding(shape: Shape) -> list[Operation]:
                 saved_bytes=tokens * INDEX if shape.documents else 0,  # which position each token has
             )
         )  # fmt: skip
-    return operations
+    return on_rank(shape, operations)
 
 
 def block(shape: Shape) -> list[Operation]:
@@ -59,7 +60,7 @@ def block(shape: Shape) -> list[Operation]:
     operations += feed_forward(shape, model.ffn_size, "ffn")
     operations += dropout(shape, Phase.FORWARD)
     operations.append(residual(shape, layers))
-    return operations
+    return on_rank(shape, operations)
 
 
 def attention_half(shape: Shape) -> list[Operation]:
@@ -121,7 +122,7 @@ def head(shape: Shape) -> list[Operation]:
     if shape.composes_attention:  # the mask dies with the pass
         last = operations[-1]
         operations[-1] = replace(last, frees_temporary_bytes=last.frees_temporary_bytes + shape.mask_bytes)
-    return operations
+    return on_rank(shape, operations)
 
 
 def full_head(shape: Shape) -> list[Operation]:

@@ -21,6 +21,7 @@ from ironlaw.workload.backward import (
     norm_backward,
 )
 from ironlaw.workload.blocks import FP32, INDEX, Shape, dropout, elementwise, norm_saved_bytes
+from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import attention_half, feed_forward, residual
 from ironlaw.workload.operations import Operation
 
@@ -36,7 +37,7 @@ def moe_block(shape: Shape) -> list[Operation]:
         operations += _shared_experts(shape)
     operations += dropout(shape, Phase.FORWARD)
     operations.append(residual(shape, shape.model.layers))
-    return _of_moe_layers(shape, operations)
+    return _of_moe_layers(shape, on_rank(shape, operations))
 
 
 def moe_block_backward(shape: Shape) -> list[Operation]:
@@ -47,7 +48,7 @@ def moe_block_backward(shape: Shape) -> list[Operation]:
         operations += _shared_experts_backward(shape)
     operations += _experts_backward(shape) + _route_backward(shape)
     operations += norm_backward(replace(shape, precision="fp32"), "ffn_norm", "block", 1, reader="", residual=True)
-    return _of_moe_layers(shape, operations + attention_half_backward(shape))
+    return _of_moe_layers(shape, on_rank(shape, operations + attention_half_backward(shape)))
 
 
 def layer_groups(model: ModelConfig) -> list[str]:

@@ -22,6 +22,16 @@ JOB = Path(__file__).with_name("job.py")
 SOURCE = Path(ironlaw.__file__).parents[1]
 
 
+LONGEST_SECONDS = 1800.0  # of long tests, on a machine that has other work; the default ones have pytest's limit
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        here = item.path.parent == JOB.parent
+        if here and item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONGEST_SECONDS))
+
+
 class Launch:
     """Ranks that wait for cases."""
 
@@ -73,10 +83,10 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         if size == 2 and timeout_seconds is None:
             if not shared or shared[-1].job.poll() is not None:
                 shared.append(Launch(size, folder))
-            return shared[-1].run(folder, cases, 280)
+            return shared[-1].run(folder, cases, LONGEST_SECONDS)
         launch = Launch(size, folder)
         try:
-            return launch.run(folder, cases, timeout_seconds or 280)
+            return launch.run(folder, cases, timeout_seconds or LONGEST_SECONDS)
         finally:
             launch.end()
 

@@ -46,7 +46,7 @@ from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
 from ironlaw.train.parallel.traffic import counted
 from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
-from ironlaw.train.parallel.whole import shapes
+from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.recompute import policies as layer_policies
@@ -312,6 +312,39 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"difference": max(differences.values(), default=0.0), "losses": losses}
 
 
+def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Weights of a Hugging Face model read into this rank's parts: the most bytes held, those of the parts, of the
+    largest tensor and of the model; and the largest difference from the model's own."""
+    from ironlaw.model.huggingface_weights import write_model
+    from ironlaw.observe.held import recording
+
+    config = config_of(case)
+    torch.manual_seed(5)
+    model = Transformer(config.model)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    if dist.get_rank() == 0:
+        write_model(folder, config.model, weights)
+    dist.barrier()
+    ranks = world.start(world.check(config, dist.get_world_size()))
+    with recording() as recorded:
+        applied = layouts.apply(shapes(config.model), config, ranks, drawn=False)
+        read_first_weights(str(folder), applied.plain.values(), applied.model, ShardedFiles())
+    sizes = [p.numel() * 4 for p in weights.values()]
+    different = 0.0
+    for name, parameter in applied.model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        rows: Tensor = weights.get(name, weights["embedding.weight"])
+        if ".qkv." in name and name not in weights:
+            split = [config.model.query_size, config.model.key_value_size, config.model.key_value_size]
+            part = name.split(".")[-2]
+            rows = weights[name.replace(f".{part}.", ".")].split(split)[("query", "key", "value").index(part)]
+        different = max(different, float((whole - rows).detach().abs().max()))
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in applied.parameters()]
+    held = {"peak": recorded.peak_bytes(), "parts": sum(p.numel() * 4 for p in local)}
+    held["file"] = (folder / "model.safetensors").stat().st_size
+    return held | {"largest": max(sizes), "whole": sum(sizes), "different": different}
+
+
 def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Collectives of the third step, and the planned ones of this rank's stages."""
     run = Run(config_of(case))
@@ -416,7 +449,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
-    shape = local_shape(training_shape(config, "fp32"), layout)
+    shape = local_shape(training_shape(config, config.train.precision), layout)
     planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}

@@ -76,9 +76,9 @@ RESUME_OF_FOUR = [
 ]
 LEARNS = [
     case("learns", BF16, zero=3),
-    case("learns", {"local_steps": 5}),
+    case("learns", {"local_steps": 5}, tables={"data": {"mask_documents": True}}),
 ]
-MORE_LEARNS = [*LEARNS, case("learns", BF16), case("learns", POWER, model=WIDE)]
+MORE_LEARNS = [*LEARNS, case("learns", {"local_steps": 5}), case("learns", BF16), case("learns", POWER, model=WIDE)]
 
 
 @pytest.mark.parametrize(

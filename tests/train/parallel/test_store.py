@@ -49,3 +49,16 @@ def test_a_checkpoint_goes_from_shards_to_stages(on_ranks: Callable[..., Any]) -
     (results,) = on_ranks(2, [case])
     assert results[0]["difference"] == 0.0
     assert abs(results[0]["losses"][0] - results[0]["losses"][1]) < 1e-5 * results[0]["losses"][0]
+
+
+def test_no_rank_holds_the_whole_model_it_starts_from(on_ranks: Callable[..., Any]) -> None:
+    wide = {"hidden": 64, "layers": 8, "ffn": 256, "heads": 4}
+    cases = [
+        {"task": "first_weights", "family": "llama", "model": wide, "train": {"micro_batch": 2}, "layout": layout}
+        for layout in ({"zero": 3}, {"pp": 2}, {"tp": 2})
+    ]
+    for case, ranks in zip(cases, on_ranks(2, cases), strict=True):
+        for found in ranks:
+            assert found["different"] == 0.0, case["layout"]
+            held = found["peak"] - found["file"]  # which is mapped, and read where it is needed
+            assert held < found["parts"] + 2 * found["largest"] < 0.75 * found["whole"], (case, found)

@@ -26,11 +26,16 @@ def lasting_bytes(
 
 
 def _messages(schedule: Any) -> Iterator[Tensor]:
-    """What stages receive into, a buffer for each micro-batch."""
+    """What stages receive into, a buffer for each micro-batch. From a stage on the same rank nothing is received: its
+    tensors themselves are there, those of the last step until new ones take their place.
+    """
     if schedule is None:
         return
-    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
-        for infos in (stage.args_recv_info, stage.grad_recv_info):
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    here = {stage.stage_index for stage in stages}
+    for stage in stages:
+        others = ((stage.args_recv_info, stage.stage_index - 1), (stage.grad_recv_info, stage.stage_index + 1))
+        for infos in (infos for infos, other in others if other not in here):
             for info in infos.values():
                 for one in info:
                     buffer = getattr(one, "buffer", None)

@@ -48,7 +48,7 @@ FUNCTIONAL = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
-SETTLE_SECONDS, LET_GO_SECONDS = 3e-4, 0.05
+LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
 
 
 @dataclass
@@ -67,7 +67,8 @@ class Waits:
     def __init__(self, ranks: Ranks) -> None:
         self.found: dict[tuple[str, str], Found] = {}
         self.steps = 0
-        # While memory is recorded: gloo's threads let go of their tensors first, which a recording cannot see.
+        # While memory is recorded: a collective is waited for where it is called, until gloo's threads have let go of
+        # its tensors, because a recording sees only what this thread lets go of (`observe/held.py`).
         self.settle = False
         self._dimensions, _ = dimensions_of(ranks)
         self._known: dict[Any, tuple[str, int]] = {}
@@ -115,21 +116,19 @@ class Waits:
             return
         self.found.setdefault(key, Found()).exposed_seconds += seconds
         self._clock.waited(" ".join(key), seconds)
-        if self.settle:
-            time.sleep(SETTLE_SECONDS)
 
-    def holders(self, arguments: Any, named: Any) -> list[tuple[Any, int]]:
-        """Storages of a call and how many hold each, before it."""
+    def holders(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
+        """Tensors of a call and how many hold each, before it."""
         if not self.settle:
             return []
-        tensors = [a for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
-        return [(storage, _uses(storage)) for storage in (t.untyped_storage() for t in tensors)]
+        return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
 
-    def let_go(self, holders: list[tuple[Any, int]]) -> None:
+    def let_go(self, holders: list[tuple[Tensor, int]]) -> None:
         """Wait until gloo's thread holds none of them any more."""
         limit = time.perf_counter() + LET_GO_SECONDS
-        while any(_uses(storage) > before for storage, before in holders) and time.perf_counter() < limit:
-            time.sleep(1e-4)
+        while any(_uses(tensor) > before for tensor, before in holders) and time.perf_counter() < limit:
+            time.sleep(BREATH_SECONDS)
+        time.sleep(BREATH_SECONDS)  # it gives up Python's name of a tensor last, for which it needs the interpreter
 
     # -- DDP -------------------------------------------------------------------------------------------------------
 
@@ -171,8 +170,10 @@ class Waits:
     _bucket_key = ("replicate", "all_reduce")
 
 
-def _uses(storage: Any) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))
+def _uses(tensor: Tensor) -> int:
+    """How many hold a tensor, of all that Python's name for it counts as one."""
+    count = getattr(tensor, "_use_count", None)  # not in PyTorch 2.11
+    return int(count()) if count is not None else 0
 
 
 class _Timed:
@@ -220,8 +221,9 @@ def watching(ranks: Ranks) -> Iterator[Waits]:
         for owner in (dist, dist.distributed_c10d):
             replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
     pending: dict[int, tuple[tuple[str, str], float]] = {}
+    wait = functional.wait_tensor
     for name, kind in FUNCTIONAL.items():
-        replace(functional, name, partial(_functional, waits, kind=kind, pending=pending))
+        replace(functional, name, partial(_functional, waits, kind=kind, pending=pending, wait=wait))
     replace(functional, "wait_tensor", partial(_wait_tensor, waits, pending=pending))
     _current = waits
     try:
@@ -311,15 +313,25 @@ def _message(waits: Waits, plain: Any, sends: bool) -> Any:
     return timed
 
 
-def _functional(waits: Waits, plain: Any, kind: str, pending: dict[int, tuple[tuple[str, str], float]]) -> Any:
+def _functional(
+    waits: Waits,
+    plain: Any,
+    kind: str,
+    pending: dict[int, tuple[tuple[str, str], float]],
+    wait: Callable[[Tensor], Any],
+) -> Any:
     def timed(*arguments: Any, **named: Any) -> Any:
         if not waits.active:
             return plain(*arguments, **named)
         dimension, size = waits.dimension(next(a for a in reversed(arguments) if isinstance(a, str)))
         tensor: Tensor = arguments[0]
         count = tensor.numel() * tensor.element_size() * (size if kind == "all_gather" else 1)
+        holders = waits.holders(arguments, named)
         began = time.perf_counter()
         result = plain(*arguments, **named)
+        if waits.settle:
+            wait(result)
+            waits.let_go([*holders, (result, 1)])
         if size > 1:
             key = (dimension, kind)
             waits.called(key, count)

@@ -1,0 +1,200 @@
+"""What dividing a micro-batch among ranks changes of the memory of its operations, on one of them.
+
+A rank's shape has its own part of heads, widths, words and tokens already; here is what that leaves out. As the trainer
+divides (`train/parallel/tensor.py`, `place.py`), tensor parallelism (arXiv 1909.08053) adds up partial results in a
+copy; sequence parallelism (arXiv 2205.05198) keeps a part of the residual stream, and gathers what a layer reads;
+context parallelism gathers keys and values and keeps them; query, key and value of layers of their own die one by one.
+
+On CPUs gloo copies what it gathers and what it reduces and scatters: bytes that are there while a collective runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import FP32, Division, Shape, norm_saved_bytes
+from ironlaw.workload.operations import Operation
+
+WIDENING = ("qkv", "ffn_gate", "ffn_up")
+NARROWING = ("attention_out", "ffn_down")
+
+
+def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:
+    """The operations with a rank's memory; `shape.division` says how the ranks share."""
+    if shape.division == Division():
+        return operations
+    rank = _Rank(shape)
+    return [rank.operation(op) for op in operations]
+
+
+class _Rank:
+    def __init__(self, shape: Shape) -> None:
+        self.shape, division = shape, shape.division
+        model, w = shape.model, shape.matmul_bytes
+        self.tp, self.cp, self.split = division.tp > 1, division.cp, division.split_qkv
+        self.parts = division.tp if division.sp else 1  # of the residual stream
+        self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
+        self.logits = shape.tokens * model.vocab * FP32
+        self.query = shape.tokens * model.query_size * w
+        self.key_value = 2 * shape.tokens * model.key_value_size * w
+        # Query and key as the layer gives them are kept by attention or by their norm, or die when others are made.
+        self.keeps_query = shape.keeps_qkv and (
+            not shape.casts if model.qk_norm else model.positions != "rope"
+        )  # fmt: skip
+
+    def operation(self, op: Operation) -> Operation:
+        forward = op.phase is Phase.FORWARD
+        if op.kind is Kind.NORM and op.name != "qk_norm":
+            return self.norm_forward(op) if forward else self.norm_backward(op)
+        if op.name in ("residual", "positions", "dropout"):
+            return self.stream(op)
+        if op.name == "loss" and self.tp and not self.shape.loss_chunk:
+            return self.loss(op)
+        if op.name in NARROWING and op.kind is Kind.MATMUL and forward:
+            return self.narrowed(op)
+        if op.name in NARROWING and not forward:
+            return self.widened_gradient(op)
+        if op.name == "embedding":
+            return self.embedding(op)
+        if self.split or self.cp > 1:
+            return self.attention(op, forward)
+        return op
+
+    # -- the residual stream ---------------------------------------------------------------------------------------
+
+    def stream(self, op: Operation) -> Operation:
+        if self.parts == 1:
+            return op
+        return replace(
+            op, saved_bytes=op.saved_bytes // self.parts, temporary_bytes=op.temporary_bytes // self.parts,
+            frees_saved_bytes=op.frees_saved_bytes // self.parts,
+            frees_temporary_bytes=op.frees_temporary_bytes // self.parts,
+        )  # fmt: skip
+
+    def embedding(self, op: Operation) -> Operation:
+        if not self.tp or op.phase is not Phase.FORWARD:
+            return self.stream(op) if op.phase is Phase.FORWARD else self.embedding_backward(op)
+        saved = self.full // self.parts
+        return _passing(replace(op, saved_bytes=op.saved_bytes - self.full + saved), self.full * 2)
+
+    def embedding_backward(self, op: Operation) -> Operation:
+        """DTensor makes the gradient of the whole table, of which each rank's part is a view."""
+        if not self.tp or op.kernel != "embedding_backward":
+            return op
+        model = self.shape.model
+        others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
+        freed = op.frees_temporary_bytes - self.full + self.full // self.parts
+        if model.tied:  # added to the output layer's, and gone
+            return _passing(replace(op, frees_temporary_bytes=freed), others)
+        return replace(op, frees_temporary_bytes=freed, gradient_bytes=op.gradient_bytes + others)
+
+    def norm_forward(self, op: Operation) -> Operation:
+        """Its result is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens."""
+        if self.parts == 1:
+            return op
+        statistics = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden)
+        saved = op.saved_bytes - statistics + statistics // self.parts
+        return _passing(replace(op, saved_bytes=saved), self.full + self.full // self.parts)
+
+    def norm_backward(self, op: Operation) -> Operation:
+        """Its gradient is the sum of what the ranks have."""
+        if not self.tp:
+            return op
+        if self.parts == 1:
+            return _passing(op, self.full)
+        freed = op.frees_saved_bytes // self.parts
+        gradient = op.temporary_bytes - self.full + self.full // self.parts
+        return _passing(replace(op, frees_saved_bytes=freed, temporary_bytes=gradient), 2 * self.full)
+
+    def narrowed(self, op: Operation) -> Operation:
+        """A part of a sum, added up over the ranks in a copy."""
+        if not self.tp:
+            return op
+        if self.parts == 1:
+            return _passing(op, self.cast)
+        gone = self.cast - self.cast // self.parts
+        return _passing(replace(op, frees_temporary_bytes=op.frees_temporary_bytes + gone), 2 * self.cast)
+
+    def widened_gradient(self, op: Operation) -> Operation:
+        """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
+        if self.parts == 1:
+            return op
+        if op.kernel == "matmul":
+            grown = 0 if self.shape.casts else self.full  # a cast has made the copy already
+            return _passing(replace(op, temporary_bytes=op.temporary_bytes + grown), self.cast)
+        if op.kernel == "matmul_weight_gradient" and not self.shape.casts:
+            branch = self.full // self.parts if self.shape.model.dropout else self.full
+            return replace(op, frees_temporary_bytes=op.frees_temporary_bytes + branch)
+        return op
+
+    def loss(self, op: Operation) -> Operation:
+        """Of divided logits: PyTorch's `loss_parallel` shifts them into a copy, and has one more gradient."""
+        return _passing(op, self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
+
+    # -- query, key and value --------------------------------------------------------------------------------------
+
+    @property
+    def projected(self) -> int:
+        """Bytes of query, key and value as their layers give them that wait for the backward pass."""
+        if not self.shape.keeps_qkv:
+            return 0
+        whole = self.query + self.key_value
+        if not self.split:  # one tensor of which the three are parts
+            return whole if self.cp == 1 or self.keeps_query else 0
+        if self.cp > 1:  # what is gathered of keys and values is kept instead
+            return self.query if self.keeps_query else 0
+        return whole if self.keeps_query else self.key_value // 2
+
+    @property
+    def rotated(self) -> int:
+        """Of rotated copies that wait; keys' are gathered instead."""
+        model, shape = self.shape.model, self.shape
+        if model.positions != "rope" or shape.composes_attention:
+            return 0
+        return self.query if self.cp > 1 else shape.rotated_bytes
+
+    @property
+    def gathered(self) -> int:
+        """Keys and values of the whole sequence, the masks of two chunks, and the output put together of them."""
+        if self.cp == 1:
+            return 0
+        chunk = self.shape.sequence // 2
+        masks = chunk * chunk * (2 * self.cp + 1) * self.shape.matmul_bytes
+        return self.cp * self.key_value + masks + self.query
+
+    def attention(self, op: Operation, forward: bool) -> Operation:
+        shape, whole = self.shape, self.query + self.key_value
+        dying = (whole if shape.keeps_qkv else 0) - self.projected
+        if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
+            return replace(op, saved_bytes=op.saved_bytes - dying, temporary_bytes=op.temporary_bytes + dying)
+        if op.name == "qkv_cast" and op.elements == shape.tokens * shape.model.hidden and self.split and forward:
+            return replace(op, saved_bytes=3 * op.saved_bytes)  # each layer casts its input by itself
+        if op.name == "qkv" and op.kernel == "concatenate":
+            held = self.projected if shape.keeps_qkv else 0
+            made = 0 if self.split else op.temporary_bytes
+            freed = op.frees_temporary_bytes - op.temporary_bytes + made
+            return replace(op, temporary_bytes=made, frees_saved_bytes=held, frees_temporary_bytes=freed)
+        if op.name == "qkv" and op.kernel == "matmul" and not forward and self.split:
+            return _passing(op, self.cast)  # gradients of one input by three layers
+        if op.name == "qkv" and op.kernel == "matmul_weight_gradient" and self.split and shape.casts:
+            return replace(op, frees_saved_bytes=op.frees_saved_bytes + 2 * self.cast)
+        last = "rotary" if shape.model.positions == "rope" else "qk_norm"
+        if op.name == last and forward and self.cp == 1:
+            return replace(op, frees_temporary_bytes=op.frees_temporary_bytes + dying)
+        lost = shape.rotated_bytes - self.rotated if self.cp > 1 and not shape.composes_attention else 0
+        if op.name == "rotary" and forward:
+            return replace(op, saved_bytes=op.saved_bytes - lost, temporary_bytes=op.temporary_bytes + lost)
+        if op.kind is Kind.ATTENTION and op.name == "attention" and self.cp > 1:
+            more = self.gathered - lost
+            if forward:
+                freed = op.frees_temporary_bytes + dying + lost
+                op = replace(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
+                return _passing(op, 2 * self.cp * self.key_value)
+            return _passing(replace(op, frees_saved_bytes=op.frees_saved_bytes + more), 2 * self.cp * self.key_value)
+        return op
+
+
+def _passing(op: Operation, size: int) -> Operation:
+    """With bytes that are there only while it runs."""
+    return replace(op, temporary_bytes=op.temporary_bytes + size, frees_temporary_bytes=op.frees_temporary_bytes + size)
