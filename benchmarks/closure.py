@@ -35,7 +35,7 @@ CASES = {
 }
 SKIPPED = 3  # steps of a segment: the first is followed by a probe of the machine
 # size of the model -> (width, words, tokens of a sequence), steps of a segment, pairs of segments
-SIZES = {"whole": ((256, 4096, 64), 8, 60), "tiny": ((8, 32, 4), 30, 60)}
+SIZES = {"whole": ((256, 4096, 16), 12, 300), "tiny": ((8, 32, 4), 30, 60)}
 
 
 def train_demo(out: Path) -> None:

@@ -27,13 +27,14 @@ def rehearse(
         raise UserError(f"no layout of {what} fits on {on}: `ironlaw plan` shows what does not")
     chosen = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
     model = resolve(what).model
-    from ironlaw.train.parallel.rehearse import as_json, total_bytes
+    from ironlaw.train.parallel.rehearse import as_json, at_scale, total_bytes
     from ironlaw.train.parallel.rehearse import rehearse as run
 
     messages().print(f"{chosen}: {chosen.accelerators} ranks, one of each pipeline stage runs", markup=False)
     stages = run(model, chosen)
     work = answer.more["work"]
     real = traffic(model, chosen, sequence=work["sequence"], global_batch=work["global_batch"])
+    peaks = at_scale(model, chosen, work["sequence"], work["global_batch"])
     agrees = all(stage.agrees for stage in stages)
     if json:
         print_json(
@@ -44,9 +45,11 @@ def rehearse(
                     {
                         "position": stage.position, "rank": stage.rank, "agrees": stage.agrees,
                         "rehearsed": as_json(stage.found), "planned": as_json(stage.planned),
-                        "at_scale": as_json(table),
+                        "at_scale": as_json(table), "held_bytes": stage.held_bytes,
+                        "planned_held_bytes": stage.planned_bytes, "at_scale_held_bytes": peak.total,
+                        "at_scale_memory": peak.components,
                     }
-                    for stage, table in zip(stages, real, strict=True)
+                    for stage, table, peak in zip(stages, real, peaks, strict=True)
                 ],
             }
         )  # fmt: skip
@@ -63,7 +66,17 @@ def rehearse(
                 "  ".join(f"{' '.join(key)} {units.bytes_(sent.bytes)}" for key, sent in full.items()),
             )  # fmt: skip
         show(console, made)
+        memory = table("stage", "held here", "planned here", "", "at scale", "of which", left=("of which",))
+        for stage, full_peak in zip(stages, peaks, strict=True):
+            largest = sorted(full_peak.components.items(), key=lambda item: -item[1])[:3]
+            memory.add_row(
+                str(stage.position), units.bytes_(stage.held_bytes), units.bytes_(stage.planned_bytes),
+                f"{stage.planned_bytes / stage.held_bytes - 1:+.1%}", units.bytes_(full_peak.total),
+                ", ".join(f"{name} {units.bytes_(size)}" for name, size in largest),
+            )  # fmt: skip
+        show(console, memory)
+        console.print("At scale: this trainer in bf16, weights and moments in fp32, nothing recomputed.", markup=False)
         peak = answer.ledger.totals["peak_bytes"].value
-        console.print(f"Planned peak of a rank: {units.bytes_(peak)}", markup=False)
+        console.print(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(peak)}", markup=False)
     if not agrees:
         raise typer.Exit(1)

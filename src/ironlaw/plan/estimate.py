@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from ironlaw import units
 from ironlaw.catalog import cpu_power
@@ -111,8 +111,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
     precision = choose_precision(config, profile)
-    slowdown = interference.typical(profile)
-    machine = MeasuredMachine(profile, slowdown)
+    machine = MeasuredMachine(profile, interference.typical(profile))
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
     check_supported(config, profile.device)
     shape = solved_shape(config, training_shape(config, precision.value, cuda=cuda, onednn=onednn), machine)
@@ -124,7 +123,27 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     lines = _lines(operations, machine, measured) + ([] if offload is None else lines_of(offload))
     memory, peak_where = peak_memory(config, shape)
     ledger = Ledger("plan", lines=lines, memory=memory)
-    ledger.facts = {
+    ledger.facts = common_facts(config, profile, precision, shape) | {
+        "peak_at": peak_where,
+        "composition": machine.composition[measured],
+        "matmul_peak_flops_per_second": profile.matmul_peak(measured),
+        "copy_bytes_per_second": profile.copy_bytes_per_second,
+        "micro_batch": config.micro_batch,
+        "accumulation": config.accumulation,
+        "planned_as": measured,
+    }
+    if offload is not None:
+        ledger.facts["offload"] = asdict(offload) | {"host": asdict(host_of_machine(profile))}
+    add_totals(ledger, config, profile, measured)
+    ledger.facts["data_supply"] = data_supply(config, profile, ledger.totals["tokens_per_second"].value)
+    return ledger
+
+
+def common_facts(config: RunConfig, profile: Profile, precision: Choice, shape: Shape) -> dict[str, Any]:
+    """What every plan on measured machines says, of one process or of ranks. The trainer follows it: precision, what is
+    recomputed, how the loss is computed. `shape` is the whole model's.
+    """
+    return {
         "model": config.model.model_dump(mode="json", exclude_none=True),
         "machine": profile.name,
         "device": profile.device,
@@ -133,26 +152,14 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
         "versions": profile.versions,
         "precision": precision.value,
         "precision_reason": precision.reason,
-        "peak_at": peak_where,
-        "slowdown": slowdown,
-        "composition": machine.composition[measured],
+        "slowdown": interference.typical(profile),
         "memory_bytes": profile.memory_bytes,
-        "matmul_peak_flops_per_second": profile.matmul_peak(measured),
-        "copy_bytes_per_second": profile.copy_bytes_per_second,
-        "micro_batch": config.micro_batch,
-        "accumulation": config.accumulation,
         "sequence": config.sequence,
         "loss_chunk": shape.loss_chunk,
-        "planned_as": measured,
         "recompute": [None if policy is None else sorted(policy) for policy in shape.recompute],
         "global_batch": config.train.global_batch,
         "steps": config.train.steps,
     }
-    if offload is not None:
-        ledger.facts["offload"] = asdict(offload) | {"host": asdict(host_of_machine(profile))}
-    add_totals(ledger, config, profile, measured)
-    ledger.facts["data_supply"] = data_supply(config, profile, ledger.totals["tokens_per_second"].value)
-    return ledger
 
 
 def _offload(

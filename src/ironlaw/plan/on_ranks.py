@@ -21,7 +21,7 @@ from ironlaw.ledger import Kind, Ledger, Line, MemoryLine, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.estimate import add_totals, choose_precision, solved_shape, training_shape
+from ironlaw.plan.estimate import add_totals, choose_precision, common_facts, solved_shape, training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_passes import Pass, passes, play
@@ -346,20 +346,12 @@ def ranks_ledger(plan: RanksPlan) -> Ledger:
     memory = [MemoryLine(name, size) for name, size in fullest.memory.components.items()]
     ledger = Ledger("plan", lines=list(folded.values()), memory=memory)
     config, profile, fabric = plan.config, plan.profile, plan.fabric
-    typical = interference.typical(profile)
     measured = measured_precision(plan.precision, profile)
     choice = choose_precision(config, profile)
-    ledger.facts = {
-        "model": config.model.model_dump(mode="json", exclude_none=True),
-        "machine": profile.name, "device": profile.device, "threads": profile.threads,
-        "measured": profile.created, "versions": profile.versions,
-        "precision": plan.precision, "precision_reason": choice.reason, "peak_at": fullest.memory.where,
-        "slowdown": typical, "memory_bytes": profile.memory_bytes,
+    ledger.facts = common_facts(config, profile, choice, plan.whole) | {
+        "peak_at": fullest.memory.where,
         "matmul_peak_flops_per_second": profile.matmul_peak(measured) * _hosts(plan),
-        "steps": config.train.steps, "global_batch": config.train.global_batch, "sequence": config.sequence,
         "micro_batch": plan.layout.micro_batch, "accumulation": plan.layout.accumulation,
-        "recompute": [None if policy is None else sorted(policy) for policy in plan.whole.recompute],
-        "loss_chunk": plan.whole.loss_chunk,
         "ranks": plan.ranks, "layout": str(plan.layout),
         "threads_per_rank": max(1, profile.threads // fabric.local_ranks(plan.ranks)),
         "fabric": {

@@ -14,13 +14,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.estimate import training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
+from ironlaw.plan.rank_memory import RankPeak, rank_peak
+from ironlaw.plan.rank_work import local_shape
 from ironlaw.plan.traffic import Sent, Table, merged, traffic
 
 STEPS = 2
@@ -29,12 +33,16 @@ HEAD_SIZE = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """Rank `rank` of pipeline position `position`: what its second step called, and what the plan says."""
+    """Rank `rank` of pipeline position `position`: what its second step called, and what the plan says; the most bytes
+    of tensors that it held, and the plan's.
+    """
 
     position: int
     rank: int
     found: Table
     planned: Table
+    held_bytes: int
+    planned_bytes: float
 
     @property
     def agrees(self) -> bool:
@@ -46,7 +54,10 @@ class Stage:
 def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     """The same kinds of parts, layers and divisions, each as small as the layout lets it be."""
     if model.moe is not None:
-        raise UserError("a mixture of experts cannot be rehearsed yet: this trainer runs it on one process")
+        raise UserError(
+            "a mixture of experts cannot be rehearsed: how many rows a rank receives is the choice of routers that are "
+            "not there; `ironlaw plan` has its traffic and memory"
+        )
     if model.key_value_heads % layout.tp:
         raise UserError(f"tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
     groups = min(2, model.heads // model.key_value_heads)
@@ -92,7 +103,10 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from ironlaw.model.transformer import Transformer
+    from ironlaw.observe.held import Recorded, recording
+    from ironlaw.observe.profile import silent_stderr
     from ironlaw.train.parallel import apply as layouts
+    from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.ranks import check, planned_layout, start
     from ironlaw.train.parallel.step import DistributedStep
     from ironlaw.train.parallel.traffic import counted
@@ -111,16 +125,31 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     optimizer = layouts.build(applied, config.optimizer)
     step = DistributedStep(applied, config)
     tokens = torch.zeros(step.share, config.sequence, dtype=torch.long)
-    for _ in range(STEPS):
-        with counted(ranks) as found:
+    recorded = Recorded()
+    for number in range(STEPS):
+        last = number == STEPS - 1
+        lasting = lasting_bytes(applied, optimizer, step.schedule)
+        with silent_stderr(), recording() if last else nullcontext(recorded) as recorded, counted(ranks) as found:
             loss = step.forward_backward(tokens, tokens)
-        step.agree(loss, config.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+            step.agree(loss, config.train.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
     planned = traffic(
         config.model, layout, sequence=config.sequence, global_batch=config.train.global_batch
     )[position]  # fmt: skip
-    return Stage(position, rank, found.sent, merged(planned, found.aliases))
+    found.sent.pop(("world", "all_reduce"), None)  # what all agree on
+    shape = local_shape(training_shape(config, "fp32"), layout)
+    peak = rank_peak(config, layout.filled(config.train.global_batch), position, shape, gloo=False)
+    return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
+
+
+def at_scale(model: ModelConfig, layout: Layout, sequence: int, global_batch: int) -> list[RankPeak]:
+    """What this trainer holds of the whole model in bf16 on accelerators, a peak per pipeline position."""
+    train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
+    config = build_config({"model": model.model_dump(mode="json", exclude_none=True), "train": train})
+    shape = local_shape(training_shape(config, "bf16", cuda=True), layout)
+    return [rank_peak(config, layout, position, shape, gloo=False) for position in range(layout.pp)]
 
 
 def as_json(table: Table) -> dict[str, dict[str, int]]:
