@@ -214,15 +214,16 @@ def _align_says(evidence: Evidence, value: float) -> Statement:
         f"{e['aligned'][0]} × {e['aligned'][1]} {units.seconds(e['aligned_seconds'])}"
         for e in evidence.fact("misaligned") or []
     ]
+    figures += [f"{name}: {size:,}, not a multiple of 8" for name, size in (evidence.fact("odd_sizes") or {}).items()]
     return (
-        "A large matrix has a size that no tile divides: its products are slower than those of the next multiple.",
+        "A product has a size that no tile divides: it is slower than with the next multiple.",
         figures,
     )
 
 
 def _misaligned_here(evidence: Evidence) -> float | None:
     found = evidence.fact("misaligned")
-    return None if found is None else (SYNC_THRESHOLD if found else 0.0)
+    return None if found is None else (SYNC_THRESHOLD if found or evidence.fact("odd_sizes") else 0.0)
 
 
 CODE_RULES: tuple[Rule, ...] = (

@@ -106,6 +106,18 @@ def misaligned_weights(module: nn.Module, rows: int | None, precision: str | Non
     return found[:4]
 
 
+def odd_sizes(rows: int | None, head_size: int | None) -> dict[str, int]:
+    """Sizes of products that are no weight's, as far as 8 does not divide them: elements of 16 bits in 16 bytes."""
+    sizes = {"tokens of a micro-batch": rows, "size of a head": head_size}
+    return {name: size for name, size in sizes.items() if size and size % 8}
+
+
+def head_size(module: nn.Module) -> int | None:
+    """By the name that PyTorch's and transformers' attention modules give it."""
+    sizes = (getattr(child, "head_dim", None) for child in module.modules())
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
 def _up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -43,7 +43,7 @@ from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import Sampler
-from ironlaw.observe.trials import misaligned_weights, threads_too_many
+from ironlaw.observe.trials import head_size, misaligned_weights, odd_sizes, threads_too_many
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
@@ -358,6 +358,7 @@ class Watch:
             "model": {"name": self.name, **describe_model(_inner(self.model))},
             "misaligned": misaligned_weights(_inner(self.model), self.inputs.get("tokens_per_micro_batch"),
                                              self.inputs.get("precision")),
+            "odd_sizes": odd_sizes(self.inputs.get("tokens_per_micro_batch"), head_size(_inner(self.model))),
         }  # fmt: skip
         return Observed(
             steps=done,

@@ -43,7 +43,7 @@ from ironlaw.observe.profile import (
     silent_stderr,
     step_scope,
 )
-from ironlaw.observe.trials import misaligned_weights
+from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.plan.memory import batch_bytes
 from ironlaw.train import checkpoint
 from ironlaw.train.attention import attention_kernel
@@ -185,12 +185,12 @@ class Trainer:
         return self.one_step.metrics()
 
     def _step_facts(self) -> dict[str, Any]:
+        rows = self.config.micro_batch * self.config.sequence
         return {
             "attention": self.attention, "host_bytes": self.one_step.host_bytes(),
             "skipped_updates": self.one_step.scale.skipped_steps,
-            "misaligned": misaligned_weights(
-                self.model, self.config.micro_batch * self.config.sequence, self.precision
-            ),
+            "misaligned": misaligned_weights(self.model, rows, self.precision),
+            "odd_sizes": odd_sizes(rows, self.config.model.size_of_head),
         }  # fmt: skip
 
     # -- the loop --------------------------------------------------------------------------------------------
