@@ -98,24 +98,36 @@ def play(
 ) -> Played:
     """`message_seconds(from_rank, to_rank)`: how long a message holds their link; `latency_seconds` on top of it.
 
+    As on gloo, measured (benchmarks/results/shaped_links.md): a message is on its way from when its receiver waits for
+    it, not before; and the messages of two neighbours take turns, whatever their direction, because what says "ready"
+    goes behind what the same rank is sending.
+
     `cores(rank)`: the rank's host and how many ranks can compute there at full speed; more share what there is.
     """
     ranks = len(orders)
     holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
     last = max(holder)
     arrived: dict[Pass, float] = {}  # when what a pass needs from another stage is there
-    link_free: dict[tuple[int, int], float] = {}
+    offered: dict[Pass, tuple[int, float]] = {}  # by which rank, and since when, what is not yet on its way
+    link_free: dict[frozenset[int], float] = {}
     position, remaining, now = [0] * ranks, [0.0] * ranks, 0.0
     running = [False] * ranks
     ends, busy, done = [0.0] * ranks, [0.0] * ranks, set[Pass]()
 
-    def ready_at(p: Pass) -> float | None:
-        """None: not known yet."""
+    def ready_at(rank: int, p: Pass) -> float | None:
+        """When a rank that is free has what `p` needs; None: not known yet."""
         if p.kind == "W" or (p.kind == "F" and p.stage == 0):
             return 0.0
         if p.kind != "F" and p.stage == last:
             return 0.0
-        return arrived.get(Pass("F" if p.kind == "F" else "B", p.stage, p.micro_batch))
+        needed = Pass("F" if p.kind == "F" else "B", p.stage, p.micro_batch)
+        if needed in offered:
+            sender, since = offered.pop(needed)
+            link = frozenset((rank, sender))
+            sent = max(since, ends[rank], link_free.get(link, 0.0)) + message_seconds(sender, rank)
+            link_free[link] = sent
+            arrived[needed] = sent + latency_seconds
+        return arrived.get(needed)
 
     def finished(rank: int, p: Pass) -> None:
         done.add(p)
@@ -126,20 +138,17 @@ def play(
             target = Pass("B", p.stage - 1, p.micro_batch)
         if target is None:
             return
-        to = holder[target.stage]
-        if to == rank:
+        if holder[target.stage] == rank:
             arrived[target] = now
-            return
-        sent = max(now, link_free.get((rank, to), 0.0)) + message_seconds(rank, to)
-        link_free[rank, to] = sent
-        arrived[target] = sent + latency_seconds
+        else:
+            offered[target] = rank, now
 
     while True:
         waiting: list[float] = []
         for rank, order in enumerate(orders):
             if running[rank] or position[rank] >= len(order):
                 continue
-            at = ready_at(order[position[rank]])
+            at = ready_at(rank, order[position[rank]])
             if at is not None and at <= now + 1e-12:
                 running[rank], remaining[rank] = True, seconds(order[position[rank]])
             elif at is not None:
