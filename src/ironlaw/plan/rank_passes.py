@@ -112,7 +112,7 @@ def play(
     link_free: dict[frozenset[int], float] = {}
     position, remaining, now = [0] * ranks, [0.0] * ranks, 0.0
     running = [False] * ranks
-    ends, busy, done = [0.0] * ranks, [0.0] * ranks, set[Pass]()
+    ends, busy = [0.0] * ranks, [0.0] * ranks
 
     def ready_at(rank: int, p: Pass) -> float | None:
         """When a rank that is free has what `p` needs; None: not known yet."""
@@ -130,7 +130,6 @@ def play(
         return arrived.get(needed)
 
     def finished(rank: int, p: Pass) -> None:
-        done.add(p)
         target = None
         if p.kind == "F" and p.stage < last:
             target = Pass("F", p.stage + 1, p.micro_batch)

@@ -339,21 +339,21 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """A phase of its own between steps: validation losses, also with averaged weights, and the seconds it took."""
-        began, config, average = time.perf_counter(), self.config, self.average
-
-        def loss() -> float:
-            batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
-            return evaluate(self.model, map(self.to_device, batches), self._autocast)
-
-        self.validation_loss = loss()
+        began = time.perf_counter()
+        self.validation_loss = self._validate()
         found = {"validation_loss": self.validation_loss}
         found |= in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
-        if average is not None:
-            with average.applied():
-                found["average_validation_loss"] = loss()
+        if self.average is not None:
+            with self.average.applied():
+                found["average_validation_loss"] = self._validate()
         found["evaluation_seconds"] = time.perf_counter() - began
         self.observed.wall_seconds["evaluation"] += found["evaluation_seconds"]
         return found
+
+    def _validate(self) -> float:
+        config = self.config
+        batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
+        return evaluate(self.model, map(self.to_device, batches), self._autocast)
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""

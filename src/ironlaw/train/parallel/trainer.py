@@ -26,7 +26,6 @@ from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.held import recording
 from ironlaw.train import checkpoint, precision
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.journal import Journal
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Outcome, Trainer, _due
@@ -262,19 +261,8 @@ class DistributedTrainer(Trainer):
         return self._stop_agreed  # never on this rank's own account: the others would wait for it
 
     @torch.no_grad()
-    def _evaluate(self) -> dict[str, float]:
-        """Replicas share the batches; sums of losses and numbers of tokens are added up over all ranks."""
-        began = time.perf_counter()
-        self.validation_loss = self._validate()
-        found = {"validation_loss": self.validation_loss}
-        if self.average is not None:
-            with self.average.applied():
-                found["average_validation_loss"] = self._validate()
-        found["evaluation_seconds"] = time.perf_counter() - began
-        self.observed.wall_seconds["evaluation"] += found["evaluation_seconds"]
-        return found | in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
-
     def _validate(self) -> float:
+        """Replicas share the batches; sums of losses and numbers of tokens are added up over all ranks."""
         config, ranks, step = self.config, self.ranks, self.distributed
         size = step.share if step.schedule is not None else step.micro_batch
         wanted = config.evaluation.batches * config.train.global_batch
