@@ -254,11 +254,14 @@ def _child(fault: str, out: Path, rank: int, ranks: int, port: int, blocks: Any 
 
 
 def take_turn(fault: str, turn: int, folder: Path, until: float) -> None:
-    """`folder/FAULT/with-0`, `without-0`, `with-1`, ...; what is there already stays, so that it runs in pieces.
+    """`folder/FAULT/with-0`, `with-1`, ...; what is there already stays, so that it runs in pieces.
 
-    A run beside other programs says nothing of either side, and is repeated.
+    Beside each, where the script without the defect is the plain one, a run of that, which has to be called healthy.
+    A run beside other programs says nothing, and is repeated.
     """
-    both = {folder / fault / f"with-{turn}": fault, folder / fault / f"without-{turn}": BASE_OF.get(fault, "plain")}
+    both = {folder / fault / f"with-{turn}": fault}
+    if fault not in BASE_OF:
+        both[folder / fault / f"without-{turn}"] = "plain"
     both |= {folder / fault / f"remedied-{turn}": base for (name, _), base in REMEDIED.items() if name == fault}
     if time.monotonic() > until or all((out / "ledger.json").is_file() for out in both):
         return
@@ -279,8 +282,7 @@ def alone(out: Path) -> bool:
 
 def turns_of(folder: Path) -> int:
     """How many turns are complete, from the first on."""
-    done = [all((folder / f"{name}-{turn}" / "ledger.json").is_file() for name in ("with", "without"))
-            for turn in range(TURNS)]  # fmt: skip
+    done = [(folder / f"with-{turn}" / "ledger.json").is_file() for turn in range(TURNS)]
     return (*done, False).index(False)
 
 
@@ -353,7 +355,7 @@ def _cause(document: dict[str, Any]) -> tuple[str, str | None]:
 
 def plain_runs(folder: Path) -> list[Path]:
     """Every run of the script without a defect, of whatever turn."""
-    bases = [f for f in FAULTS if BASE_OF.get(f, "plain") == "plain"]
+    bases = [f for f in FAULTS if f not in BASE_OF]
     found = [*folder.glob("healthy/*"), *(run for fault in bases for run in folder.glob(f"{fault}/without-*"))]
     found += [run for (fault, _), base in REMEDIED.items() if base == "plain" for run in folder.glob(f"{fault}/rem*")]
     return sorted(run for run in found if (run / "ledger.json").is_file())
