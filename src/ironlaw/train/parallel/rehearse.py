@@ -138,7 +138,6 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     planned = traffic(
         config.model, layout, sequence=config.sequence, global_batch=config.train.global_batch
     )[position]  # fmt: skip
-    found.sent.pop(("world", "all_reduce"), None)  # what all agree on
     shape = local_shape(training_shape(config, "fp32"), layout)
     peak = rank_peak(config, layout.filled(config.train.global_batch), position, shape, gloo=False)
     return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
