@@ -28,6 +28,7 @@ from ironlaw.plan.ingredients import Parts, block_products, product_seconds, ste
 from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
+from ironlaw.plan.low_precision import Held
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.stages import stage_layers
@@ -95,7 +96,7 @@ def plan_cluster(
     if layout.offload != "none":
         check_host(cluster, where)
     outcome = plan_jobs(jobs, where)
-    ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak))
+    ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak, where.engine.held))
     ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
     ledger.facts["peak_at"] = _peak_at(jobs, where, outcome)
@@ -165,6 +166,7 @@ def _facts(
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "engine_source": where.engine.source,
+        "low_precision": where.engine.held.says or None,
         "fits": bool(outcome.fits[0]),
         "memory_limit_bytes": outcome.limit_bytes,
         "peak_stage": int(outcome.peak.stage[0]),
@@ -318,6 +320,7 @@ _NOTES = {
 }
 
 
-def _memory(peak: PeakMemory) -> list[MemoryLine]:
+def _memory(peak: PeakMemory, held: Held) -> list[MemoryLine]:
+    notes = _NOTES | ({"weights": held.says} if held.copy_bytes else {})
     names = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
-    return [MemoryLine(name, float(getattr(peak, name)[0]), note=_NOTES.get(name, "")) for name in names]
+    return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in names]

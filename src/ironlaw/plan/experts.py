@@ -90,16 +90,17 @@ def permutation_elements(jobs: Jobs) -> Array:
     return np.asarray(jobs.expert_share * jobs.hidden * jobs.tokens * (4 * rows_per_token(jobs) + 1))
 
 
-def expert_activation_bytes(jobs: Jobs, gated: float, plain: float, width: float) -> Array:
+def expert_activation_bytes(jobs: Jobs, inner: Array, input_bytes: float, width: float) -> Array:
     """What experts keep for the backward pass beyond a dense network of the model's `ffn`, per rank and mean layer.
 
-    `gated`, `plain`: tensors of the inner width that such a network keeps, `width` bytes per element. Rows are kept as
-    they went in and came out.
+    `inner`: bytes that such a network keeps per element of its inner width. Rows are kept as they went in, at
+    `input_bytes` per element, and as they came out, at `width`.
     """
-    tensors, rows = np.where(jobs.gated > 0, gated, plain), rows_per_token(jobs)
+    rows = rows_per_token(jobs)
     split = rows * jobs.expert_ffn / jobs.expert_tp + (jobs.shared_ffn - jobs.ffn) / jobs.tp
     scores = FP32 * jobs.experts / jobs.stream_shards
-    return np.asarray(jobs.expert_share * jobs.tokens * (width * (split * tensors + 2 * rows * jobs.hidden) + scores))
+    kept = split * inner + rows * jobs.hidden * (input_bytes + width) + scores
+    return np.asarray(jobs.expert_share * jobs.tokens * kept)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ExpertTraffic:
 def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
     """Reduction and gathering of experts over the ranks that hold the same ones, and the exchange of rows."""
     fabric, island, width = setting.fabric, float(setting.fabric.island_ranks), setting.engine.element_bytes
+    wide = setting.engine.held.gather_bytes
     layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
     group, split = jobs.expert_replicas, jobs.expert_tp
@@ -138,8 +140,8 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
         layer=layer,
         all_reduce=seconds("all_reduce", local * gradient_bytes, group, inside),
         scatter=seconds("reduce_scatter", local * gradient_bytes, group, inside),
-        gather=seconds("all_gather", local * width, group, inside),
-        gather_layer=seconds("all_gather", layer * width, group, inside),
+        gather=seconds("all_gather", local * wide, group, inside),
+        gather_layer=seconds("all_gather", layer * wide, group, inside),
         scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, group, inside),
         exchange=np.asarray(jobs.expert_share * exchange),
     )

@@ -277,7 +277,8 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     sharing = jobs.shard_ranks
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
-    gather = _collective("all_gather", local * width, sharing, replicas_inside, setting)
+    wide = setting.engine.held.gather_bytes
+    gather = _collective("all_gather", local * wide, sharing, replicas_inside, setting)
     owned = owned_parameters(jobs, layers)
     unit_dense, apart = unit, None
     if jobs.has_experts:
@@ -288,7 +289,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             for kind, size, group, more in (
                 ("all_reduce", gradient, replicas, apart.all_reduce),
                 ("reduce_scatter", gradient, sharing, apart.scatter),
-                ("all_gather", width, sharing, apart.gather),
+                ("all_gather", wide, sharing, apart.gather),
             )
         )
         unit_dense = unit - apart.layer
@@ -328,7 +329,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         ep_crosses=jobs.expert_tp * jobs.ep > island,
         fsdp_gather_layer=np.where(
             fsdp,
-            _collective("all_gather", unit_dense * width, sharing, replicas_inside, setting)
+            _collective("all_gather", unit_dense * wide, sharing, replicas_inside, setting)
             + (apart.gather_layer if apart else 0.0),
             0.0,
         ),
