@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.plan.low_precision import NARROW, WIDE, Held, held_by
+from ironlaw.plan.low_precision import NARROW, Held, held_by
 
 _FOLDER = Path(__file__).parent / "engines"
 
@@ -91,7 +91,7 @@ class Engine:
     narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
 
     element_bytes: float = 2.0  # of activations and of gathered weights
-    held: Held = Held(WIDE)  # what linear layers keep in the precision of the run
+    held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
 
     def computing_in(self, precision: str, generation: str = "") -> Engine:

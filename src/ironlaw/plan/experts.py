@@ -10,7 +10,8 @@ experts are averaged: stages are taken to hold the same mix.
     rows        T k etp / tp on a rank: T k where an expert is split like the rest, its own tokens' at etp = 1
     dispatch    each token k times to the rank of its expert, T k H elements per rank (over tp under sequence
                 parallelism, gathered again over etp); combine the same way back; backward the same again
-    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp
+    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp; under hybrid sharding ep
+                ranks are taken inside a copy of the state, so that every copy has all experts
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class ExpertTraffic:
 
     local: Array  # parameters of experts on the fullest rank
     layer: Array  # the same of one layer
+    shard: Array  # of the first, what ZeRO leaves a rank
     all_reduce: Array
     scatter: Array
     gather: Array
@@ -123,11 +125,11 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
     wide = setting.engine.held.gather_bytes
     layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
-    group, split = jobs.expert_replicas, jobs.expert_tp
-    inside = np.clip(island // (split * jobs.ep), 1.0, group)
+    group, sharing, split = jobs.expert_replicas, jobs.expert_shard_ranks, jobs.expert_tp
+    inside = np.maximum(island // (split * jobs.ep), 1.0)
 
     def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
-        return np.asarray(collective_seconds(kind, size, ranks, inside, fabric=fabric))
+        return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
 
     # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
     rows = jobs.tokens * jobs.experts_per_token * jobs.hidden * width * row_factor(jobs)
@@ -138,10 +140,11 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
     return ExpertTraffic(
         local=local,
         layer=layer,
+        shard=local / sharing,
         all_reduce=seconds("all_reduce", local * gradient_bytes, group, inside),
-        scatter=seconds("reduce_scatter", local * gradient_bytes, group, inside),
-        gather=seconds("all_gather", local * wide, group, inside),
-        gather_layer=seconds("all_gather", layer * wide, group, inside),
-        scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, group, inside),
+        scatter=seconds("reduce_scatter", local * gradient_bytes, sharing, inside),
+        gather=seconds("all_gather", local * wide, sharing, inside),
+        gather_layer=seconds("all_gather", layer * wide, sharing, inside),
+        scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, sharing, inside),
         exchange=np.asarray(jobs.expert_share * exchange),
     )

@@ -296,7 +296,8 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     fsdp = jobs.zero >= 3
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
     copies_inside = np.maximum(1.0, island // (jobs.tp * sharing))
-    across = _collective("all_reduce", local * gradient / sharing, jobs.copies, copies_inside, setting)
+    shard = local / sharing if apart is None else (local - apart.local) / sharing + apart.shard
+    across = _collective("all_reduce", shard * gradient, jobs.copies, copies_inside, setting)
     once = np.where(jobs.zero >= 2, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
     return Parts(
         layer_matmul_forward=matmul_forward,

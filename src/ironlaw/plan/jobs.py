@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.launches import expert_launches
 from ironlaw.plan.layout import Layout
 
 Array = npt.NDArray[np.float64]
@@ -25,6 +26,7 @@ OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
 DEFAULTS = {
     "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
+    "launches": 0.0,
 }  # fmt: skip
 """Columns that a row of measured runs need not have."""
 
@@ -72,6 +74,7 @@ class Jobs:
     shared_ffn: Array  # of the shared ones together
     expert_layers: Array  # layers with experts
     capacity: Array  # rows of an expert at most, over the mean; 0: dropless
+    launches: Array  # kernels of a block with experts over those of a dense one, less 1
 
     def __len__(self) -> int:
         return int(self.layers.size)
@@ -178,6 +181,11 @@ class Jobs:
     def expert_replicas(self) -> Array:
         """Ranks that hold the same part of the same experts."""
         return self.dp * self.cp * self.tp / (self.ep * self.expert_tp)
+
+    @property
+    def expert_shard_ranks(self) -> Array:
+        """Of these, the ranks that ZeRO divides the experts over: all but those of other copies."""
+        return self.shard_ranks * self.tp / (self.ep * self.expert_tp)
 
     @property
     def local_expert_parameters(self) -> Array:
@@ -291,5 +299,5 @@ def expert_columns(model: ModelConfig) -> dict[str, float]:
     return {
         "experts": moe.experts if moe else 0, "experts_per_token": moe.experts_per_token if moe else 0,
         "expert_ffn": model.expert_ffn_size, "shared_ffn": model.shared_ffn_size, "expert_layers": model.moe_layers,
-        "capacity": (moe.capacity_factor or 0) if moe else 0,
+        "capacity": (moe.capacity_factor or 0) if moe else 0, "launches": expert_launches(model),
     }  # fmt: skip

@@ -146,11 +146,11 @@ class Layout:
             return f"etp = {split} does not divide tp = {self.tp}"
         if folded and not self.sp:
             return f"etp = {split} under tp = {self.tp} needs tokens divided over tp: use sp=1"
-        if self.dp * self.cp * self.tp // split % self.ep:
-            taken = f"dp {self.dp} x cp {self.cp}" + (f" x tp {self.tp} / etp {split}" if folded else "")
+        group = self.dp if self.shard is None else self.shard  # every copy of the state has all experts
+        if group * self.cp * self.tp // split % self.ep:
+            word = "dp" if self.shard is None else "shard"
+            taken = f"{word} {group} x cp {self.cp}" + (f" x tp {self.tp} / etp {split}" if folded else "")
             return f"ep = {self.ep} ranks cannot be taken from {taken}"
-        if (self.ep > 1 or folded) and self.shard is not None:
-            return "expert parallelism inside hybrid sharding is not planned: leave out shard, or use ep=1"
         return None
 
     def _reason_sharding(self) -> str | None:

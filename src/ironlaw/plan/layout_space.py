@@ -97,7 +97,7 @@ def layouts(
         ways = [
             (zero, shard, sp, ep, etp)
             for (zero, shard), sp, (ep, etp) in product(sharding, (0, 1) if tp > 1 else (0,), experts)
-            if (not shard or (ep == 1 and not etp)) and (sp or not etp)
+            if (sp or not etp) and (shard or dp) * cp * (tp if etp else 1) % ep == 0
         ]
         chunks = _pipelines(model.layers, pp)
         for micro_batch in divisors(per_replica):

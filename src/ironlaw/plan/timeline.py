@@ -34,10 +34,6 @@ UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
 fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
 
-EXPERT_LAUNCHES = 0.4
-"""Of a block's launches, what routing, sorting and moving rows add: our own model calls 30 operations instead of 21
-(`workload/moe.py`). Assumed of other trainers, of which no run with experts is in the record."""
-
 
 @dataclass(frozen=True)
 class Times:
@@ -125,7 +121,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer * (1 + EXPERT_LAUNCHES * jobs.expert_share)
+    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share)
     exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
     host_layer = host_layer + engine.host_collective_seconds * 2 * passes * (
         np.where(jobs.tp > 1, 1.0, 0.0) + exchanges
