@@ -21,6 +21,7 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.context_parallel import SAYS, default_kind
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
@@ -90,6 +91,8 @@ def plan_cluster(
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     where = setting(cluster, chosen, precision, update_cost(optimizer, model))
     flash, settled = attention == "flash", ""
+    if layout.cp > 1 and layout.cp_kind is None:
+        layout = replace(layout, cp_kind=own_kind(model, layout, chosen, sequence))
     if layout.recompute.startswith("budget:"):
         layout, settled = within_budget(layout, model, where, sequence, global_batch, flash)
     jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
@@ -104,6 +107,14 @@ def plan_cluster(
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ledger
+
+
+def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) -> str:
+    """The engine's first way of context parallel attention that can run."""
+    windowed = model.sliding_window is not None and model.sliding_window < sequence
+    first = default_kind(engine, windowed)
+    able = [k for k in engine.cp_kinds if replace(layout, cp_kind=k).reason_context(model, sequence) is None]
+    return first if first in able or not able else able[0]
 
 
 def check_host(cluster: Cluster, where: Setting) -> None:
@@ -167,6 +178,7 @@ def _facts(
         "engine": where.engine.name,
         "engine_source": where.engine.source,
         "low_precision": where.engine.held.says or None,
+        "context_parallel": SAYS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "memory_limit_bytes": outcome.limit_bytes,
         "peak_stage": int(outcome.peak.stage[0]),

@@ -87,6 +87,7 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
 
+    cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
     low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
     narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
 
@@ -150,5 +151,7 @@ def _load(path: Path) -> Engine:
     for key, entry in data.items():
         assert key in known, f"{path.name}: unknown key {key}"
         values[key] = entry
-    values["frameworks"] = tuple(values.get("frameworks", ()))
+    for key in ("frameworks", "cp_kinds"):
+        if key in values:
+            values[key] = tuple(values[key])
     return Engine(**values)

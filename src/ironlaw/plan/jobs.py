@@ -23,10 +23,13 @@ SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
 """Order of forward and backward passes in a pipeline; `stages.py` and `bubbles.py` say what each one costs."""
 
 OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
+CP_KINDS = {"ring": 1, "all_gather": 2, "all_to_all": 3}
+"""How context parallel ranks see all keys (`context_parallel.py`); 0: as the engine does."""
+
 DEFAULTS = {
     "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
-    "launches": 0.0,
+    "launches": 0.0, "cp_kind": 0.0,
 }  # fmt: skip
 """Columns that a row of measured runs need not have."""
 
@@ -58,6 +61,7 @@ class Jobs:
     pp: Array
     virtual: Array
     cp: Array
+    cp_kind: Array  # a value of CP_KINDS; 0: the engine's own
     recompute: Array
     flash: Array
     schedule: Array  # a value of SCHEDULES
@@ -272,7 +276,8 @@ def layout_columns(layout: Layout) -> dict[str, float]:
         "dp": float(layout.dp), "zero": float(layout.zero), "shard": float(layout.shard or 0),
         "tp": float(layout.tp), "sp": float(layout.sp), "pp": float(layout.pp),
         "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
-        "cp": float(layout.cp), "micro_batch": float(layout.micro_batch),
+        "cp": float(layout.cp), "cp_kind": float(CP_KINDS.get(layout.cp_kind or "", 0)),
+        "micro_batch": float(layout.micro_batch),
         "recompute": float(RECOMPUTE.get(layout.recompute, RECOMPUTE["full"])), "every": float(layout.every),
         "offload": float(OFFLOAD[layout.offload]), "ep": float(layout.ep), "etp": float(layout.etp or 0),
     }  # fmt: skip

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ironlaw.plan.context_parallel import buffer_bytes
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.experts import expert_activation_bytes
 from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Array, Jobs
@@ -200,6 +201,7 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     context = np.full(len(jobs), engine.context_bytes)
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(first & (jobs.sp > 0), engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
+    gathered = gathered + np.where(count > 0, buffer_bytes(jobs, engine), 0.0)
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
     message = jobs.tokens * jobs.hidden / jobs.stream_shards * engine.element_bytes
     gathered = gathered + np.where(jobs.virtual > 1, 2 * message, 0.0)
