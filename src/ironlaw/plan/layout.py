@@ -6,13 +6,13 @@
 Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
 state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
 ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
-parallel, `cp_kind` how (`context_parallel.py`), ep expert parallel: ranks that share the experts of each
-layer, each expert split over tp like a dense network (arXiv 2006.16668, section 3.3), or over `etp` ranks where experts are folded: laid out over the dp x cp x tp ranks
-apart from the dense rest, ep of etp each (arXiv 2504.14960). `shard` replicas share one sharded copy, which the others
-repeat: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe
-(arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill
-the bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at
-once).
+parallel, `cp_kind` how (`context_parallel.py`), ep expert parallel: ranks that share the experts of each layer, each
+expert split over tp like a dense network (arXiv 2006.16668, section 3.3), or over `etp` ranks where experts are folded:
+laid out over the dp x cp x tp ranks apart from the dense rest, ep of etp each (arXiv 2504.14960). `shard` replicas
+share one sharded copy, which the others repeat: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders
+the passes of a pipeline: 1f1b, gpipe (arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V,
+arXiv 2401.10241: weight gradients fill the bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv
+2412.19437 in its V form: both ends at once).
 """
 
 from __future__ import annotations
