@@ -5,8 +5,9 @@
 
 One rank of every pipeline stage runs the trainer's own step twice, each in a process of its own, in a process group
 that has the layout's size and answers for the ranks that are not there (PyTorch's `fake` backend: nothing is sent, what
-is received means nothing). What each rank calls is counted and compared with the plan of the same shapes. Routers that are not there choose as
-those that are. So structure and traffic are tested, neither numbers nor time: those of small layouts are tested in `tests/train/parallel`.
+is received means nothing; routers that are not there choose as those that are). What each rank calls is counted and
+compared with the plan of the same shapes. So structure and traffic are tested, neither numbers nor time: those of small
+layouts are tested in `tests/train/parallel`.
 """
 
 from __future__ import annotations
