@@ -54,9 +54,9 @@ TIME_BOUNDS: dict[str, tuple[float, float]] = {
     "network_slowdown": (1.0, 4.0),
 }
 MEMORY_BOUNDS: dict[str, tuple[float, float]] = {
-    "head_gathered_bytes": (0.0, 60.0),
+    "run_ahead_bytes": (0.0, 200.0),
     "entrance_bytes": (0.0, 20.0),
-    "attention_extra_bytes": (0.0, 2000.0),
+    "activation_slack": (1.0, 1.5),
     "gathered_inputs": (0.0, 1.0),
     "activation_saves": (1.0, 3.0),
     "logit_bytes": (2.0, 24.0),
@@ -71,10 +71,10 @@ SCALES = {
     "host_layer_seconds": 0.2,
     "host_microbatch_seconds": 0.5,
     "host_collective_seconds": 0.5,
-    "attention_extra_bytes": 320.0,
+    "activation_slack": 0.1,
     "context_bytes": 5e8,
     "logit_bytes": 4.0,
-    "head_gathered_bytes": 20.0,
+    "run_ahead_bytes": 40.0,
     "entrance_bytes": 5.0,
 }
 PRIOR_WEIGHT = 0.05
@@ -216,8 +216,7 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
     "nanotron": (["host_layer_seconds", "host_collective_seconds", "host_microbatch_seconds", "host_step_seconds",
                   "matmul_slowdown", "streaming_traffic", "shard_traffic", "loss_traffic", "tp_hidden", "dp_hidden",
                   "pp_hidden", "island_slowdown", "network_slowdown", "optimizer_traffic"],
-                 ["head_gathered_bytes", "entrance_bytes", "attention_extra_bytes", "gathered_inputs", "logit_bytes",
-                  "context_bytes"]),
+                 ["run_ahead_bytes", "entrance_bytes", "activation_slack", "context_bytes"]),
     "composer-fsdp": (["host_step_seconds", "matmul_slowdown", "attention_slowdown", "streaming_traffic",
                        "shard_traffic", "fsdp_hidden"], []),
     "torchtitan-2024": (["matmul_slowdown", "attention_slowdown", "shard_traffic", "fsdp_hidden"], []),
