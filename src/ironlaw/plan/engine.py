@@ -37,6 +37,7 @@ class Engine:
     host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
     host_backward_ratio: float = 1.5
     host_collective_seconds: float = 30e-6  # one tensor parallel collective
+    host_rank_seconds: float = 0.0  # more of it for each rank of the group, in pipelines across nodes
     host_microbatch_seconds: float = 2e-3  # loss, schedule, pipeline messages
     host_step_seconds: float = 10e-3  # optimizer launch, logging, data, synchronisation
 
@@ -45,6 +46,7 @@ class Engine:
     attention_slowdown: float = 1.5
     attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
     selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
+    selective_attention_share: float = 0.0  # of attention, where it repeats matmuls
     streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
     shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
     score_traffic: float = 1.3  # the same for materialised attention scores

@@ -6,6 +6,10 @@ MEANING: dict[str, tuple[str, str]] = {
     "host_layer_seconds": ("s", "launching processor, one block forward"),
     "host_backward_ratio": ("1", "launch time of backward over forward"),
     "host_collective_seconds": ("s", "launching processor, one tensor parallel collective"),
+    "host_rank_seconds": (
+        "s",
+        "launching processor, one such collective for each of its ranks, in pipelines across nodes",
+    ),
     "host_microbatch_seconds": ("s", "launching processor, loss and schedule of a micro-batch"),
     "host_step_seconds": ("s", "once per step: optimizer launches, clipping, logging, data"),
     "matmul_slowdown": ("1", "matmul time in the run over that of the kernel alone"),
@@ -20,6 +24,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "loss_traffic": ("1", "the same for the loss: unfused cross entropy passes over fp32 logits many times"),
     "optimizer_traffic": ("1", "bytes of the update over 34 per parameter"),
     "selective_matmul_share": ("1", "of a block's matmuls that selective recomputation repeats"),
+    "selective_attention_share": ("1", "of attention that selective recomputation repeats where it repeats matmuls"),
     "tp_hidden": ("1", "of tensor parallel collectives that compute hides"),
     "dp_hidden": ("1", "of data parallel collectives that may run beside compute"),
     "fsdp_hidden": ("1", "of ZeRO-3 gathers and scatters that compute hides"),
