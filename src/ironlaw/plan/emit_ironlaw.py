@@ -22,6 +22,8 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):
             return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
+        if layout.ep > 1 and layout.shard is not None:
+            return "Ironlaw's own trainer has no expert parallelism inside hybrid sharding: leave out shard"
         holders = layout.dp * layout.cp // layout.ep
         if layout.ep > 1 and layout.zero and model.hidden % holders:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.plan.low_precision import NARROW, Held, held_by
 
 _FOLDER = Path(__file__).parent / "engines"
 
@@ -90,16 +91,24 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
 
+    cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
+    low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
+    narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
+
     element_bytes: float = 2.0  # of activations and of gathered weights
+    held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
 
-    def computing_in(self, precision: str) -> Engine:
+    def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
+        if precision in NARROW:
+            return replace(self, held=held_by(self.low_precision, precision, generation, self.narrow_parameters))
         if precision not in ("fp32", "tf32"):
             return self
         return replace(
             self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
             gradient_communication_bytes=4.0, stream_bytes=4.0, element_bytes=4.0,
+            held=Held(4.0, gather_bytes=4.0),
         )  # fmt: skip
 
     def on(self, generation: str) -> Engine:
@@ -146,5 +155,7 @@ def _load(path: Path) -> Engine:
     for key, entry in data.items():
         assert key in known, f"{path.name}: unknown key {key}"
         values[key] = entry
-    values["frameworks"] = tuple(values.get("frameworks", ()))
+    for key in ("frameworks", "cp_kinds"):
+        if key in values:
+            values[key] = tuple(values[key])
     return Engine(**values)

@@ -22,6 +22,7 @@ from ironlaw.plan.engine import Engine, engine_of_framework
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import RECOMPUTE, jobs_of_columns
 from ironlaw.plan.known_experts import known_experts
+from ironlaw.plan.launches import usual_expert_launches
 from ironlaw.plan.row_accelerator import accelerator_of
 from ironlaw.plan.row_words import Row
 
@@ -255,6 +256,8 @@ def _model(cells: _Cells) -> dict[str, float]:
     columns |= _experts(cells, columns)
     gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
     columns |= _kind(cells, columns, gated, tied)
+    if columns.get("experts"):
+        columns["launches"] = usual_expert_launches(columns["gated"] > 0, columns["shared_ffn"] > 0)
     return columns
 
 

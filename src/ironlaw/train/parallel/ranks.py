@@ -174,6 +174,8 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         )
     if config.communication.local_steps:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
+    if layout.ep > 1 and layout.shard is not None:
+        raise UserError("layout.shard with layout.ep is planned but not trained here: leave out shard, or use ep = 1")
     holders = dp * layout.cp // layout.ep
     if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
         raise UserError(
