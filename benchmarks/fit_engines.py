@@ -216,8 +216,8 @@ PLAN: dict[str, tuple[list[str], list[str]]] = {
               "pp_hidden", "cp_hidden", "host_step_seconds"], []),
     "paxml": (["matmul_slowdown", "fsdp_hidden"], []),
     "nanotron": (["host_layer_seconds", "host_collective_seconds", "host_rank_seconds", "host_microbatch_seconds",
-                  "host_step_seconds", "matmul_slowdown", "streaming_traffic", "shard_traffic", "loss_traffic", "tp_hidden", "dp_hidden",
-                  "pp_hidden", "island_slowdown", "network_slowdown", "optimizer_traffic"],
+                  "host_step_seconds", "matmul_slowdown", "streaming_traffic", "shard_traffic", "loss_traffic",
+                  "tp_hidden", "dp_hidden", "pp_hidden", "island_slowdown", "network_slowdown", "optimizer_traffic"],
                  ["run_ahead_bytes", "entrance_bytes", "activation_slack", "context_bytes"]),
     "composer-fsdp": (["host_step_seconds", "matmul_slowdown", "attention_slowdown", "streaming_traffic",
                        "shard_traffic", "fsdp_hidden"], []),
@@ -325,9 +325,9 @@ def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, fl
 
 
 ASSUMED = {
-    "torchtitan": "read from its source: cuDNN's attention there (May 2025), whose slowdown is that of the vendor's software",
-    "torchtitan-2025": "read from its source: cuDNN's attention there (May 2025), which selective recomputation repeats "
-    "until December 2025; its slowdown is that of the vendor's software",
+    "torchtitan": "read from its source: cuDNN's attention there (May 2025), as slow as in the vendor's software",
+    "torchtitan-2025": "read from its source: cuDNN's attention there (May 2025), which selective "
+    "recomputation repeats until December 2025, as slow as in the vendor's software",
     "megatron-core": "assumed: between these and what NeMo, built on the same code and tuned, has there",
 }
 """Where constants of a generation come from that no run of the engine tells."""

@@ -120,7 +120,7 @@ def test_layers_are_never_lost():
 
 
 def test_tensors_of_queued_collectives_stay_where_no_message_holds_the_host_up():
-    """Per hidden element of the micro-batch, undivided; half with one micro-batch; nothing without tensor parallelism."""
+    """Per hidden element of the micro-batch, undivided; half with one micro-batch; nothing where tp is 1."""
     ahead = replace(PLAIN, run_ahead_bytes=90.0)
     many = jobs("dp=2 tp=4 sp=1", "dp=2 tp=4 sp=1 micro_batch=32", "dp=8")
     surplus = peak_memory(many, ahead).total - peak_memory(many, PLAIN).total

@@ -42,7 +42,10 @@ MEANING: dict[str, tuple[str, str]] = {
     "gradient_communication_bytes": ("B/parameter", "in the reduction over data parallel ranks"),
     "stream_bytes": ("B/element", "residual stream"),
     "unrotated_kept": ("1", "of queries and keys before their rotation, kept beside the rotated ones"),
-    "backward_ffn_tensors": ("1", "tensors of the feed-forward network's width in its backward pass, beside those kept"),
+    "backward_ffn_tensors": (
+        "1",
+        "tensors of the feed-forward network's width in its backward pass, beside those kept",
+    ),
     "activation_slack": ("1", "activation bytes that the allocator needs over those of the tensors"),
     "activation_saves": ("1", "element-wise intermediates kept in the feed-forward network: 1 fused, 2 eager"),
     "gathered_inputs": ("1", "of norm outputs kept after gathering over tp"),

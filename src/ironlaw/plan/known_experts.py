@@ -1,6 +1,6 @@
 """Experts of models that a table of runs calls by name: most tables have no columns for them.
 
-    known_experts("Mixtral 8x7B", hidden=4096, layers=32)     # {"experts": 8.0, "experts_per_token": 2.0, ...}
+known_experts("Mixtral 8x7B", hidden=4096, layers=32)     # {"experts": 8.0, "experts_per_token": 2.0, ...}
 """
 
 from __future__ import annotations
