@@ -139,7 +139,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
     # Stages vote on whether to exchange shapes; those that are not there have nothing against it.
     dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
-    gather = dist.all_gather_into_tensor
+    gather: Any = dist.all_gather_into_tensor
 
     def all_gather(out: Tensor, mine: Tensor, *rest: Any, **named: Any) -> Any:
         work = gather(out, mine, *rest, **named)
@@ -147,7 +147,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
             out.view(-1, *mine.shape).copy_(mine)
         return work
 
-    dist.all_gather_into_tensor = all_gather
+    dist.all_gather_into_tensor = all_gather  # type: ignore[assignment]
     ranks = start(check(config, layout.accelerators))
     applied = layouts.apply(Transformer(config.model), config, ranks)
     optimizer = layouts.build(applied, config.optimizer)
