@@ -38,6 +38,7 @@ class Engine:
     host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
     host_backward_ratio: float = 1.5
     host_collective_seconds: float = 30e-6  # one tensor parallel collective
+    host_rank_seconds: float = 0.0  # more of it for each rank of the group, in pipelines across nodes
     host_microbatch_seconds: float = 2e-3  # loss, schedule, pipeline messages
     host_step_seconds: float = 10e-3  # optimizer launch, logging, data, synchronisation
 
@@ -46,6 +47,7 @@ class Engine:
     attention_slowdown: float = 1.5
     attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
     selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
+    selective_attention_share: float = 0.0  # of attention, where it repeats matmuls
     streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
     shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
     score_traffic: float = 1.3  # the same for materialised attention scores
@@ -71,11 +73,13 @@ class Engine:
     gradient_communication_bytes: float = 4.0  # per parameter in the reduction over data parallel ranks
     half_gradient_bytes: float = 0.0  # per parameter: 16-bit gradients that stay beside the accumulation buffer
     entrance_bytes: float = 0.0  # per token and hidden element on the first stage, not divided by tp
-    head_gathered_bytes: float = 0.0  # per token and hidden element on the output layer's stage, not divided by tp
+    run_ahead_bytes: float = 0.0  # the same on the output layer's stage: what collectives still hold (engine_words.py)
     reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
     partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
     stream_bytes: float = 2.0  # the residual stream, per element
-    attention_extra_bytes: float = 0.0  # per token and head beyond the tensors autograd must keep
+    unrotated_kept: float = 1.0  # of queries and keys before rotation: values that are a view of their product keep it
+    backward_ffn_tensors: float = 0.0  # of the feed-forward network's width, alive in its backward pass beside the kept
+    activation_slack: float = 1.0  # activation bytes that the allocator needs over those of the tensors
     gathered_inputs: float = 0.0  # share of norm outputs kept after gathering over tp
     activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
     dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts

@@ -51,7 +51,7 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     held = engine.held
     normed = tokens * jobs.hidden * held.input_bytes * (gathered + (1 - gathered) / shards)
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
-    rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp)
+    rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp) * engine.unrotated_kept
     attention = tokens * width * (qkv + rotated + jobs.query_size / tp)
     attention = attention + tokens * jobs.query_size / tp * held.attention_copy_bytes
     # Flash keeps one fp32 log-sum-exp per query and head; else softmax, its dropout and a one-byte mask per score.
@@ -63,8 +63,9 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     if jobs.has_experts:
         ffn = ffn + expert_activation_bytes(jobs, inner, held.input_bytes, width)
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
-    extra = tokens * jobs.heads / tp * engine.attention_extra_bytes
-    return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
+    everything = 2 * residual + 2 * normed + attention + core + ffn + masks
+    slack = engine.activation_slack
+    return slack * everything, slack * core, slack * residual
 
 
 def kept_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
@@ -189,7 +190,9 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
     kept_blocks = np.where(jobs.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
     activations = kept_blocks * kept
-    recomputed = back * (count > 0)
+    width = jobs.ffn / jobs.tp * engine.element_bytes
+    working = engine.activation_slack * engine.backward_ffn_tensors * jobs.tokens * width * (count > 0)
+    recomputed = back * (count > 0) + working
     block = jobs.local_block_parameters
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
@@ -197,7 +200,10 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     gathered = np.where(jobs.zero >= 3, 2 * engine.element_bytes + copies, 0.0)
     gathered = (gathered + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)) * block
     logits = np.where(has_head, jobs.tokens * jobs.vocab / jobs.tp * engine.logit_bytes, 0.0)
-    logits = logits + np.where(has_head & (jobs.sp > 0), engine.head_gathered_bytes * jobs.tokens * jobs.hidden, 0.0)
+    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
+    # to collectives come free only when the device gets there. One micro-batch gives it half the way.
+    ahead = engine.run_ahead_bytes * np.where(jobs.accumulation > 1, 1.0, 0.5)
+    logits = logits + np.where(has_head & (jobs.sp > 0), ahead * jobs.tokens * jobs.hidden, 0.0)
     context = np.full(len(jobs), engine.context_bytes)
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(first & (jobs.sp > 0), engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
@@ -205,7 +211,7 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
     message = jobs.tokens * jobs.hidden / jobs.stream_shards * engine.element_bytes
     gathered = gathered + np.where(jobs.virtual > 1, 2 * message, 0.0)
-    # Logits and a recomputed block are never alive together.
+    # Logits and a block's backward pass are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
     zero = np.zeros(len(jobs))

@@ -111,8 +111,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         + parts.layer_accumulate * np.where(jobs.zero >= 3, 0.0, 1.0)
     )
     share = engine.selective_matmul_share
-    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, not attention.
-    partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
+    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, seldom attention.
+    others = share * parts.layer_matmul_forward * engine.matmul_slowdown + engine.selective_attention_share * core
+    partly = np.where(share > 0, others + streaming_forward, core)
     again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + jobs.recomputed_share
     tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
@@ -129,9 +130,10 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
     host_layer = host_layer * (1 + jobs.launches * jobs.expert_share)
     exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
-    host_layer = host_layer + engine.host_collective_seconds * 2 * passes * (
-        np.where(jobs.tp > 1, 1.0, 0.0) + exchanges
-    )
+    across_nodes = (jobs.pp > 1) & parts.pp_crosses
+    host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, jobs.tp, 0.0)
+    host_collective = np.where(jobs.tp > 1, host_collective, 0.0) + engine.host_collective_seconds * exchanges
+    host_layer = host_layer + 2 * passes * host_collective
     # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
     host_messages = engine.host_collective_seconds * 4 * (jobs.virtual - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
