@@ -326,7 +326,8 @@ def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, fl
 
 ASSUMED = {
     "torchtitan.cdna3": "assumed: between the value above and the 1.7 of another generation of this software there",
-    "torchtitan.blackwell": "read from its source: cuDNN's attention there (May 2025), as slow as in the vendor's software",
+    "torchtitan.blackwell": "read from its source: cuDNN's attention there (May 2025), as slow as in the vendor's "
+    "software",
     "torchtitan-2025.blackwell": "read from its source: cuDNN's attention there (May 2025), which selective "
     "recomputation repeats until December 2025, as slow as in the vendor's software",
     "megatron-core.hopper": "assumed: between these and what NeMo, built on the same code and tuned, has there",
