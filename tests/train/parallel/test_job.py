@@ -82,6 +82,7 @@ def test_ranks_go_on_from_one_process_and_start_from_its_weights(
         case = {"task": "run", "config": str(config), "set": settings, "out": str(out), "resume": resume}
         for rank in on_ranks(2, [case])[0]:
             assert "stopped" not in rank, rank["stopped"]
+            assert rank["slow"] == []  # layers made by dividing multiply as the others do
 
     assert ironlaw_here("train", config, "--out", tmp_path / "one")[0] == 0
     # The same run, its second half on two ranks, and its last steps in one process again.
