@@ -37,6 +37,7 @@ GOODPUT = 1448 / 1514
 SEGMENT_BYTES = 16 * 1024
 BURST_BYTES = 2 * SEGMENT_BYTES  # a wire has none: as little as leaves segments whole
 PORT = 29517
+GRACE_SECONDS = 10.0
 
 GPT: dict[str, Any] = {"name": "gpt", "layers": 4, "hidden": 256, "heads": 4, "vocab": 2048, "context": 128}
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -127,18 +128,16 @@ class Hosts:
                 running.append(self.start(host, command, cwd=folder, env=environment, stdout=file))
         ends = time.monotonic() + timeout_seconds
         try:
-            # One that failed leaves the others waiting for it.
-            while any(p.poll() is None for p in running) and not any(p.poll() for p in running):
-                if time.monotonic() > ends:
-                    raise TimeoutError(f"no end after {timeout_seconds} s: {' '.join(map(str, arguments))}")
+            while any(p.poll() is None for p in running) and time.monotonic() < ends:
+                if any(p.poll() for p in running):  # the others now wait for it: until they have said so, no longer
+                    ends = min(ends, time.monotonic() + GRACE_SECONDS)
                 time.sleep(0.1)
         finally:
             for process in running:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)  # torchrun and the rank it started
-        for process, file in zip(running, files, strict=True):
-            if process.returncode and process.returncode != -signal.SIGKILL:
-                raise RuntimeError(file.read_text(encoding="utf-8")[-3000:])
+        if any(process.wait() for process in running):
+            raise RuntimeError("\n".join(f"{file.name}: {file.read_text(encoding='utf-8')[-3000:]}" for file in files))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 import ironlaw
-from ironlaw.train.parallel import preflight
+from ironlaw.train.parallel import job, preflight
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 
@@ -148,3 +151,22 @@ def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
     ):
         found = preflight.problem([same, other | change])
         assert found is not None and words in found and "\n" not in found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of threads are read from /proc")
+def test_a_rank_leaves_when_gloos_threads_rest() -> None:
+    ended: list[float] = []
+
+    def work() -> None:
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w", encoding="utf-8") as name:
+            name.write(job.GLOO_THREADS)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.05)
+    assert not ended
+    job.let_go()
+    assert ended
+    thread.join()
