@@ -25,11 +25,13 @@ GPT2 = ModelConfig.named("gpt2")
 NAMES = tomllib.loads((Path(__file__).parent / "option_names.toml").read_text())
 
 
-def written(trainer, layout, model=LLAMA, precision="bf16", global_batch=128, optimizer="adamw"):
+def written(
+    trainer, layout, model=LLAMA, precision="bf16", global_batch=128, optimizer="adamw", engine="generic", on="b200-sxm"
+):
     chosen = parse_layout(layout)
-    cluster = parse_cluster(f"{chosen.accelerators}xh100-sxm-80gb")
+    cluster = parse_cluster(f"{chosen.accelerators}x{on}")
     sequence = min(8192, model.context)
-    ask = Ask(model, cluster, Work(sequence, global_batch, 1000), precision, "generic", optimizer=optimizer)
+    ask = Ask(model, cluster, Work(sequence, global_batch, 1000), precision, engine, optimizer=optimizer)
     return emit(trainer, ask, chosen)["text"]
 
 
@@ -104,6 +106,8 @@ def test_ironlaws_own_config_is_valid():
         ("accelerate", "dp=8 recompute=full", "recomputes selectively"),
         ("torchtitan", "dp=2 pp=4 zero=2 schedule=zb", "use virtual_stages=2"),
         ("torchtitan", "dp=8 zero=3 offload=optimizer", "moves the weights too"),
+        ("torchtitan", "dp=4 cp=2 zero=2 cp_kind=all_to_all", "no all-to-all between heads"),
+        ("ironlaw", "dp=4 cp=2 cp_kind=ring", "use cp_kind=all_gather"),
         ("megatron", "dp=2 pp=4 schedule=zbv", "no schedule=zbv"),
         ("megatron", "dp=2 pp=4 zero=3", "use zero=0 or 1"),
         ("megatron", "dp=8 zero=3 offload=optimizer", "use zero=1"),
@@ -120,8 +124,8 @@ def test_what_cannot_be_said_is_refused(trainer, layout, reason):
 
 
 def test_precisions_without_an_option_are_refused():
-    with pytest.raises(UserError, match="--precision bf16"):
-        written("torchtitan", "dp=8", precision="fp8")
+    with pytest.raises(UserError, match="--precision bf16 or fp32 or fp8 or mxfp8"):
+        written("torchtitan", "dp=8", precision="nvfp4")
     with pytest.raises(UserError, match="--optimizer adamw or sgd or momentum or muon"):
         written("megatron", "dp=8", optimizer="galore")
 
@@ -157,6 +161,9 @@ def test_every_option_exists_in_the_release_it_was_looked_up_in(trainer):
     more = ("zero=0", "zero=1", "zero=2 recompute=full", "zero=3 shard=2", "zero=1 offload=optimizer",
             "zero=3 recompute=every:2", "zero=1 shard=2", "recompute=selective")  # fmt: skip
     models = (LLAMA, GPT2, ModelConfig.named("mistral-7b"), LLAMA.model_copy(update={"layers": 30}))
+    if trainer == "torchtitan":
+        models += (ModelConfig.named("mixtral-8x7b"),)
+        kinds += ("dp=4 tp=2 sp=1 ep=4 etp=1",)
     seen, written_layouts = set(), 0
     for kind, extra, model in product(kinds, more, models):
         layout = parse_layout(f"{kind} {extra}")
@@ -200,6 +207,39 @@ def test_megatron_says_optimizers_offloading_windows_and_lighter_ends():
     model = LLAMA.model_copy(update={"layers": 30})
     uneven = written("megatron", "dp=2 pp=4 virtual_stages=2", model)
     assert "--account-for-embedding-in-pipeline-split" in uneven and "pipeline-stage 4" in uneven
+
+
+def test_context_parallel_kinds_in_the_trainers_own_words():
+    for kind, word in (("ring", "p2p"), ("all_gather", "all_gather"), ("all_to_all", "a2a")):
+        assert f"--cp-comm-type {word}" in written("megatron", f"dp=4 cp=2 cp_kind={kind}")
+    for kind, word in (("ring", "alltoall"), ("all_gather", "allgather")):
+        text = tomllib.loads(written("torchtitan", f"dp=4 cp=2 zero=3 cp_kind={kind}"))
+        assert text["parallelism"]["context_parallel_rotate_method"] == word
+
+
+def test_torchtitan_says_experts_inside_hybrid_sharding():
+    mixtral = ModelConfig.named("mixtral-8x7b")
+    parallelism = tomllib.loads(written("torchtitan", "dp=8 zero=3 shard=4 ep=4", mixtral))["parallelism"]
+    degrees = [parallelism[f"{word}_degree"] for word in ("data_parallel_replicate", "expert_parallel")]
+    assert degrees == [2, 4] and parallelism["expert_tensor_parallel_degree"] == 1
+    folded = tomllib.loads(written("torchtitan", "dp=4 tp=2 sp=1 zero=3 ep=8 etp=1", mixtral))["parallelism"]
+    assert folded["expert_tensor_parallel_degree"] == 1 and folded["expert_parallel_degree"] == 8
+    for layout, reason in (("dp=8 ep=4", "use zero=2 or 3"), ("dp=4 tp=2 sp=1 zero=3 etp=1", "use etp=1 with ep > 1")):
+        with pytest.raises(UserError, match=reason):
+            written("torchtitan", layout, mixtral)
+
+
+def test_narrow_precisions_as_planned():
+    fp8 = tomllib.loads(written("torchtitan", "dp=8 zero=3", precision="fp8"))
+    assert fp8["model"]["converters"] == ["quantize.linear.float8"]
+    assert fp8["quantize"]["linear"]["float8"]["recipe_name"] == "rowwise"
+    experts = tomllib.loads(written("torchtitan", "dp=8 zero=3 ep=4", ModelConfig.named("mixtral-8x7b"), "mxfp8"))
+    assert experts["quantize"]["grouped_mm"]["mx"] == {"recipe_name": "mxfp8", "fqns": ["experts"]}
+    # As the plan has them: NeMo stores 8 bits, Megatron both. Without a sharded optimizer there is no option for it.
+    assert "--fp8-param-gather" in written("megatron", "dp=8 zero=1", precision="fp8", engine="nemo")
+    assert "--fp4-param-gather" in written("megatron", "dp=8 zero=1", precision="nvfp4", engine="nemo")
+    for layout, name in (("dp=8 zero=1", "megatron-core"), ("dp=8", "nemo")):
+        assert "--fp8-param-gather" not in written("megatron", layout, precision="fp8", engine=name)
 
 
 def test_deepspeed_offloads_the_optimizer():

@@ -205,3 +205,41 @@ def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
     )  # fmt: skip
     assert small.engine.name == "generic" and small.columns["zero"] == 1
     assert large.columns["zero"] == 3 and any("zero = 3" in note for note in large.assumed)
+
+
+MIXTRAL = {"model": "mixtral_8x7B, 8 layers", "layers": "8", "vocab": "32000", "ep": "8", "accelerators": "8"}
+
+
+def test_a_name_tells_the_experts_where_no_column_does(tmp_path):
+    run, _ = read(tmp_path, **MIXTRAL)
+    assert (run.columns["experts"], run.columns["experts_per_token"], run.columns["expert_ffn"]) == (8, 2, 14336)
+    assert any("mixtral-8x7b" in line for line in run.assumed)
+    told, _ = read(tmp_path, **MIXTRAL, experts="16", experts_per_token="4")
+    assert (told.columns["experts"], told.columns["experts_per_token"]) == (16, 4)
+    _, reason = read(tmp_path, **MIXTRAL | {"hidden": "5120", "heads": "40"})  # another model of that name
+    assert "mixture of experts" in reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "billions", "layers"),
+    [
+        ({"model": "Mixtral-8x22B", "layers": "56", "hidden": "6144", "heads": "48", "vocab": "32000"}, 140.6, 56),
+        ({"model": "Qwen3 30B A3B", "layers": "48", "hidden": "2048", "kv_heads": "4", "vocab": "151936"}, 30.5, 48),
+        ({"model": "DeepSeek-V3", "layers": "61", "hidden": "7168", "heads": "128", "vocab": "129280"}, 671, 58),
+        ({"model": "deepseekv3, 4 layers", "layers": "4", "hidden": "7168", "heads": "128", "vocab": "2"}, 13.46, 1),
+    ],
+)
+def test_named_experts_make_the_published_number_of_parameters(tmp_path, cells, billions, layers):
+    run, _ = read(tmp_path, **cells)
+    parameters = jobs_of_columns([run.columns]).parameters
+    assert parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
+    assert run.columns["expert_layers"] == layers
+
+
+def test_torchtitan_does_not_gather_weights_again_in_pipelines(tmp_path):
+    cells = {"framework": "torchtitan 2025-01", "accelerators": "64", "zero": "fsdp", "tp": "4"}
+    split, _ = read(tmp_path, **cells, pp="2")
+    assert split.columns["zero"] == 2 and any("keeps weights gathered" in line for line in split.assumed)
+    for others in ({"pp": "1"}, {"pp": "2", "framework": "another"}):
+        run, _ = read(tmp_path, **cells | others)
+        assert run.columns["zero"] == 3

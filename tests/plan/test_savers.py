@@ -16,7 +16,7 @@ from ironlaw.plan.ask import Ask
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.on_ranks import plan_ranks
 from ironlaw.plan.savers import Saver, cluster_savers, compressed_share, rank_savers
-from ironlaw.plan.traffic import compressed_elements, traffic
+from ironlaw.plan.traffic import Settings, compressed_elements, traffic
 from ironlaw.plan.work import Work
 from ironlaw.workload.parameters import Parameter
 
@@ -88,7 +88,8 @@ def test_a_plan_of_ranks_sends_what_the_config_says(gradients: str, machine_prof
     layout = parse_layout("dp=2 micro_batch=2")
     plan = plan_ranks(config, machine_profile, 2, layout, Fabric(COSTS))
     (talk,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
-    (table,) = traffic(config.model, layout, sequence=64, global_batch=4, communication=config.communication)
+    settings = Settings(config.communication)
+    (table,) = traffic(config.model, layout, sequence=64, global_batch=4, settings=settings)
     assert talk.bytes == table["replicate", "all_reduce"].bytes < 4 * config.model.parameters
     plain = plan_ranks(build_config(document), machine_profile, 2, replace(layout), Fabric(COSTS))
     assert plan.step_seconds < plain.step_seconds

@@ -10,6 +10,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster
+from ironlaw.plan.engine import engine
 from ironlaw.plan.layout_space import NO_SAVING, layout_of, layouts, savings
 from ironlaw.plan.search import search
 
@@ -20,7 +21,7 @@ EIGHT = parse_cluster("4xa100-sxm-80gb")
 def brute_force(cluster, offload=False):
     """Every layout of the space, one at a time: (seconds, layout) of those that fit, fastest first; how many."""
     fitting, count = [], 0
-    for row in layouts(TINY, 4, 1024, 4, {}):
+    for row in layouts(TINY, 4, 1024, 4, {}, cp_kinds=engine("megatron-core").cp_kinds):
         for variant in (NO_SAVING, *savings(TINY, offload=offload)):
             layout = layout_of((*row[:-3], *variant))
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None

@@ -117,3 +117,27 @@ def test_layers_are_never_lost():
     column = jobs(*[f"pp={pp}" for pp in (1, 3, 5, 7, 11, 48)])
     for partition in ("equal", "cost"):
         assert np.all(stage_layers(column, partition).counts.sum(axis=1) == GPT.layers)
+
+
+def test_tensors_of_queued_collectives_stay_where_no_message_holds_the_host_up():
+    """Per hidden element of the micro-batch, undivided; half with one micro-batch; nothing where tp is 1."""
+    ahead = replace(PLAIN, run_ahead_bytes=90.0)
+    many = jobs("dp=2 tp=4 sp=1", "dp=2 tp=4 sp=1 micro_batch=32", "dp=8")
+    surplus = peak_memory(many, ahead).total - peak_memory(many, PLAIN).total
+    each = many.tokens * many.hidden * 90.0
+    assert surplus == pytest.approx([each[0], each[1] / 2, 0.0])
+
+
+def test_what_the_allocator_cannot_use_again_is_a_share_of_all_activations():
+    one = jobs("dp=8")
+    plain, slack = (peak_memory(one, e).activations for e in (PLAIN, replace(PLAIN, activation_slack=1.2)))
+    assert slack == pytest.approx(1.2 * plain)
+
+
+def test_software_that_keeps_gathered_weights_in_pipelines_holds_whole_gradients_too():
+    """FSDP2 as torchtitan sets it: fp32 gradients of the stage undivided, where others scatter each micro-batch's."""
+    wide = replace(PLAIN, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0)
+    keeps = replace(wide, pipeline_keeps=True)
+    many = jobs("dp=8 zero=2 pp=2", "dp=8 zero=2")
+    scattered, whole = (peak_memory(many, e).gradients for e in (wide, keeps))
+    assert whole == pytest.approx(scattered * [8, 1])

@@ -141,3 +141,23 @@ def test_the_loss_waits_for_the_device_also_where_blocks_wait_for_launches():
 )  # fmt: skip
 def test_software_of_a_family_is_planned_by_its_engine(said, name):
     assert engine_of_framework(said).name == name
+
+
+def test_ranks_of_a_collective_cost_the_host_only_in_pipelines_across_nodes():
+    slow = replace(ENGINE, host_layer_seconds=5e-3, host_rank_seconds=1e-3)
+    plain = replace(slow, host_rank_seconds=0.0)
+    layouts = ("dp=2 tp=4 pp=2", "dp=4 tp=4", "dp=8 pp=2")
+    more, less = (planned(*layouts, engine=e, cluster="16xa100-sxm-80gb") for e in (slow, plain))
+    assert more.step_seconds[0] > 1.5 * less.step_seconds[0]
+    assert np.array_equal(more.step_seconds[1:], less.step_seconds[1:])
+    inside = [planned("tp=4 pp=2", engine=e).step_seconds for e in (slow, plain)]
+    assert np.array_equal(*inside)
+
+
+def test_selective_recomputation_may_repeat_attention_too():
+    some = replace(ENGINE, selective_matmul_share=0.4)
+    kept, again = (
+        planned("dp=8 recompute=selective", engine=e, sequence=8192, global_batch=8)
+        for e in (some, replace(some, selective_attention_share=1.0))
+    )
+    assert again.recomputed[0] > 1.2 * kept.recomputed[0]

@@ -20,7 +20,6 @@ def rehearse(
     from ironlaw.plan.answer import Options
     from ironlaw.plan.layout import Layout
     from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.traffic import traffic
 
     answer = plan_request(what, on=on, options=Options(layout=layout))
     if "layout" not in answer.more:
@@ -33,8 +32,7 @@ def rehearse(
     messages().print(f"{chosen}: {chosen.accelerators} ranks, one of each pipeline stage runs", markup=False)
     stages = run(model, chosen)
     work = answer.more["work"]
-    real = traffic(model, chosen, sequence=work["sequence"], global_batch=work["global_batch"])
-    peaks = at_scale(model, chosen, work["sequence"], work["global_batch"])
+    real, peaks = at_scale(model, chosen, work["sequence"], work["global_batch"])
     agrees = all(stage.agrees for stage in stages)
     if json:
         print_json(

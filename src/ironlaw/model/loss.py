@@ -82,9 +82,17 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (of_x, of_weight), ctx.gradients = ctx.gradients, None
+        of_x, of_weight = ctx.gradients
+        if _comes_again():
+            return of_x * gradient, of_weight * gradient, None, None, None, None, None
         # In place: they are used once. Their scale is known only now: the mean, accumulation, a loss scale.
+        ctx.gradients = None
         return of_x.mul_(gradient), of_weight.mul_(gradient), None, None, None, None, None
+
+
+def _comes_again() -> bool:
+    """Whether this backward pass keeps its graph: pipelines that split it take gradients of inputs before weights'."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _chunk(

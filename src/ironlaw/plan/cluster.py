@@ -21,6 +21,7 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.context_parallel import SAYS, default_kind
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
@@ -28,6 +29,7 @@ from ironlaw.plan.ingredients import Parts, block_products, product_seconds, ste
 from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
+from ironlaw.plan.low_precision import Held
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.stages import stage_layers
@@ -89,13 +91,15 @@ def plan_cluster(
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     where = setting(cluster, chosen, precision, update_cost(optimizer, model))
     flash, settled = attention == "flash", ""
+    if layout.cp > 1 and layout.cp_kind is None:
+        layout = replace(layout, cp_kind=own_kind(model, layout, chosen, sequence))
     if layout.recompute.startswith("budget:"):
         layout, settled = within_budget(layout, model, where, sequence, global_batch, flash)
     jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
     if layout.offload != "none":
         check_host(cluster, where)
     outcome = plan_jobs(jobs, where)
-    ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak))
+    ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak, where.engine.held))
     ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
     ledger.facts["peak_at"] = _peak_at(jobs, where, outcome)
@@ -103,6 +107,14 @@ def plan_cluster(
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ledger
+
+
+def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) -> str:
+    """The engine's first way of context parallel attention that can run."""
+    windowed = model.sliding_window is not None and model.sliding_window < sequence
+    first = default_kind(engine, windowed)
+    able = [k for k in engine.cp_kinds if replace(layout, cp_kind=k).reason_context(model, sequence) is None]
+    return first if first in able or not able else able[0]
 
 
 def check_host(cluster: Cluster, where: Setting) -> None:
@@ -165,6 +177,8 @@ def _facts(
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "engine_source": where.engine.source,
+        "low_precision": where.engine.held.says or None,
+        "context_parallel": SAYS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "memory_limit_bytes": outcome.limit_bytes,
         "peak_stage": int(outcome.peak.stage[0]),
@@ -318,6 +332,7 @@ _NOTES = {
 }
 
 
-def _memory(peak: PeakMemory) -> list[MemoryLine]:
+def _memory(peak: PeakMemory, held: Held) -> list[MemoryLine]:
+    notes = _NOTES | ({"weights": held.says} if held.copy_bytes else {})
     names = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
-    return [MemoryLine(name, float(getattr(peak, name)[0]), note=_NOTES.get(name, "")) for name in names]
+    return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in names]

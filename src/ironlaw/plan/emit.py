@@ -37,7 +37,6 @@ ENGINE_OF_TRAINER = {
 
 
 WITHOUT_EXPERTS = {
-    "torchtitan": "torchtitan builds experts in a model's own code, not in its options",
     "deepspeed": "DeepSpeed builds experts in the model's code (deepspeed.moe.layer.MoE), not in its JSON",
     "accelerate": "its options say nothing of experts",
 }
@@ -103,7 +102,14 @@ def _megatron(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
 TRAINERS = {
     trainer.name: trainer
     for trainer in (
-        Trainer("torchtitan", "toml", ("bf16", "fp32"), ("adamw", "adam"), torchtitan_cannot, torchtitan_config),
+        Trainer(
+            "torchtitan",
+            "toml",
+            ("bf16", "fp32", "fp8", "mxfp8"),
+            ("adamw", "adam"),
+            torchtitan_cannot,
+            torchtitan_config,
+        ),
         Trainer("megatron", "flags", tuple(PRECISION_FLAGS), MEGATRON_OPTIMIZERS, megatron_cannot, _megatron),
         Trainer("deepspeed", "json", ("bf16", "fp16", "fp32"), NAMES, deepspeed_cannot, deepspeed_config),
         Trainer("accelerate", "yaml", ("bf16", "fp16", "fp32"), NAMES, accelerate_cannot, accelerate_config),

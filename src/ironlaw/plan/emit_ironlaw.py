@@ -17,11 +17,15 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Ironlaw's own trainer cannot run this, or None."""
     if layout.offload != "none" and layout.accelerators > 1:
         return "Ironlaw's own trainer offloads on one device only so far: use offload=none"
+    if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):
+        return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
     if layout.recompute == "selective":
         return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):
             return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
+        if layout.ep > 1 and layout.shard is not None:
+            return "Ironlaw's own trainer has no expert parallelism inside hybrid sharding: leave out shard"
         holders = layout.dp * layout.cp // layout.ep
         if layout.ep > 1 and layout.zero and model.hidden % holders:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
+from ironlaw.plan.engine import engine
 from ironlaw.plan.layout import Layout, ends_lighter
+from ironlaw.plan.low_precision import NARROW, held_by
 
 MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 
@@ -17,6 +19,8 @@ PRECISION_FLAGS = {
     "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
     "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
 }
+
+CP_COMM_TYPES = {"ring": "p2p", "all_gather": "all_gather", "all_to_all": "a2a"}
 
 OPTIMIZER_FLAGS = {
     "adamw": [],
@@ -75,10 +79,20 @@ def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
         f"--global-batch-size {ask.work.global_batch}",
         f"--train-iters {ask.work.steps}",
         *PRECISION_FLAGS[ask.precision],
+        *_narrow_flags(ask, layout),
         *OPTIMIZER_FLAGS[ask.optimizer],
         *_layout_flags(ask.model, layout),
         *_expert_flags(ask.model, layout),
     ]
+
+
+def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
+    """Weights stored in 8 or 4 bits, where the plan has taken them so."""
+    held = held_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
+    stored = ask.precision in NARROW and engine(ask.engine).narrow_parameters and "in place of" in held.says
+    if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
+        return []
+    return ["--fp4-param-gather" if ask.precision == "nvfp4" else "--fp8-param-gather"]
 
 
 def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
@@ -164,6 +178,8 @@ def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--context-parallel-size {layout.cp}",
     ]
+    if layout.cp > 1 and layout.cp_kind is not None:
+        flags.append(f"--cp-comm-type {CP_COMM_TYPES[layout.cp_kind]}")
     if layout.sp:
         flags.append("--sequence-parallel")
     if layout.virtual_stages > 1:

@@ -13,6 +13,37 @@ from ironlaw.plan.layout import Layout, ends_lighter
 SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
 
 
+EXPERTS_NARROW: dict[str, dict[str, Any]] = {
+    "fp8": {"float8": {"fqns": ["experts"]}},
+    "mxfp8": {"mx": {"recipe_name": "mxfp8", "fqns": ["experts"]}},
+}
+
+NARROW: dict[str, dict[str, Any]] = {
+    # Scales per row, which are the library's default and what published runs used; the output layer stays in bf16.
+    "fp8": {
+        "model": {"converters": ["quantize.linear.float8"]},
+        "quantize": {"linear": {"float8": {"recipe_name": "rowwise", "filter_fqns": ["output"]}}},
+    },
+    "mxfp8": {
+        "model": {"converters": ["quantize.linear.mx"]},
+        "quantize": {"linear": {"mx": {"recipe_name": "mxfp8_cublas", "filter_fqns": ["output"]}}},
+    },
+}
+
+
+def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
+    """The converters of linear layers, and of grouped products where there are experts."""
+    if precision not in NARROW:
+        return {}
+    document = {key: dict(value) for key, value in NARROW[precision].items()}
+    if model.moe is not None:
+        of_experts = EXPERTS_NARROW[precision]
+        document["quantize"]["grouped_mm"] = of_experts
+        kinds = [f"quantize.grouped_mm.{kind}" for kind in of_experts]
+        document["model"]["converters"] = [*document["model"]["converters"], *kinds]
+    return document
+
+
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its options cannot say this, or None."""
     if layout.tp > 1 and not layout.sp:
@@ -23,6 +54,15 @@ def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return "its replicated data parallelism does not combine with other kinds: use zero=2 or 3"
     if layout.zero == 0 and layout.cp > 1:
         return "context parallel ranks always shard the weights there: use zero=2 or 3"
+    if layout.cp > 1 and layout.cp_kind not in (None, "all_gather", "ring"):
+        return "its context parallelism has no all-to-all between heads: use cp_kind=all_gather or ring"
+    if layout.cp > 1 and layout.cp_kind == "ring" and model.sliding_window:
+        return "its rings have no sliding window: use cp_kind=all_gather"
+    if model.moe is not None:
+        if layout.ep > 1 and layout.zero < 2:
+            return "its expert parallel ranks share the sharded state: use zero=2 or 3"
+        if layout.expert_tp not in (1, layout.tp) or (layout.ep == 1 and layout.expert_tp != layout.tp):
+            return "it splits experts over tp, or with ep > 1 not at all: use etp=1 with ep > 1, or leave it out"
     if layout.offload != "none":
         return "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"
     if layout.pp > 1 and ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
@@ -33,8 +73,8 @@ def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
 
 
 def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
-    precise = "bfloat16" if ask.precision == "bf16" else "float32"
-    document = {
+    precise = "float32" if ask.precision == "fp32" else "bfloat16"
+    document: dict[str, Any] = {
         "optimizer": {"name": {"adam": "Adam"}.get(ask.optimizer, "AdamW")},
         "training": {
             "local_batch_size": _local_batch(ask, layout),
@@ -48,14 +88,20 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
         "activation_checkpoint": _recomputation(layout),
         "compile": {"enable": True},
     }
+    document |= _narrow(ask.precision, ask.model)
     model = ask.model
+    experts = ""
+    if model.moe is not None:
+        moe = model.moe
+        experts = f", {moe.experts} experts of {model.expert_ffn_size}, {moe.experts_per_token} per token"
     header = [
         f"# {model.name}, {ask.cluster}: {layout}",
         f"# [model] name and flavor: one with {model.layers} layers, {model.hidden} hidden, {model.heads} heads "
-        f"({model.key_value_heads} key/value), {model.ffn_size} feed-forward, vocabulary {model.vocab}",
+        f"({model.key_value_heads} key/value), {model.ffn_size} feed-forward, vocabulary {model.vocab}{experts}",
     ]
     text = "\n".join(header) + "\n\n" + tomli_w.dumps(document)
-    options = _options(document, layout)
+    # 0.3 has no degree of splitting an expert: whole ones only.
+    options = [] if model.moe is not None and layout.expert_tp > 1 else _options(document, layout)
     if options:
         text += "\n# torchtitan 0.3 has no TOML; after --module and --config of such a model:\n"
         text += "".join(f"#   {option}\n" for option in options)
@@ -78,6 +124,11 @@ def _parallelism(ask: Ask, layout: Layout) -> dict[str, Any]:
         "pipeline_parallel_degree": layout.pp,
         "context_parallel_degree": layout.cp,
     }
+    if layout.ep > 1:
+        result["expert_parallel_degree"] = layout.ep
+        result["expert_tensor_parallel_degree"] = layout.expert_tp
+    if layout.cp > 1:  # all-to-all in a ring: of keys and values, not of heads
+        result["context_parallel_rotate_method"] = "alltoall" if layout.cp_kind == "ring" else "allgather"
     if layout.pp > 1:
         chunks = layout.pp * layout.virtual_stages
         less = ends_lighter(ask.model.layers, chunks)
@@ -103,9 +154,11 @@ def _recomputation(layout: Layout) -> dict[str, Any]:
 
 def _options(document: dict[str, Any], layout: Layout) -> list[str]:
     """Command-line options of 0.3; none where it lost what 0.2 could say. The optimizer is its config's there."""
-    if layout.every > 1 or document["optimizer"]["name"] != "AdamW":
+    gone = layout.every > 1 or layout.cp_kind == "ring" or "quantize" in document
+    if gone or document["optimizer"]["name"] != "AdamW":
         return []
     words = []
     for section in ("training", "parallelism"):
-        words += [f"--{section}.{key} {value}" for key, value in document[section].items()]
+        skipped = ("context_parallel_rotate_method", "expert_tensor_parallel_degree")
+        words += [f"--{section}.{key} {value}" for key, value in document[section].items() if key not in skipped]
     return [*words, "--compile.enable", f"activation-checkpoint:{layout.recompute}"]

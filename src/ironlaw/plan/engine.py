@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.plan.low_precision import NARROW, Held, held_by
 
 _FOLDER = Path(__file__).parent / "engines"
 
@@ -37,6 +38,7 @@ class Engine:
     host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
     host_backward_ratio: float = 1.5
     host_collective_seconds: float = 30e-6  # one tensor parallel collective
+    host_rank_seconds: float = 0.0  # more of it for each rank of the group, in pipelines across nodes
     host_microbatch_seconds: float = 2e-3  # loss, schedule, pipeline messages
     host_step_seconds: float = 10e-3  # optimizer launch, logging, data, synchronisation
 
@@ -45,6 +47,7 @@ class Engine:
     attention_slowdown: float = 1.5
     attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
     selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
+    selective_attention_share: float = 0.0  # of attention, where it repeats matmuls
     streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
     shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
     score_traffic: float = 1.3  # the same for materialised attention scores
@@ -68,13 +71,16 @@ class Engine:
     weight_bytes: float = 2.0
     moment_bytes: float = 8.0
     gradient_communication_bytes: float = 4.0  # per parameter in the reduction over data parallel ranks
+    pipeline_keeps: bool = False  # in pipelines: weights gathered for a whole step, gradients reduced at its end
     half_gradient_bytes: float = 0.0  # per parameter: 16-bit gradients that stay beside the accumulation buffer
     entrance_bytes: float = 0.0  # per token and hidden element on the first stage, not divided by tp
-    head_gathered_bytes: float = 0.0  # per token and hidden element on the output layer's stage, not divided by tp
+    run_ahead_bytes: float = 0.0  # the same on the output layer's stage: what collectives still hold (engine_words.py)
     reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
     partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
     stream_bytes: float = 2.0  # the residual stream, per element
-    attention_extra_bytes: float = 0.0  # per token and head beyond the tensors autograd must keep
+    unrotated_kept: float = 1.0  # of queries and keys before rotation: values that are a view of their product keep it
+    backward_ffn_tensors: float = 0.0  # of the feed-forward network's width, alive in its backward pass beside the kept
+    activation_slack: float = 1.0  # activation bytes that the allocator needs over those of the tensors
     gathered_inputs: float = 0.0  # share of norm outputs kept after gathering over tp
     activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
     dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts
@@ -86,16 +92,24 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
 
+    cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
+    low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
+    narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
+
     element_bytes: float = 2.0  # of activations and of gathered weights
+    held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
 
-    def computing_in(self, precision: str) -> Engine:
+    def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
+        if precision in NARROW:
+            return replace(self, held=held_by(self.low_precision, precision, generation, self.narrow_parameters))
         if precision not in ("fp32", "tf32"):
             return self
         return replace(
             self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
             gradient_communication_bytes=4.0, stream_bytes=4.0, element_bytes=4.0,
+            held=Held(4.0, gather_bytes=4.0),
         )  # fmt: skip
 
     def on(self, generation: str) -> Engine:
@@ -142,5 +156,7 @@ def _load(path: Path) -> Engine:
     for key, entry in data.items():
         assert key in known, f"{path.name}: unknown key {key}"
         values[key] = entry
-    values["frameworks"] = tuple(values.get("frameworks", ()))
+    for key in ("frameworks", "cp_kinds"):
+        if key in values:
+            values[key] = tuple(values[key])
     return Engine(**values)

@@ -10,7 +10,8 @@ experts are averaged: stages are taken to hold the same mix.
     rows        T k etp / tp on a rank: T k where an expert is split like the rest, its own tokens' at etp = 1
     dispatch    each token k times to the rank of its expert, T k H elements per rank (over tp under sequence
                 parallelism, gathered again over etp); combine the same way back; backward the same again
-    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp
+    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp; under hybrid sharding ep
+                ranks are taken inside a copy of the state, so that every copy has all experts
 """
 
 from __future__ import annotations
@@ -90,16 +91,17 @@ def permutation_elements(jobs: Jobs) -> Array:
     return np.asarray(jobs.expert_share * jobs.hidden * jobs.tokens * (4 * rows_per_token(jobs) + 1))
 
 
-def expert_activation_bytes(jobs: Jobs, gated: float, plain: float, width: float) -> Array:
+def expert_activation_bytes(jobs: Jobs, inner: Array, input_bytes: float, width: float) -> Array:
     """What experts keep for the backward pass beyond a dense network of the model's `ffn`, per rank and mean layer.
 
-    `gated`, `plain`: tensors of the inner width that such a network keeps, `width` bytes per element. Rows are kept as
-    they went in and came out.
+    `inner`: bytes that such a network keeps per element of its inner width. Rows are kept as they went in, at
+    `input_bytes` per element, and as they came out, at `width`.
     """
-    tensors, rows = np.where(jobs.gated > 0, gated, plain), rows_per_token(jobs)
+    rows = rows_per_token(jobs)
     split = rows * jobs.expert_ffn / jobs.expert_tp + (jobs.shared_ffn - jobs.ffn) / jobs.tp
     scores = FP32 * jobs.experts / jobs.stream_shards
-    return np.asarray(jobs.expert_share * jobs.tokens * (width * (split * tensors + 2 * rows * jobs.hidden) + scores))
+    kept = split * inner + rows * jobs.hidden * (input_bytes + width) + scores
+    return np.asarray(jobs.expert_share * jobs.tokens * kept)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class ExpertTraffic:
 
     local: Array  # parameters of experts on the fullest rank
     layer: Array  # the same of one layer
+    shard: Array  # of the first, what ZeRO leaves a rank
     all_reduce: Array
     scatter: Array
     gather: Array
@@ -119,13 +122,14 @@ class ExpertTraffic:
 def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
     """Reduction and gathering of experts over the ranks that hold the same ones, and the exchange of rows."""
     fabric, island, width = setting.fabric, float(setting.fabric.island_ranks), setting.engine.element_bytes
+    wide = setting.engine.held.gather_bytes
     layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
-    group, split = jobs.expert_replicas, jobs.expert_tp
-    inside = np.clip(island // (split * jobs.ep), 1.0, group)
+    group, sharing, split = jobs.expert_replicas, jobs.expert_shard_ranks, jobs.expert_tp
+    inside = np.maximum(island // (split * jobs.ep), 1.0)
 
     def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
-        return np.asarray(collective_seconds(kind, size, ranks, inside, fabric=fabric))
+        return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
 
     # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
     rows = jobs.tokens * jobs.experts_per_token * jobs.hidden * width * row_factor(jobs)
@@ -136,10 +140,11 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
     return ExpertTraffic(
         local=local,
         layer=layer,
+        shard=local / sharing,
         all_reduce=seconds("all_reduce", local * gradient_bytes, group, inside),
-        scatter=seconds("reduce_scatter", local * gradient_bytes, group, inside),
-        gather=seconds("all_gather", local * width, group, inside),
-        gather_layer=seconds("all_gather", layer * width, group, inside),
-        scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, group, inside),
+        scatter=seconds("reduce_scatter", local * gradient_bytes, sharing, inside),
+        gather=seconds("all_gather", local * wide, sharing, inside),
+        gather_layer=seconds("all_gather", layer * wide, sharing, inside),
+        scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, sharing, inside),
         exchange=np.asarray(jobs.expert_share * exchange),
     )

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
+from ironlaw.plan.context_parallel import exchange_seconds, kinds
 from ironlaw.plan.experts import Product, expert_traffic, permutation_elements, spared_collectives, with_experts
-from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.jobs import CP_KINDS, Array, Jobs
 from ironlaw.plan.setting import Setting
 from ironlaw.plan.sharded_memory import kept_activation_bytes
 from ironlaw.plan.stages import StageLayers, owned_parameters, stage_layers
@@ -48,7 +49,7 @@ class Parts:
     layer_accumulate: Array  # adding a weight gradient into the fp32 buffer
     tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
     tp_collectives: Array  # of them in a layer's forward pass: two, less where experts exchange rows instead
-    cp_layer: Array  # key/value exchange of one layer, forward
+    cp_layer: Array  # one exchange of one layer between context parallel ranks, forward
     head_matmul: Array  # output layer, forward and backward
     head_streaming: Array  # loss
     embedding: Array
@@ -137,6 +138,12 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
     # Jobs of one model share its window; a window as long as the sequence hides nothing.
     window = np.where(jobs.window > 0, jobs.window, jobs.sequence)
 
+    # All-to-all leaves fewer heads and the whole sequence. The calls of a ring alternate between two streams, so that
+    # one fills what the other leaves idle (`cp_stream` of Transformer Engine): no loss for their smaller size.
+    kind = np.where(jobs.cp > 1, kinds(jobs, setting.engine), 0.0)
+    swapped = kind == CP_KINDS["all_to_all"]
+    heads, calls = np.where(swapped, jobs.cp, 1.0), np.where(swapped, 1.0, 1 / jobs.cp)
+
     def flash(direction: str) -> Array:
         def seconds(b: Array, s: Array, h: Array, kv: Array, d: Array, w: Array) -> Array:
             return np.asarray(
@@ -145,8 +152,9 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
                 )
             )
 
-        columns = (jobs.micro_batch, jobs.sequence, local_heads, local_kv, jobs.head_size, window)
-        return _unique(seconds, *columns) / jobs.cp
+        kv = np.maximum(local_kv / heads, 1.0)
+        columns = (jobs.micro_batch, jobs.sequence, local_heads / heads, kv, jobs.head_size, window)
+        return _unique(seconds, *columns) * calls
 
     # Materialised scores: every (query, key) pair is computed, masked or not.
     batch = jobs.micro_batch * local_heads
@@ -268,7 +276,6 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     # Gradients are averaged over context parallel ranks too.
     replicas = jobs.dp * jobs.cp
     replicas_inside = np.maximum(1.0, island // jobs.tp)
-    kv_bytes = 2 * jobs.tokens * np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size) * width
     message = stream_bytes / jobs.stream_shards
     stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
     two = np.full(len(jobs), 2.0)
@@ -277,7 +284,8 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     sharing = jobs.shard_ranks
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
-    gather = _collective("all_gather", local * width, sharing, replicas_inside, setting)
+    wide = setting.engine.held.gather_bytes
+    gather = _collective("all_gather", local * wide, sharing, replicas_inside, setting)
     owned = owned_parameters(jobs, layers)
     unit_dense, apart = unit, None
     if jobs.has_experts:
@@ -288,15 +296,18 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             for kind, size, group, more in (
                 ("all_reduce", gradient, replicas, apart.all_reduce),
                 ("reduce_scatter", gradient, sharing, apart.scatter),
-                ("all_gather", width, sharing, apart.gather),
+                ("all_gather", wide, sharing, apart.gather),
             )
         )
         unit_dense = unit - apart.layer
     fsdp = jobs.zero >= 3
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
     copies_inside = np.maximum(1.0, island // (jobs.tp * sharing))
-    across = _collective("all_reduce", local * gradient / sharing, jobs.copies, copies_inside, setting)
-    once = np.where(jobs.zero >= 2, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
+    shard = local / sharing if apart is None else (local - apart.local) / sharing + apart.shard
+    across = _collective("all_reduce", shard * gradient, jobs.copies, copies_inside, setting)
+    whole = setting.engine.pipeline_keeps & (jobs.pp > 1)
+    in_pieces = (jobs.zero >= 2) & ~whole
+    once = np.where(in_pieces, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
     return Parts(
         layer_matmul_forward=matmul_forward,
         layer_matmul_backward=matmul_backward,
@@ -315,7 +326,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
         ),
         tp_collectives=2.0 - spared_collectives(jobs),
-        cp_layer=_collective("all_gather", kv_bytes * jobs.cp, jobs.cp, np.maximum(1.0, island // jobs.tp), setting),
+        cp_layer=exchange_seconds(jobs, setting, kinds(jobs, setting.engine)),
         head_matmul=np.asarray(head),
         head_streaming=loss,
         embedding=embedding,
@@ -328,12 +339,12 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         ep_crosses=jobs.expert_tp * jobs.ep > island,
         fsdp_gather_layer=np.where(
             fsdp,
-            _collective("all_gather", unit_dense * width, sharing, replicas_inside, setting)
+            _collective("all_gather", unit_dense * wide, sharing, replicas_inside, setting)
             + (apart.gather_layer if apart else 0.0),
             0.0,
         ),
         fsdp_scatter_layer=np.where(
-            jobs.zero >= 2,
+            in_pieces,
             _collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, setting)
             + (apart.scatter_layer if apart else 0.0),
             0.0,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.launches import expert_launches
 from ironlaw.plan.layout import Layout
 
 Array = npt.NDArray[np.float64]
@@ -22,9 +23,13 @@ SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
 """Order of forward and backward passes in a pipeline; `stages.py` and `bubbles.py` say what each one costs."""
 
 OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
+CP_KINDS = {"ring": 1, "all_gather": 2, "all_to_all": 3}
+"""How context parallel ranks see all keys (`context_parallel.py`); 0: as the engine does."""
+
 DEFAULTS = {
     "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
+    "launches": 0.0, "cp_kind": 0.0,
 }  # fmt: skip
 """Columns that a row of measured runs need not have."""
 
@@ -56,6 +61,7 @@ class Jobs:
     pp: Array
     virtual: Array
     cp: Array
+    cp_kind: Array  # a value of CP_KINDS; 0: the engine's own
     recompute: Array
     flash: Array
     schedule: Array  # a value of SCHEDULES
@@ -72,6 +78,7 @@ class Jobs:
     shared_ffn: Array  # of the shared ones together
     expert_layers: Array  # layers with experts
     capacity: Array  # rows of an expert at most, over the mean; 0: dropless
+    launches: Array  # kernels of a block with experts over those of a dense one, less 1
 
     def __len__(self) -> int:
         return int(self.layers.size)
@@ -180,6 +187,11 @@ class Jobs:
         return self.dp * self.cp * self.tp / (self.ep * self.expert_tp)
 
     @property
+    def expert_shard_ranks(self) -> Array:
+        """Of these, the ranks that ZeRO divides the experts over: all but those of other copies."""
+        return self.shard_ranks * self.tp / (self.ep * self.expert_tp)
+
+    @property
     def local_expert_parameters(self) -> Array:
         """Of the routed experts of a layer, on one rank; the mean over all layers."""
         return self.expert_parameters / (self.ep * self.expert_tp)
@@ -264,7 +276,8 @@ def layout_columns(layout: Layout) -> dict[str, float]:
         "dp": float(layout.dp), "zero": float(layout.zero), "shard": float(layout.shard or 0),
         "tp": float(layout.tp), "sp": float(layout.sp), "pp": float(layout.pp),
         "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
-        "cp": float(layout.cp), "micro_batch": float(layout.micro_batch),
+        "cp": float(layout.cp), "cp_kind": float(CP_KINDS.get(layout.cp_kind or "", 0)),
+        "micro_batch": float(layout.micro_batch),
         "recompute": float(RECOMPUTE.get(layout.recompute, RECOMPUTE["full"])), "every": float(layout.every),
         "offload": float(OFFLOAD[layout.offload]), "ep": float(layout.ep), "etp": float(layout.etp or 0),
     }  # fmt: skip
@@ -291,5 +304,5 @@ def expert_columns(model: ModelConfig) -> dict[str, float]:
     return {
         "experts": moe.experts if moe else 0, "experts_per_token": moe.experts_per_token if moe else 0,
         "expert_ffn": model.expert_ffn_size, "shared_ffn": model.shared_ffn_size, "expert_layers": model.moe_layers,
-        "capacity": (moe.capacity_factor or 0) if moe else 0,
+        "capacity": (moe.capacity_factor or 0) if moe else 0, "launches": expert_launches(model),
     }  # fmt: skip

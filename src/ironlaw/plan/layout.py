@@ -6,13 +6,13 @@
 Words are the field's: dp data parallel replicas, zero what of the state they shard (arXiv 1910.02054: 1 optimizer
 state, 2 and gradients, 3 and weights), tp tensor parallel (arXiv 1909.08053), sp sequence parallelism on the same
 ranks (arXiv 2205.05198), pp pipeline stages with `virtual_stages` model chunks each (arXiv 2104.04473), cp context
-parallel, ep expert parallel: ranks that share the experts of each layer, each expert split over tp like a dense network
-(arXiv 2006.16668, section 3.3), or over `etp` ranks where experts are folded: laid out over the dp x cp x tp ranks
-apart from the dense rest, ep of etp each (arXiv 2504.14960). `shard` replicas share one sharded copy, which the others
-repeat: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders the passes of a pipeline: 1f1b, gpipe
-(arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V, arXiv 2401.10241: weight gradients fill
-the bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv 2412.19437 in its V form: both ends at
-once).
+parallel, `cp_kind` how (`context_parallel.py`), ep expert parallel: ranks that share the experts of each layer, each
+expert split over tp like a dense network (arXiv 2006.16668, section 3.3), or over `etp` ranks where experts are folded:
+laid out over the dp x cp x tp ranks apart from the dense rest, ep of etp each (arXiv 2504.14960). `shard` replicas
+share one sharded copy, which the others repeat: hybrid sharding (arXiv 2304.11277, section 3.2.2). `schedule` orders
+the passes of a pipeline: 1f1b, gpipe (arXiv 1811.06965: all forward, then all backward), zb and zbv (ZB-H1 and ZB-V,
+arXiv 2401.10241: weight gradients fill the bubble; in a V every rank holds one chunk from each end), dualpipe (arXiv
+2412.19437 in its V form: both ends at once).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from ironlaw.model.config import ModelConfig
 
 RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
 OFFLOAD = ("none", "optimizer", "activations", "both")
+CP_KINDS = ("ring", "all_gather", "all_to_all")
+_CP_WORDS = {"p2p": "ring", "allgather": "all_gather"} | dict.fromkeys(("a2a", "alltoall", "ulysses"), "all_to_all")
 SCHEDULES = ("1f1b", "gpipe", "zb", "zbv", "dualpipe")
 _SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -58,6 +60,7 @@ class Layout:
     virtual_stages: int = 1
     schedule: str = "1f1b"
     cp: int = 1
+    cp_kind: str | None = None  # how its ranks see all keys: ring, all_gather, all_to_all; the engine's when absent
     ep: int = 1
     etp: int | None = None  # ranks that an expert is split over; tp when absent
     micro_batch: int = 1  # sequences per forward pass of a replica
@@ -110,11 +113,25 @@ class Layout:
         if sequence % (self.cp * (self.tp if self.sp else 1)):
             return f"{sequence} tokens are not divisible by cp = {self.cp}" + (f" x tp = {self.tp}" if self.sp else "")
         return (
-            self._reason_experts(model)
+            self.reason_context(model, sequence)
+            or self._reason_experts(model)
             or self._reason_pipeline(model.layers)
             or self._reason_sharding()
             or self._reason_batch(global_batch)
         )
+
+    def reason_context(self, model: ModelConfig, sequence: int) -> str | None:
+        """Why context parallel ranks cannot exchange keys in this way, or None."""
+        kind, ranks = self.cp_kind, self.cp * self.tp
+        if kind is not None and self.cp == 1:
+            return f"cp_kind={kind} needs cp > 1"
+        if kind == "all_to_all" and (model.heads % ranks or model.key_value_heads % ranks):
+            heads = f"{model.heads} heads, {model.key_value_heads} of keys and values,"
+            return f"{heads} are not divisible by cp x tp = {ranks}, which cp_kind=all_to_all needs"
+        windowed = model.sliding_window is not None and model.sliding_window < sequence
+        if kind == "ring" and windowed:
+            return "cp_kind=ring has no sliding window: use cp_kind=all_gather or all_to_all"
+        return None
 
     def _reason_pipeline(self, layers: int) -> str | None:
         if self.pp == 1 and (self.virtual_stages > 1 or self.schedule != "1f1b"):
@@ -146,11 +163,11 @@ class Layout:
             return f"etp = {split} does not divide tp = {self.tp}"
         if folded and not self.sp:
             return f"etp = {split} under tp = {self.tp} needs tokens divided over tp: use sp=1"
-        if self.dp * self.cp * self.tp // split % self.ep:
-            taken = f"dp {self.dp} x cp {self.cp}" + (f" x tp {self.tp} / etp {split}" if folded else "")
+        group = self.dp if self.shard is None else self.shard  # every copy of the state has all experts
+        if group * self.cp * self.tp // split % self.ep:
+            word = "dp" if self.shard is None else "shard"
+            taken = f"{word} {group} x cp {self.cp}" + (f" x tp {self.tp} / etp {split}" if folded else "")
             return f"ep = {self.ep} ranks cannot be taken from {taken}"
-        if (self.ep > 1 or folded) and self.shard is not None:
-            return "expert parallelism inside hybrid sharding is not planned: leave out shard, or use ep=1"
         return None
 
     def _reason_sharding(self) -> str | None:
@@ -201,6 +218,8 @@ def parse_layout(text: str) -> Layout:
     values["recompute"] = _recompute(values.get("recompute", "none"))
     if values.get("offload", "none") not in OFFLOAD:
         raise UserError(f"layout: offload is {', '.join(OFFLOAD)}, not '{values['offload']}'")
+    if "cp_kind" in values:
+        values["cp_kind"] = _cp_kind(values["cp_kind"])
     values["schedule"] = _schedule(values.get("schedule", "1f1b"))
     if values["schedule"] in V_SHAPED:
         values.setdefault("virtual_stages", 2)
@@ -232,6 +251,13 @@ def budget_bytes(word: str) -> float:
     return float(match[1]) * {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}[match[2] or "gib"]
 
 
+def _cp_kind(word: str) -> str:
+    chosen = _CP_WORDS.get(word.replace("-", ""), word.replace("-", "_"))
+    if chosen not in CP_KINDS:
+        raise UserError(f"layout: cp_kind is {', '.join(CP_KINDS)}, not '{word}'")
+    return chosen
+
+
 def _schedule(word: str) -> str:
     chosen = _SCHEDULE_WORDS.get(word, word)
     if chosen == "interleaved":
@@ -242,7 +268,7 @@ def _schedule(word: str) -> str:
 
 
 def _value(key: str, text: str) -> Any:
-    if key in ("recompute", "schedule", "offload"):
+    if key in ("recompute", "schedule", "offload", "cp_kind"):
         return text.lower()
     if key == "sp":
         if text.lower() not in _FLAGS:

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from itertools import product
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.jobs import OFFLOAD, RECOMPUTE, SCHEDULES
+from ironlaw.plan.jobs import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
 from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
 COLUMNS = (
-    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "ep", "etp", "micro_batch", "recompute",
-    "every", "offload",
+    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "cp_kind", "ep", "etp", "micro_batch",
+    "recompute", "every", "offload",
 )  # fmt: skip
 
 GRID_WALLS = (
@@ -87,17 +87,22 @@ def layouts(
     ruled_out: dict[str, int],
     widest_tp: int = MAX_TP,
     groups: bool = True,
+    cp_kinds: tuple[str, ...] = ("ring",),
 ) -> Iterator[tuple[int, ...]]:
-    """Rows of `COLUMNS`: every combination that can run, without what saves memory for time (`savings`)."""
+    """Rows of `COLUMNS`: every combination that can run, without what saves memory for time (`savings`).
+
+    `cp_kinds`: ways of context parallel attention that are tried."""
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
         experts = _expert_parallel(model, dp * cp, tp, ruled_out)
         # (ZeRO and groups, sequence parallelism, expert parallelism), the same for every micro-batch and schedule
         ways = [
-            (zero, shard, sp, ep, etp)
-            for (zero, shard), sp, (ep, etp) in product(sharding, (0, 1) if tp > 1 else (0,), experts)
-            if (not shard or (ep == 1 and not etp)) and (sp or not etp)
+            (zero, shard, sp, kind, ep, etp)
+            for (zero, shard), sp, kind, (ep, etp) in product(
+                sharding, (0, 1) if tp > 1 else (0,), _context_kinds(model, sequence, cp, tp, cp_kinds), experts
+            )
+            if (sp or not etp) and (shard or dp) * cp * (tp if etp else 1) % ep == 0
         ]
         chunks = _pipelines(model.layers, pp)
         for micro_batch in divisors(per_replica):
@@ -108,8 +113,8 @@ def layouts(
             allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
             _count(ruled_out, SCHEDULE_WALL, (len(chunks) - len(allowed)) * len(ways))
             yield from (
-                (dp, zero, shard, tp, sp, pp, v, schedule, cp, ep, etp, micro_batch, *NO_SAVING)
-                for (zero, shard, sp, ep, etp), (v, schedule) in product(ways, allowed)
+                (dp, zero, shard, tp, sp, pp, v, schedule, cp, kind, ep, etp, micro_batch, *NO_SAVING)
+                for (zero, shard, sp, kind, ep, etp), (v, schedule) in product(ways, allowed)
             )
 
 
@@ -138,6 +143,12 @@ def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict
     allowed += [(ep, 1) for ep, _ in folded if model.moe.experts % ep == 0]
     _count(ruled_out, EXPERT_WALL, len(plain) + len(folded) - len(allowed))
     return allowed
+
+
+def _context_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, usable: tuple[str, ...]) -> list[int]:
+    """Those of the usable ways that can run; the engine's own (0) where none is needed or known to."""
+    tried = [Layout(cp=cp, tp=tp, cp_kind=kind) for kind in usable] if cp > 1 else []
+    return [CP_KINDS[t.cp_kind] for t in tried if t.cp_kind and t.reason_context(model, sequence) is None] or [0]
 
 
 NO_SAVING = (RECOMPUTE["none"], 1, OFFLOAD["none"])
@@ -181,13 +192,15 @@ def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
 
 _RECOMPUTE_NAMES = {number: word for word, number in RECOMPUTE.items()}
 _OFFLOAD_NAMES = {number: word for word, number in OFFLOAD.items()}
+_CP_KIND_NAMES = {number: word for word, number in CP_KINDS.items()}
 _SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
 
 
 def layout_of(row: tuple[int, ...]) -> Layout:
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, ep, etp, micro_batch, recompute, every, offload = row
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, kind, ep, etp, micro_batch, recompute, every, offload = row
     return Layout(
         dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
-        schedule=_SCHEDULE_NAMES[schedule], cp=cp, ep=ep, etp=etp or None, micro_batch=micro_batch,
-        recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute], offload=_OFFLOAD_NAMES[offload],
+        schedule=_SCHEDULE_NAMES[schedule], cp=cp, cp_kind=_CP_KIND_NAMES.get(kind), ep=ep, etp=etp or None,
+        micro_batch=micro_batch, recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute],
+        offload=_OFFLOAD_NAMES[offload],
     )  # fmt: skip

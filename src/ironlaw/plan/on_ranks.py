@@ -23,11 +23,12 @@ from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import add_totals, choose_precision, common_facts, solved_shape, training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
+from ironlaw.plan.parts import bucket_bytes, of_site, stage_parameters, stages_of
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_passes import Pass, passes, play
 from ironlaw.plan.rank_work import RankMachine, StageWork, local_shape, stage_work
 from ironlaw.plan.timing import MeasuredMachine, measured_precision
-from ironlaw.plan.traffic import bucket_bytes, is_plain, stage_lines, stage_parameters, stages_of
+from ironlaw.plan.traffic import Settings, rank_lines, replicas_of
 from ironlaw.workload.blocks import Shape
 
 
@@ -100,13 +101,14 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
     onednn = profile.fp32_products == "onednn"
     # A budget of recomputation is solved for one process: what is kept of a block is decided before it is divided.
     whole = solved_shape(config, training_shape(config, precision, onednn=onednn), here.machine)
-    shape = local_shape(whole, layout)
+    shape = local_shape(whole, of_site(layout, config.communication))
     measured = measured_precision(precision, profile)
     works = {
         stage: stage_work(config, layout, stage, shape, measured, here)
         for stage in range(layout.pp * layout.virtual_stages)
     }
-    talks = [_talks(config, layout, ranks, fabric, position) for position in range(layout.pp)]
+    settings = Settings.of(config, shape)
+    talks = [_talks(config, layout, ranks, fabric, position, settings) for position in range(layout.pp)]
     memory = [rank_peak(config, layout, position, shape) for position in range(layout.pp)]
     if layout.pp > 1:
         phases, talks = _pipelined(config, layout, ranks, fabric, works, talks)
@@ -125,15 +127,16 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
 
 def _place(layout: Layout, dimension: str) -> tuple[int, int]:
     """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
-    shard = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-    copies = layout.dp // (layout.shard or layout.dp) if layout.zero else layout.dp * layout.cp
+    shard, copies = replicas_of(layout)
     sizes = {"tp": layout.tp, "shard": shard, "replicate": copies, "pp": layout.pp}
-    if dimension == "cp":
-        return layout.cp, layout.tp
+    if dimension in ("cp", "micro_batch"):  # who counts experts' load together: ranks of one sequence, or two replicas
+        return layout.cp if dimension == "cp" else max(2, layout.cp), layout.tp
     if dimension == "world":
         return layout.accelerators, 1
     if dimension == "ep":
         return layout.ep, layout.tp
+    if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
+        return layout.dp * layout.cp // layout.ep, layout.tp * layout.ep
     stride = 1
     for name in ("tp", "shard", "replicate", "pp"):
         if name == dimension:
@@ -151,9 +154,10 @@ def _seconds(fabric: Fabric, ranks: int, layout: Layout, dimension: str, kind: s
     return fabric.collective_seconds(kind, size, group, inside=max(1, min(group, local // stride)), job=ranks)
 
 
-def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, position: int) -> list[Talk]:
+def _talks(
+    config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, position: int, settings: Settings
+) -> list[Talk]:
     """Everything a rank of this position sends in a step, each at its own buffer sizes, taken as waited for."""
-    micro_batches = config.train.global_batch // (layout.dp * layout.micro_batch)
     found: dict[tuple[str, str], Talk] = {}
 
     def add(dimension: str, kind: str, count: int, size: int, seconds: float) -> None:
@@ -162,23 +166,12 @@ def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, positi
             seconds += known.seconds
             found[dimension, kind] = Talk(dimension, kind, known.count + count, known.bytes + size, seconds, seconds)
 
-    for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):
-        lines = stage_lines(config.model, layout, config.sequence, micro_batches, stage, config.communication)
-        for dimension, kind, count, size in lines:
-            if not (is_plain(layout) and dimension == "replicate"):
-                seconds = count * _seconds(fabric, ranks, layout, dimension, kind, size / count)
-            else:
-                buckets = bucket_bytes(stage_parameters(config.model, layout, 0))
-                count = count or len(buckets)
-                seconds = sum(_seconds(fabric, ranks, layout, dimension, kind, bucket) for bucket in buckets)
-                seconds *= size / sum(buckets)
-            add(dimension, kind, count, size, seconds)
-    add("world", "all_reduce", 1, AGREED_BYTES, _seconds(fabric, ranks, layout, "world", "all_reduce", AGREED_BYTES))
+    lines = rank_lines(config.model, layout, config.sequence, config.train.global_batch, position, settings)
+    for dimension, kind, count, size in lines:
+        if not count:  # PowerSGD's, which sends of each of DDP's buckets what it makes of it
+            count = len(bucket_bytes(stage_parameters(config.model, layout, 0)))
+        add(dimension, kind, count, size, count * _seconds(fabric, ranks, layout, dimension, kind, size / count))
     return list(found.values())
-
-
-AGREED_BYTES = 24
-"""Loss, gradient norm and the wish to stop: one all-reduce over all ranks."""
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -301,7 +294,7 @@ def _work(order: list[Pass], seconds: Callable[[Pass], float]) -> float:
 
 def _inside(talk: Talk, layout: Layout) -> bool:
     """Whether a pipeline pass waits for it, rather than the end of all passes."""
-    return talk.dimension in ("tp", "cp", "ep") or (layout.zero == 3 and talk.kind == "all_gather")
+    return talk.dimension in ("tp", "cp", "ep", "micro_batch") or (layout.zero == 3 and talk.kind == "all_gather")
 
 
 def _inside_passes(talks: Iterable[Talk], layout: Layout) -> float:

@@ -61,7 +61,8 @@ def _read(name: str, path: Path) -> Engine:
         wanted = (int, float) if kinds[key] is float else (list, tuple) if kinds[key] is tuple else kinds[key]
         if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[key] is not bool):
             raise UserError(f"{path}: {key} must be {kinds[key].__name__}, not {value!r}")
-    return Engine(**({"name": name} | data | {"frameworks": ()}))
+    tuples = {key: tuple(value) for key, value in data.items() if kinds[key] is tuple}
+    return Engine(**({"name": name} | data | tuples | {"frameworks": ()}))
 
 
 def save_profile(name: str, found: Calibration, runs: str) -> Path:

@@ -18,9 +18,19 @@ from dataclasses import dataclass, field, replace
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.parts import (
+    EXPERTS,
+    bucket_bytes,
+    layers_of,
+    of_experts,
+    of_site,
+    stage_parameters,
+    stages_of,
+    units_of,
+)
 from ironlaw.plan.rank_passes import Pass, passes
 from ironlaw.plan.rank_work import sharded
-from ironlaw.plan.traffic import layers_of, stage_parameters, stages_of, units_of
+from ironlaw.plan.traffic import matrix_elements
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.forward import embedding, head
@@ -33,7 +43,8 @@ from ironlaw.workload.recompute import again, dropped, forward_of, weight_copies
 from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 COMPONENTS = (
-    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages", "batch",
+    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages", "savers",
+    "batch",
 )  # fmt: skip
 
 
@@ -87,15 +98,18 @@ def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape, gl
 class _Rank:
     def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool) -> None:
         self.gloo = gloo
-        self.config, self.layout, self.position, self.shape = config, layout, position, shape
         self.micro_batches = config.train.global_batch // (layout.dp * layout.micro_batch)
+        layout = of_site(layout, config.communication)
+        self.config, self.layout, self.position, self.shape = config, layout, position, shape
         self.stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
         self.last = layout.pp * layout.virtual_stages - 1
         self.parameters = {s: stage_parameters(config.model, layout, s) for s in self.stages}
         self.fsdp = sharded(layout)
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-        self.units = {s: units_of(config.model, self.parameters[s]) for s in self.stages}
+        chunked = bool(shape.loss_chunk)
+        self.holders = layout.dp * layout.cp // layout.ep if layout.zero else 1  # ranks that share the same experts
+        self.units = {s: units_of(config.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
         self.reduced: set[tuple[int, str]] = set()
@@ -113,21 +127,28 @@ class _Rank:
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
+    def sharing(self, parameter: Parameter) -> int:
+        """Ranks that FSDP shards a tensor over."""
+        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.ranks
+
     def padded(self, tensors: list[Parameter]) -> float:
         """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
-        rows = (math.ceil(p.shape[0] / self.ranks) * self.ranks * math.prod(p.shape[1:]) for p in tensors)
-        return float(sum(rows) * FP32)
+        return float(sum(p.elements * self.sharing(p) for p in map(self.shard_of, tensors)) * FP32)
+
+    def shard_of(self, parameter: Parameter) -> Parameter:
+        """This rank's part. Of experts over ep the width is divided, of which nothing need be padded."""
+        ranks, (rows, *rest) = self.sharing(parameter), parameter.shape
+        shape = (math.ceil(rows / ranks), *rest)
+        if self.layout.ep > 1 and of_experts(parameter):
+            shape = (rows, *(size // ranks if size == self.config.model.hidden else size for size in rest))
+        return Parameter(parameter.name, shape, parameter.embedding)
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)
 
     def shards(self) -> list[Parameter]:
         """What this rank updates."""
-        found = []
-        for stage in self.stages:
-            for p in self.parameters[stage]:
-                found.append(Parameter(p.name, (math.ceil(p.shape[0] / self.ranks), *p.shape[1:]), p.embedding))
-        return found
+        return [self.shard_of(p) for stage in self.stages for p in self.parameters[stage]]
 
     @property
     def stream(self) -> float:
@@ -140,7 +161,7 @@ class _Rank:
     def peak(self) -> RankPeak:
         config, walk = self.config, self.walk
         mine = self.shards()
-        walk.now["weights"] = sum(self.padded(self.parameters[s]) / self.ranks for s in self.stages)
+        walk.now["weights"] = sum(p.elements for p in mine) * FP32
         model = config.model
         if model.positions == "rope":
             walk.now["weights"] += model.context * model.size_of_head * FP32
@@ -150,6 +171,7 @@ class _Rank:
         walk.now["batch"] = self.micro_batches * self.layout.micro_batch * config.sequence * 2 * INDEX
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
+        self._savers()
         walk.look("start")
         if self.layout.pp > 1:
             self._pipelined()
@@ -158,8 +180,51 @@ class _Rank:
                 self._forward(0, m)
                 self._backward(0, m, last=m == self.walked - 1, piped=False)
         self._finish()
-        walk.add("temporaries", update_temporary_bytes(mine, config.optimizer), "update, optimizer")
+        update = update_temporary_bytes(mine, config.optimizer)
+        walk.add("temporaries", update, "update, optimizer")
+        if config.communication.local_steps:
+            walk.now["temporaries"] -= update
+            walk.now["gradients"] = self.whole(self.stages[0]) if self.ddp else 0.0
+            self._meeting()
         return walk.peak
+
+    # -- what savers of communication hold -----------------------------------------------------------------------
+
+    def _savers(self) -> None:
+        """Common weights and their momentum; what PowerSGD left out of the last step, and its matrices."""
+        communication, walk = self.config.communication, self.walk
+        if communication.local_steps:
+            walk.now["savers"] = 2 * sum(p.elements for p in self.shards()) * FP32
+        if self.ddp and communication.gradients == "powersgd":
+            matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.parameters[0])
+            walk.now["savers"] = self.whole(0) + matrices * FP32
+
+    def _meeting(self) -> None:
+        """Differences to the common weights, put together and reduced some at a time, and the outer gradient."""
+        narrow = 0.5 if self.config.communication.gradients == "bf16" else 1.0
+        sizes, held = [p.elements * FP32 for p in self.shards()], 0.0
+        while sizes:
+            chunk = 0.0
+            while sizes and chunk < MEETING_ELEMENTS * FP32:
+                chunk += sizes.pop(0)
+            self.walk.add("savers", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
+            self.walk.now["savers"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            held += chunk
+            self.walk.add("savers", 2 * chunk, "sites meet")
+            self.walk.now["savers"] -= chunk
+
+    def _buckets(self, ready: float, reduced: int) -> int:
+        """DDP's hook for the buckets that are full once gradients of so many bytes are ready: copies it makes. Returns
+        how many buckets have been reduced."""
+        communication = self.config.communication
+        # Cast to bf16; or the gradient as it was, and what is left out of it.
+        copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
+        buckets = bucket_bytes(self.parameters[0])
+        while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
+            self.walk.add("savers", copies * buckets[reduced], f"bucket {reduced} reduced")
+            self.walk.now["savers"] -= copies * buckets[reduced]
+            reduced += 1
+        return reduced
 
     def _pipelined(self) -> None:
         order = self._order()
@@ -237,6 +302,7 @@ class _Rank:
         work |= {"head.weight": head_backward(shape), "embedding.weight": embedding_backward(shape)}
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
+        ready, reduced = 0.0, 0
         for index, unit in enumerate(order):
             if unit in self.units[stage] and unit == "head.weight":  # the loss is the root's, before the output layer
                 self._regather(stage, "root", [unit])
@@ -245,6 +311,9 @@ class _Rank:
                 work[unit] = work[unit][len(ahead) :]
             self._regather(stage, unit, order[index + 1 :][:1])
             walk.run(work[unit], kept)
+            if self.ddp and last:
+                ready += sum(p.elements for p in self.units[stage].get(unit, ())) * FP32
+                reduced = self._buckets(ready if index + 1 < len(order) else self.whole(stage), reduced)
             if unit != "embedding.weight":
                 self._after_backward(stage, unit, last, piped)
         if stage != 0:
@@ -314,19 +383,23 @@ class _Rank:
     # -- what FSDP does ----------------------------------------------------------------------------------------
 
     def _gather(self, stage: int, unit: str) -> None:
+        if unit + EXPERTS in self.units[stage]:
+            self._gather(stage, unit + EXPERTS)
         tensors = self.units[stage].get(unit)
         if not self.fsdp or tensors is None or (stage, unit) in self.gathered:
             return
         self.gathered.add((stage, unit))
         size = self.padded(tensors)
-        if self.ranks > 1:
+        if self.sharing(tensors[0]) > 1:
             self.walk.add("gathered", size, f"gathering {unit}")
-            self._copied(size, f"gathering {unit}")
+            self._copied(size, f"gathering {unit}", tensors)
             self.walk.now["gathered"] -= self.last_gather
             self.last_gather = size
         self.walk.add("gathered", size, f"weights of {unit}")
 
     def _release(self, stage: int, unit: str) -> None:
+        if unit + EXPERTS in self.units[stage]:
+            self._release(stage, unit + EXPERTS)
         if self.layout.zero == 3 and (stage, unit) in self.gathered:
             self.gathered.remove((stage, unit))
             self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
@@ -336,7 +409,7 @@ class _Rank:
         if not self.fsdp or self.layout.zero != 3:
             return
         walk = self.walk
-        for which in [unit, *following]:
+        for which in [part for one in (unit, *following) for part in (one, one + EXPERTS)]:
             tensors = self.units[stage].get(which)
             if tensors is None or (stage, which) in self.gathered:
                 continue
@@ -344,13 +417,15 @@ class _Rank:
             if (stage, which) not in self.ahead:
                 self.ahead[stage, which] = size
                 walk.add("gathered", size, f"gathering {which}")
-                self._copied(size, f"gathering {which}")
-            if which == unit:
+                self._copied(size, f"gathering {which}", tensors)
+            if which.removesuffix(EXPERTS) == unit:
                 walk.add("gathered", size, f"weights of {which}")
                 walk.now["gathered"] -= self.ahead.pop((stage, which))
                 self.gathered.add((stage, which))
 
     def _after_backward(self, stage: int, unit: str, last: bool, piped: bool) -> None:
+        if unit + EXPERTS in self.units[stage]:
+            self._after_backward(stage, unit + EXPERTS, last, piped)
         tensors = self.units[stage].get(unit)
         if not self.fsdp or tensors is None or piped:
             return
@@ -363,20 +438,21 @@ class _Rank:
 
     def _reduce(self, stage: int, unit: str, tensors: list[Parameter]) -> None:
         walk, size = self.walk, self.padded(tensors)
+        narrow = size * (0.5 if self.config.communication.gradients == "bf16" else 1.0)
         walk.now["reducing"] -= self.waiting_buffer
-        walk.add("reducing", size, f"gradients of {unit} copied")
-        self.waiting_buffer = size
+        walk.add("reducing", narrow, f"gradients of {unit} copied")
+        self.waiting_buffer = narrow
         walk.now["gradients"] -= sum(p.elements for p in tensors) * FP32
         first = (stage, unit) not in self.reduced
-        walk.add("gradients", size / self.ranks, f"reducing {unit}")
-        self._copied(size, f"reducing {unit}")
+        walk.add("gradients", size / self.sharing(tensors[0]), f"reducing {unit}")
+        self._copied(narrow, f"reducing {unit}", tensors)
         if not first:
-            walk.now["gradients"] -= size / self.ranks
+            walk.now["gradients"] -= size / self.sharing(tensors[0])
         self.reduced.add((stage, unit))
 
-    def _copied(self, size: float, where: str) -> None:
+    def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
-        if self.ranks > 1 and self.gloo:
+        if self.sharing(tensors[0]) > 1 and self.gloo:
             self.walk.add("temporaries", size, where)
             self.walk.now["temporaries"] -= size
 
@@ -399,4 +475,5 @@ class _Rank:
             self.walk.now["temporaries"] -= size
 
 
+MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time
 ENDS = ("embedding.weight", "head.weight")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind, Line, Phase
@@ -21,8 +22,8 @@ from ironlaw.machine.links import RankCosts
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.memory import BLOCKS
+from ironlaw.plan.parts import layers_of, of_site, stage_parameters
 from ironlaw.plan.timing import MeasuredMachine
-from ironlaw.plan.traffic import layers_of, stage_parameters
 from ironlaw.workload.blocks import Division
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
@@ -34,13 +35,15 @@ STREAM = ("attention_norm", "ffn_norm", "final_norm", "residual", "dropout", "re
 
 
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
-    """The model whose whole operations are one tensor parallel rank's: fewer heads, narrower, a part of the words."""
-    tp, update = layout.tp, {}
+    """The model whose whole operations are one rank's: fewer heads, narrower, parts of the words and the experts."""
+    tp, update = layout.tp, dict[str, Any]()
     if tp > 1:
         update = {
             "heads": model.heads // tp, "kv_heads": max(1, model.key_value_heads // tp),
             "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": math.ceil(model.vocab / tp),
         }  # fmt: skip
+    if layout.ep > 1 and model.moe is not None:  # its share of the experts, which take the choices of ep ranks
+        update["moe"] = model.moe.model_copy(update={"experts": model.moe.experts // layout.ep})
     if layout.pp > 1 and model.tied:  # the last stage has a copy
         update["tied"] = False
     return model.model_copy(update=update) if update else model
@@ -51,9 +54,8 @@ def local_shape(shape: Shape, layout: Layout) -> Shape:
     here = shape.sequence // layout.cp
     division = Division(layout.tp, layout.sp, layout.cp, split_qkv=layout.tp > 1 or sharded(layout))
     return replace(
-        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch,
-        loss_chunk=shape.loss_chunk if layout.tp == 1 else 0, division=division,
-    )  # fmt: skip
+        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch, division=division
+    )
 
 
 def sharded(layout: Layout) -> bool:
@@ -175,7 +177,7 @@ def stage_work(
         folded[phase, Kind.HOST, "dispatch"] = Line(
             phase, Kind.HOST, "dispatch", count=count * micro_batches, seconds=took * micro_batches, bound="overhead"
         )
-    parameters = local_parameters(config.model, layout, stage)
+    parameters = local_parameters(config.model, of_site(layout, config.communication), stage)
     for op in update_operations(parameters, config.optimizer, accumulation=micro_batches):
         if op.repeat:
             add(op, op.repeat, "update", 1)

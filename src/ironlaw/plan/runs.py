@@ -21,6 +21,8 @@ from ironlaw.plan.described_node import described_node, resized
 from ironlaw.plan.engine import Engine, engine_of_framework
 from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import RECOMPUTE, jobs_of_columns
+from ironlaw.plan.known_experts import known_experts
+from ironlaw.plan.launches import usual_expert_launches
 from ironlaw.plan.row_accelerator import accelerator_of
 from ironlaw.plan.row_words import Row
 
@@ -132,7 +134,7 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     acc, note = accelerator_of(words.text(row, "accelerator"))
     cells.assumed += [note] if note else []
     columns = _model(cells) | {"sequence": cells.needed("seq"), "flash": float(attention == "flash")}
-    columns |= _layout(cells, engine, count)
+    columns |= _layout(cells, engine, count, columns.get("experts", 0.0) > 0)
     recompute = words.recompute(row)
     columns["recompute"] = float(RECOMPUTE[recompute or engine.default_recompute])
     if recompute is None and engine.default_recompute != "none":
@@ -176,12 +178,12 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
         return engine_named(GENERIC)
 
 
-def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
+def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> dict[str, float]:
     ep = cells.given("ep", 1)
-    if ep > 1 and not words.whole(cells.row, "experts"):
+    if ep > 1 and not has_experts:
         raise UserError(
-            "ep > 1 is a mixture of experts, and the columns do not say how many experts, nor how many work: "
-            "experts, experts_per_token and expert_ffn would"
+            "ep > 1 is a mixture of experts, and neither its columns nor its model's name say how many experts, nor "
+            "how many work: experts, experts_per_token and expert_ffn would"
         )
     rest = _unsaid_degree(cells, count)
     tp, pp = (cells.given(name, *rest.get(name, (1.0,))) for name in ("tp", "pp"))
@@ -212,6 +214,8 @@ def _layout(cells: _Cells, engine: Engine, count: float) -> dict[str, float]:
     if batch < dp * micro:
         raise UserError(f"global_batch {batch:g} is less than dp {dp:g} x micro_batch {micro:g}")
     zero = words.zero_stage(cells.row)
+    if zero == 3 and pp > 1 and engine.pipeline_keeps:
+        zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
     sp = words.flag(cells.row, "sequence_parallel")
     return {
         "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,
@@ -254,6 +258,8 @@ def _model(cells: _Cells) -> dict[str, float]:
     columns |= _experts(cells, columns)
     gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
     columns |= _kind(cells, columns, gated, tied)
+    if columns.get("experts"):
+        columns["launches"] = usual_expert_launches(columns["gated"] > 0, columns["shared_ffn"] > 0)
     return columns
 
 
@@ -261,7 +267,7 @@ def _experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
     """Columns of a mixture of experts, beyond the schema: nothing where `experts` is empty."""
     experts = words.whole(cells.row, "experts")
     if not experts:
-        return {}
+        return _named_experts(cells, columns)
     shared = words.whole(cells.row, "shared_ffn")
     return {
         "experts": experts,
@@ -270,6 +276,26 @@ def _experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
         "shared_ffn": shared or 0.0,
         "expert_layers": cells.given("expert_layers", columns["layers"], "all of them"),
     }
+
+
+def _named_experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
+    """The same where the columns say nothing and the model is called by a name that is known."""
+    known = known_experts(words.text(cells.row, "model"), columns["hidden"], columns["layers"])
+    if known is None:
+        return {}
+    named = dict(known.columns)
+    if known.dense_ffn:
+        named["ffn"] = known.dense_ffn
+    if known.head_size:
+        named["head_size"] = known.head_size
+    if known.latent:
+        named["kv_heads"] = 1.0
+    cells.assumed.append(
+        f"experts = {named['experts']:g}, {named['experts_per_token']:g} per token, of width {named['expert_ffn']:g} "
+        f"in {named['expert_layers']:g} layers (its name says {known.name}"
+        + (", whose attention is planned with one key/value head)" if known.latent else ")")
+    )
+    return named
 
 
 def _kind(cells: _Cells, columns: dict[str, float], gated: bool | None, tied: bool | None) -> dict[str, float]:

@@ -90,7 +90,7 @@ def search(
     where = setting(cluster, chosen, precision, update_cost(optimizer, model))
     walls: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    rows = list(layouts(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid))
+    rows = list(layouts(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds))
     if excluded is not None and rows:
         refused: dict[str, int] = {}
         rows = _permitted(rows, excluded, refused)

@@ -88,7 +88,7 @@ def setting(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
     fabric = fabric_of(acc, cluster.node) if cluster.count > 1 else alone(acc)
-    constants = engine.on(acc.generation).computing_in(precision)
+    constants = engine.on(acc.generation).computing_in(precision, acc.generation)
     if update is not ADAMW:
         constants = replace(
             constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ironlaw.plan.context_parallel import buffer_bytes
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.experts import expert_activation_bytes
 from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Array, Jobs
@@ -47,19 +48,24 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     tokens, tp, shards, width = jobs.tokens, jobs.tp, jobs.stream_shards, engine.element_bytes
     residual = tokens * jobs.hidden / shards * engine.stream_bytes
     gathered = np.where(jobs.sp > 0, engine.gathered_inputs, 0.0)
-    normed = tokens * jobs.hidden * width * (gathered + (1 - gathered) / shards)
+    held = engine.held
+    normed = tokens * jobs.hidden * held.input_bytes * (gathered + (1 - gathered) / shards)
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
-    rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp)
+    rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp) * engine.unrotated_kept
     attention = tokens * width * (qkv + rotated + jobs.query_size / tp)
+    attention = attention + tokens * jobs.query_size / tp * held.attention_copy_bytes
     # Flash keeps one fp32 log-sum-exp per query and head; else softmax, its dropout and a one-byte mask per score.
     core = np.where(jobs.flash > 0, FP32, jobs.sequence * (2 * width + 1)) * tokens * jobs.heads / tp
     eager = engine.activation_saves - 1
-    ffn = tokens * jobs.ffn / tp * width * np.where(jobs.gated > 0, 3.0 + eager, 2.0 + eager)
+    # Of the inner tensors one is the input of the layer that narrows again, the others are the activation's.
+    inner = width * np.where(jobs.gated > 0, 2.0 + eager, 1.0 + eager) + held.input_bytes
+    ffn = tokens * jobs.ffn / tp * inner
     if jobs.has_experts:
-        ffn = ffn + expert_activation_bytes(jobs, 3.0 + eager, 2.0 + eager, width)
+        ffn = ffn + expert_activation_bytes(jobs, inner, held.input_bytes, width)
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
-    extra = tokens * jobs.heads / tp * engine.attention_extra_bytes
-    return 2 * residual + 2 * normed + attention + core + ffn + masks + extra, core, residual
+    everything = 2 * residual + 2 * normed + attention + core + ffn + masks
+    slack = engine.activation_slack
+    return slack * everything, slack * core, slack * residual
 
 
 def kept_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
@@ -164,10 +170,14 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
         weights = np.where(jobs.zero == 2, parameters * (narrow + engine.weight_bytes / shards), weights)
         off = parameters * narrow / np.where(jobs.zero >= 3, shards, 1.0)
         weights = np.where(jobs.offloads_optimizer, off, weights)
+    # Quantised copies; of sharded weights they are made when those are gathered.
+    matrices = count * jobs.local_block_parameters
+    weights = weights + np.where(jobs.zero >= 3, 0.0, matrices * engine.held.copy_bytes)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((jobs.accumulation > 1) | (jobs.pp > 1), engine.half_gradient_bytes, 0.0)
     gradients = np.where(jobs.zero >= 2, parameters, held) * (engine.gradient_bytes + lasting)
-    gradients = gradients / np.where(jobs.zero >= 2, shards, 1.0)
+    whole = engine.pipeline_keeps & (jobs.pp > 1)
+    gradients = gradients / np.where((jobs.zero >= 2) & ~whole, shards, 1.0)
     sharded = np.where(jobs.zero >= 1, shards, 1.0)
     here = np.where(jobs.offloads_optimizer, 0.0, 1.0) / sharded
     stated = np.where(jobs.zero >= 1, parameters, held)
@@ -181,20 +191,28 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
     kept_blocks = np.where(jobs.offloads_activations, np.minimum(count * flight, 2.0), count * flight)
     activations = kept_blocks * kept
-    recomputed = back * (count > 0)
+    width = jobs.ffn / jobs.tp * engine.element_bytes
+    working = engine.activation_slack * engine.backward_ffn_tensors * jobs.tokens * width * (count > 0)
+    recomputed = back * (count > 0) + working
     block = jobs.local_block_parameters
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
-    gathered = np.where(jobs.zero >= 3, 2 * engine.element_bytes, 0.0)
+    # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
+    copies = engine.held.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
+    gathered = np.where(jobs.zero >= 3, 2 * engine.element_bytes + copies, 0.0)
     gathered = (gathered + np.where(jobs.zero >= 2, engine.gradient_bytes, 0.0)) * block
     logits = np.where(has_head, jobs.tokens * jobs.vocab / jobs.tp * engine.logit_bytes, 0.0)
-    logits = logits + np.where(has_head & (jobs.sp > 0), engine.head_gathered_bytes * jobs.tokens * jobs.hidden, 0.0)
+    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
+    # to collectives come free only when the device gets there. One micro-batch gives it half the way.
+    ahead = engine.run_ahead_bytes * np.where(jobs.accumulation > 1, 1.0, 0.5)
+    logits = logits + np.where(has_head & (jobs.sp > 0), ahead * jobs.tokens * jobs.hidden, 0.0)
     context = np.full(len(jobs), engine.context_bytes)
     # The embedding's output before it is scattered over the tensor parallel ranks.
     gathered = gathered + np.where(first & (jobs.sp > 0), engine.entrance_bytes * jobs.tokens * jobs.hidden, 0.0)
+    gathered = gathered + np.where(count > 0, buffer_bytes(jobs, engine), 0.0)
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
     message = jobs.tokens * jobs.hidden / jobs.stream_shards * engine.element_bytes
     gathered = gathered + np.where(jobs.virtual > 1, 2 * message, 0.0)
-    # Logits and a recomputed block are never alive together.
+    # Logits and a block's backward pass are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
     zero = np.zeros(len(jobs))

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ironlaw.plan.context_parallel import cp_exchanges, exposed, kinds
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.ingredients import Parts
 from ironlaw.plan.jobs import SCHEDULES, Array, Jobs
@@ -33,10 +34,6 @@ RIVALRY = 6.0
 UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Of a block's launches, what Megatron's scale, mask and softmax add when they run apart (about 6 kernels to 25). Its
 fused kernel takes four rows of scores at a time, and steps aside where heads x sequences of a rank do not divide so."""
-
-EXPERT_LAUNCHES = 0.4
-"""Of a block's launches, what routing, sorting and moving rows add: our own model calls 30 operations instead of 21
-(`workload/moe.py`). Assumed of other trainers, of which no run with experts is in the record."""
 
 
 @dataclass(frozen=True)
@@ -114,22 +111,29 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         + parts.layer_accumulate * np.where(jobs.zero >= 3, 0.0, 1.0)
     )
     share = engine.selective_matmul_share
-    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, not attention.
-    partly = np.where(share > 0, share * parts.layer_matmul_forward * engine.matmul_slowdown + streaming_forward, core)
+    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, seldom attention.
+    others = share * parts.layer_matmul_forward * engine.matmul_slowdown + engine.selective_attention_share * core
+    partly = np.where(share > 0, others + streaming_forward, core)
     again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + jobs.recomputed_share
     tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
     ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * slow_ep  # rows go out and come back
-    cp_exposed = parts.cp_layer * (passes + 1) * (1 - engine.cp_hidden) * slow_cp
+    kind = kinds(jobs, engine)
+    # Megatron's selective recomputation repeats attention with its exchange.
+    repeated = np.where(selective & (share == 0), 1.0, jobs.recomputed_share)
+    cp_passes = cp_exchanges(kind, 2 + repeated)
+    attention = core * (1 + repeated) + parts.layer_attention_backward * attention_slowdown
+    cp_exposed = exposed(parts.cp_layer * cp_passes * slow_cp, jobs, kind, attention, engine.cp_hidden)
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer * (1 + EXPERT_LAUNCHES * jobs.expert_share)
+    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share)
     exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
-    host_layer = host_layer + engine.host_collective_seconds * 2 * passes * (
-        np.where(jobs.tp > 1, 1.0, 0.0) + exchanges
-    )
+    across_nodes = (jobs.pp > 1) & parts.pp_crosses
+    host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, jobs.tp, 0.0)
+    host_collective = np.where(jobs.tp > 1, host_collective, 0.0) + engine.host_collective_seconds * exchanges
+    host_layer = host_layer + 2 * passes * host_collective
     # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
     host_messages = engine.host_collective_seconds * 4 * (jobs.virtual - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
@@ -161,7 +165,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     slowest = np.maximum(np.maximum(first, last), np.where(jobs.pp > 2, middle, 0.0))
     others = np.where(jobs.pp > 1, first + last + (jobs.pp - 2) * middle, slowest) - slowest
     weight_gradients = parts.layer_matmul_backward * engine.matmul_slowdown / 2 + parts.layer_accumulate
-    first_half = forward + tp_exposed / passes + cp_exposed / (passes + 1) + ep_exposed / passes
+    first_half = forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes
     second_half = device_layer - first_half - weight_gradients
     bubble = others * bubble_share(jobs.schedule, jobs.virtual, first_half, second_half, weight_gradients)
 

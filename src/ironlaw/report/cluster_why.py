@@ -46,6 +46,10 @@ def show_cluster_why(console: Console, ledger: Ledger, more: Mapping[str, Any]) 
             paragraph(console, f"· {line}", 4, style="dim")
     heading(console, f"Engine {more['engine']['name']}")
     paragraph(console, more["engine"]["source"], 2)
+    if ledger.facts["low_precision"]:
+        paragraph(console, f"memory in {ledger.facts['precision']}: {ledger.facts['low_precision']}", 2)
+    if ledger.facts["context_parallel"]:
+        paragraph(console, f"context parallel attention: {ledger.facts['context_parallel']}", 2)
     if ledger.facts["assumptions"]:
         heading(console, "Constants of this accelerator that nobody measured here")
         for line in ledger.facts["assumptions"]:

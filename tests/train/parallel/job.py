@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,9 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.traffic import merged, traffic
+from ironlaw.plan.estimate import training_shape
+from ironlaw.plan.parts import of_site
+from ironlaw.plan.traffic import Settings, merged, traffic
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
@@ -51,9 +54,11 @@ from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
+from ironlaw.workload.blocks import Shape
 from ironlaw.workload.recompute import policies as layer_policies
 
 STEPS = 20
+CHUNK_TOKENS = 24
 GPT = {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
 LLAMA = GPT | {
     "name": "llama", "ffn": 48, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
@@ -91,6 +96,12 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     )
 
 
+def planned_shape(config: RunConfig) -> Shape:
+    """With chunks of which a micro-batch here has several."""
+    shape = training_shape(config, config.train.precision)
+    return replace(shape, loss_chunk=CHUNK_TOKENS if config.train.loss == "chunked" else 0)
+
+
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
     windows = Windows(TOKENS, config.sequence, seed, size)
@@ -115,7 +126,7 @@ class Run:
         self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         model = shapes(config.model)
-        model.loss_chunk = 24 if config.train.loss == "chunked" else 0
+        model.loss_chunk = planned_shape(config).loss_chunk
         policies = layer_policies(config.recompute, config.model)
         self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")
         self.optimizer = layouts.build(self.applied, config.optimizer)
@@ -351,15 +362,17 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Collectives of the third step, and the planned ones of this rank's stages."""
     run = Run(config_of(case))
     run.train(0, 2)  # DDP settles its buckets, a pipeline its shapes
-    batch = run.batches.batch(2).map(torch.from_numpy)
     with counted(run.ranks) as found:
-        run.step.forward_backward(batch.inputs, batch.targets, run.step.samples(2))
-        if run.outer is not None:
-            run.outer.after(3)
+        run.train(2, 3)
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
+    noise = run.step.noise
+    settings = replace(
+        Settings.of(run.config, planned_shape(run.config)), meeting=case.get("meeting", False),
+        estimating=noise is not None and noise.due(2),
+    )  # fmt: skip
     planned = traffic(
-        run.config.model, layout, sequence=run.config.sequence, global_batch=8, communication=run.config.communication,
-        meeting=case.get("meeting", False), counted_batch=run.config.micro_batch,
+        run.config.model, layout, sequence=run.config.sequence, global_batch=run.config.train.global_batch,
+        settings=settings,
     )[run.ranks.index("pp")]  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
@@ -425,33 +438,35 @@ def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The most bytes of tensors this rank holds in its third step, everything allocated since its start counted."""
+    """The most bytes of tensors this rank holds in its fourth step, everything allocated since its start counted."""
     from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
-    from ironlaw.plan.estimate import training_shape
     from ironlaw.plan.rank_memory import rank_peak
     from ironlaw.plan.rank_work import local_shape
     from ironlaw.train.parallel.lasting import lasting_bytes
-    from ironlaw.train.parallel.waiting import watching
+    from ironlaw.train.parallel.waiting import watch_replica, watching
 
     config = config_of(case)
-    with recording() as recorded:
-        run = Run(config)
-        with watching(run.ranks) as waits, waits.counting(StepClock()):
+    with ExitStack() as stack:
+        with recording() as recorded:
+            run = Run(config)
+            waits = stack.enter_context(watching(run.ranks))
             waits.settle = True
-            run.train(0, 2)
-            begin = time.time_ns()
-            run.train(2, 3)
+            for part in run.applied.parts.values():
+                watch_replica(part, waits)
+            with waits.counting(StepClock()):
+                run.train(0, 3)  # PowerSGD's state is there from its first step on, which is the third at the earliest
+                begin = time.time_ns()
+                run.train(3, 4)
+        average = run.average.tensors if run.average is not None else ()
+        lasting = lasting_bytes(run.applied, run.optimizer, run.step.schedule, average, run.outer)
+        with waits.counting(StepClock()), recording() as again:
+            run.train(4, 5)
     peak = recorded.peak_bytes(begin)
-    lasting = lasting_bytes(run.applied, run.optimizer, run.step.schedule)
-    with watching(run.ranks) as waits, waits.counting(StepClock()):
-        waits.settle = True
-        with recording() as again:
-            run.train(3, 4)
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
-    shape = local_shape(training_shape(config, config.train.precision), layout)
+    shape = local_shape(planned_shape(config), of_site(layout, config.communication))
     planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}

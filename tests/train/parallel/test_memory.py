@@ -13,9 +13,10 @@ MODEL = {"hidden": 64, "vocab": 512, "context": 64}
 def case(family: str = "gpt", model: Any = None, tables: Any = None, batch: int = 16, **layout: Any) -> Any:
     tables = dict(tables or {})
     train = {"micro_batch": 2, "global_batch": batch} | tables.pop("train", {})
+    communication, optimizer = tables.pop("communication", {}), tables.pop("optimizer", {})
     return {
         "task": "memory", "family": family, "model": MODEL | (model or {}), "train": train, "layout": layout,
-        "tables": tables,
+        "tables": tables, "communication": communication, "optimizer": optimizer,
     }  # fmt: skip
 
 
@@ -45,6 +46,28 @@ SETTINGS = [
     case("llama", tables={"recompute": {"mode": "selective", "keep": ["attention"]}}, pp=2),
     case(model={"dropout": 0.1}, zero=3), case(model={"dropout": 0.1}, tp=2, sp=True),
 ]  # fmt: skip
+TABLE = {"vocab": 3000}  # where logits are the peak, unless they are made in chunks
+CHUNKED = {"train": {"loss": "chunked"}}
+NARROW, POWER = {"gradients": "bf16"}, {"gradients": "powersgd", "rank": 2, "start_step": 2}
+SITES = {"local_steps": 1}  # every step is one at whose end sites meet
+SAVERS = [
+    case(tables={"communication": NARROW}), case("llama", tables={"communication": NARROW}, batch=4),
+    case(tables={"communication": NARROW}, zero=3), case(tables={"communication": POWER}, model=TABLE),
+    case("llama", tables={"communication": POWER}), case(tables={"communication": {"local_steps": 9}}),
+    case("llama", tables={"communication": SITES}), case(tables={"communication": SITES | NARROW}, model=TABLE),
+    case(tables={"optimizer": {"name": "adam8bit"}}, model=TABLE),
+    case("llama", tables={"train": {"average_decay": 0.9}}, zero=3),
+]  # fmt: skip
+CHUNKS = [
+    case(tables=CHUNKED, model=TABLE, dp=2), case(tables=CHUNKED, model=TABLE, zero=1),
+    case("llama", tables=CHUNKED, model=TABLE, zero=2), case("llama", tables=CHUNKED, model=TABLE, zero=3),
+    case(tables=CHUNKED, model=TABLE, zero=3), case("llama", tables=CHUNKED, model=TABLE, tp=2),
+    case(tables=CHUNKED, model=TABLE, tp=2), case("llama", tables=CHUNKED, model=TABLE, tp=2, sp=True),
+    case(tables=CHUNKED, model=TABLE, tp=2, sp=True), case(tables=CHUNKED, model=TABLE, cp=2),
+    case("llama", tables={"train": {"loss": "chunked", "precision": "bf16"}}, model=TABLE, tp=2, sp=True),
+    case("llama", tables=CHUNKED, model=TABLE, pp=2), case(tables=CHUNKED, model=TABLE, pp=2),
+]  # fmt: skip
+EXPERTS = [case("mixtral", ep=2), case("mixtral", ep=2, zero=3), case("deepseek", ep=2, zero=1)]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +79,9 @@ SETTINGS = [
         pytest.param(TENSOR, 0.01, id="tensor", marks=pytest.mark.long),
         pytest.param(PIPELINE, 0.03, id="pipeline", marks=pytest.mark.long),
         pytest.param(SETTINGS, 0.01, id="settings", marks=pytest.mark.long),
+        pytest.param(SAVERS, 0.01, id="savers", marks=pytest.mark.long),
+        pytest.param(CHUNKS, 0.03, id="chunks", marks=pytest.mark.long),
+        pytest.param(EXPERTS, 0.05, id="experts", marks=pytest.mark.long),
     ],
 )
 def test_ranks_hold_what_is_planned(cases: list[Any], limit: float, on_ranks: Callable[..., Any]) -> None:

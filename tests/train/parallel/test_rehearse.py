@@ -12,22 +12,29 @@ from ironlaw.train.parallel.rehearse import rehearse, tiny
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "capacity"),
     [
-        ("gpt2", "dp=4 tp=2 pp=2 zero=1 sp=1"),
-        ("llama3-8b", "dp=64 zero=3 tp=2 sp=1"),
-        ("llama3-405b", "dp=8 tp=8 pp=16 zero=1 sp=1"),
+        ("gpt2", "dp=4 tp=2 pp=2 zero=1 sp=1", None),
+        ("llama3-8b", "dp=64 zero=3 tp=2 sp=1", None),
+        ("llama3-405b", "dp=8 tp=8 pp=16 zero=1 sp=1", None),
+        ("mixtral-8x7b", "dp=32 tp=2 sp=1 zero=3 ep=8", None),
+        ("mixtral-8x7b", "dp=16 pp=4 ep=8", 1.25),
+        ("deepseek-moe-16b", "dp=32 cp=2 zero=1 ep=16", None),
     ],
 )
-def test_every_stage_calls_what_is_planned(model: str, layout: str) -> None:
-    chosen = parse_layout(layout)
-    stages = rehearse(ModelConfig.named(model), chosen)
+def test_every_stage_calls_what_is_planned(model: str, layout: str, capacity: float | None) -> None:
+    chosen, config = parse_layout(layout), ModelConfig.named(model)
+    if capacity is not None:
+        assert config.moe is not None
+        config = config.model_copy(update={"moe": config.moe.model_copy(update={"capacity_factor": capacity})})
+    stages = rehearse(config, chosen)
     assert [stage.position for stage in stages] == list(range(chosen.pp))
     for stage in stages:
         assert stage.agrees, (stage.position, stage.found, stage.planned)
         assert stage.found
         # Tables of no more than kilobytes: what PyTorch keeps beside them shows.
-        assert stage.planned_bytes == pytest.approx(stage.held_bytes, rel=0.05), stage.position
+        if config.moe is None:  # experts' tensors of a few hundred bytes each are lost among what routing keeps
+            assert stage.planned_bytes == pytest.approx(stage.held_bytes, rel=0.05), stage.position
 
 
 def test_tiny_shapes_keep_what_a_layout_divides() -> None:

@@ -114,7 +114,7 @@ def test_savers_train(size: int, cases: list[Any], on_ranks: Callable[..., Any])
     """Not far from the losses with whole gradients, and one model on all ranks at the end."""
     for wanted, ranks in zip(cases, on_ranks(size, cases), strict=True):
         for found in ranks:
-            assert found["last"] < found["first"] - 0.1, (wanted, found)
+            assert found["expected"] < found["first"] - 0.1, (wanted, found)
             # Sites see a part of the batch each and meet four times in all: they are behind, at first.
             near = 0.7 if "local_steps" in wanted["communication"] else 0.1
             assert abs(found["last"] - found["expected"]) < near * (found["first"] - found["expected"]), (wanted, found)

@@ -9,10 +9,24 @@ import pytest
 
 
 def case(
-    family: str = "gpt", micro_batch: int | None = None, model: dict[str, Any] | None = None, **layout: Any
-) -> Any:
-    train = {} if micro_batch is None else {"micro_batch": micro_batch}
-    return {"task": "traffic", "family": family, "model": model or {}, "train": train, "layout": layout}
+    family: str = "gpt", micro_batch: int | None = None, model: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None, tables: dict[str, Any] | None = None, **layout: Any,
+) -> Any:  # fmt: skip
+    train = (train or {}) | ({} if micro_batch is None else {"micro_batch": micro_batch})
+    return {
+        "task": "traffic", "family": family, "model": model or {}, "train": train, "layout": layout,
+        "tables": tables or {},
+    }  # fmt: skip
+
+
+# Settings that change what is sent.
+FULL, EVERY = {"recompute": {"mode": "full"}}, {"recompute": {"mode": "every", "every": 2}}
+SELECTIVE = {"recompute": {"mode": "selective"}}
+DOCUMENTS = {"data": {"mask_documents": True}}
+CHUNKED, BF16 = {"loss": "chunked"}, {"precision": "bf16"}
+NOISE = {"noise_scale_every": 1, "global_batch": 16}
+DROPOUT = {"dropout": 0.1}
+UNBALANCED = {"moe": {"experts": 4, "experts_per_token": 2, "balance_loss": 0.0}}  # which counts by micro-batch
 
 
 TWO = [
@@ -53,12 +67,55 @@ FOUR = [
     case("switch", tp=2, sp=True, ep=2, micro_batch=2),
     case("switch", pp=2, ep=2, micro_batch=1),
 ]
+SETTINGS_OF_TWO = [
+    case(tables=FULL, tp=2, micro_batch=2),
+    case("llama", tables=SELECTIVE | DOCUMENTS, train=CHUNKED, tp=2, sp=True, micro_batch=2),
+    case(model=DROPOUT, tables=EVERY, train=BF16, tp=2, sp=True, micro_batch=2),
+    case("deepseek", tables=FULL, train=BF16, tp=2, sp=True, micro_batch=2),
+    case("mixtral", tables=SELECTIVE, tp=2, micro_batch=2),
+    case(tables=SELECTIVE, train=BF16, cp=2, micro_batch=2),
+    case("switch", tables=FULL, cp=2, micro_batch=2),
+    case("mixtral", tables=EVERY | DOCUMENTS, train=BF16, ep=2, micro_batch=2),
+    case("switch", tables=FULL, ep=2, micro_batch=2),
+    case("switch", tables=FULL, dp=2, micro_batch=8),
+    case("llama", tables=FULL | DOCUMENTS, train=CHUNKED, zero=3, micro_batch=2),
+    case("llama", train=NOISE | CHUNKED, zero=1, micro_batch=2),
+    case(train=NOISE, zero=2, micro_batch=2),
+    case(train=NOISE | BF16, dp=2, micro_batch=2),
+    case("llama", train=NOISE, tp=2, sp=True, micro_batch=2),
+    case(train=NOISE, tables=DOCUMENTS, cp=2, micro_batch=2),
+    case(train=NOISE | CHUNKED, pp=2, micro_batch=2),
+    case("mixtral", model=UNBALANCED, train=NOISE, ep=2, zero=1, micro_batch=2),
+    case("mixtral", tables=FULL | DOCUMENTS, train=BF16, pp=2, micro_batch=2),
+    case(train=CHUNKED | BF16, pp=2, virtual_stages=2, schedule="zbv", micro_batch=2),
+    case(train={"average_decay": 0.8}, zero=3, micro_batch=2),
+]
+SETTINGS_OF_FOUR = [
+    case("llama", tables=FULL, tp=2, zero=3, sp=True, micro_batch=2),
+    case(tables=SELECTIVE, model=DROPOUT, train=BF16, tp=2, cp=2, sp=True, micro_batch=2),
+    case("llama", tables=EVERY | DOCUMENTS, train=CHUNKED | BF16, tp=2, pp=2, sp=True, micro_batch=1),
+    case(tables=FULL | DOCUMENTS, train=NOISE, cp=2, zero=3, micro_batch=1),
+    case("llama", train=NOISE | CHUNKED, zero=3, shard=2, micro_batch=1),
+    case(train=NOISE, tp=2, pp=2, sp=True, micro_batch=1),
+    case(tables=FULL, pp=2, zero=3, micro_batch=1),
+    case("llama", train=NOISE | CHUNKED, pp=2, zero=3, micro_batch=1),
+    case(pp=2, zero=3, virtual_stages=2, micro_batch=1),
+    case("llama", pp=2, zero=3, virtual_stages=2, schedule="zbv", micro_batch=1),
+    case("mixtral", tables=FULL | DOCUMENTS, train=BF16, zero=3, ep=2, micro_batch=2),
+    case("deepseek", tables=SELECTIVE, zero=3, ep=2, micro_batch=2),
+    case("deepseek", tables=FULL, train=BF16, cp=2, zero=3, ep=2, micro_batch=2),
+    case("switch", tables=EVERY, train=BF16, tp=2, sp=True, ep=2, micro_batch=2),
+    case("deepseek", tables=FULL, pp=2, ep=2, micro_batch=1),
+    case("mixtral", model=UNBALANCED, train=NOISE, tp=2, sp=True, ep=2, micro_batch=1),
+]
 
 
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
-        pytest.param(2, [TWO[1], *TWO[3:10:2], TWO[-3]], id="2-quick"),
+        pytest.param(2, [TWO[1], *TWO[3:10:2], TWO[-3], SETTINGS_OF_TWO[1], SETTINGS_OF_TWO[7]], id="2-quick"),
+        pytest.param(2, SETTINGS_OF_TWO, id="2-settings", marks=pytest.mark.long),
+        pytest.param(4, SETTINGS_OF_FOUR, id="4-settings", marks=pytest.mark.long),
         pytest.param(2, TWO, id="2", marks=pytest.mark.long),
         pytest.param(4, FOUR, id="4", marks=pytest.mark.long),
     ],

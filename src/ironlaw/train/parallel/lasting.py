@@ -1,4 +1,4 @@
-"""Bytes of tensors a rank holds between steps: weights, optimizer state, DDP's buckets, buffers for messages."""
+"""Bytes of tensors a rank holds between steps: weights, optimizer state, buckets, what savers keep, message buffers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ironlaw.observe.measured import held_bytes
+from ironlaw.observe.measured import held_bytes, tree_bytes
 from ironlaw.train.parallel.apply import Applied
+from ironlaw.train.parallel.outer import Outer
 
 
 def lasting_bytes(
-    applied: Applied, optimizer: torch.optim.Optimizer, schedule: Any, average: Sequence[Tensor] = ()
-) -> int:
+    applied: Applied, optimizer: torch.optim.Optimizer, schedule: Any, average: Sequence[Tensor] = (),
+    outer: Outer | None = None,
+) -> int:  # fmt: skip
     """Before a step, when there are no gradients."""
     total = sum(held_bytes(applied.model, optimizer, average).values())
+    if outer is not None:  # the common weights and their momentum
+        total += tree_bytes([*outer.common, *outer.optimizer.state.values()])
+    if applied.compressor is not None:
+        state = applied.compressor.state
+        total += tree_bytes([state.error_dict, state.p_memory_dict, state.q_memory_dict])
     for part in applied.parts.values():
         if isinstance(part, DistributedDataParallel):  # gradients are views of the buckets, which stay
             total += sum(p.numel() * p.element_size() for p in part.parameters() if p.requires_grad)

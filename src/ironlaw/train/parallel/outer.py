@@ -64,10 +64,11 @@ class Outer:
                 (_local(c) - _local(o)).flatten()
                 for c, o in zip(self.common[start:stop], self.own[start:stop], strict=True)
             ]
-            flat = torch.cat(moved).to(self.sent)
-            dist.all_reduce(flat, group=self.group)
-            mean = flat.float() / self.sites
             sizes = [part.numel() for part in moved]
+            flat = torch.cat(moved).to(self.sent)
+            del moved
+            dist.all_reduce(flat, group=self.group)
+            mean = flat.float().div_(self.sites)
             for parameter, part in zip(self.common[start:stop], mean.split(sizes), strict=True):
                 parameter.grad = torch.empty_like(parameter)
                 _local(parameter.grad).copy_(part.view_as(_local(parameter)))

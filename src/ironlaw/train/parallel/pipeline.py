@@ -22,7 +22,7 @@ from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.layout import V_SHAPED
-from ironlaw.plan.traffic import layers_of
+from ironlaw.plan.parts import layers_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.waiting import within
 

@@ -142,10 +142,10 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
-    if config.recompute.mode in ("selective", "budget") and layout.schedule in ("zb", "zbv", "dualpipe"):
+    if config.recompute.mode != "none" and layout.schedule in ("zb", "zbv", "dualpipe"):
         raise UserError(
-            f'layout.schedule = "{layout.schedule}" splits the backward pass, which PyTorch cannot where some '
-            'results of a block are kept: use recompute.mode = "full", or "1f1b"'
+            f'layout.schedule = "{layout.schedule}" splits the backward pass, and PyTorch then runs a recomputed block '
+            'again for each group of its weights (ten times): use recompute.mode = "none", or "1f1b"'
         )
     if model.moe is not None:
         _check_experts(config, layout)
@@ -174,6 +174,8 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         )
     if config.communication.local_steps:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
+    if layout.ep > 1 and layout.shard is not None:
+        raise UserError("layout.shard with layout.ep is planned but not trained here: leave out shard, or use ep = 1")
     holders = dp * layout.cp // layout.ep
     if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
         raise UserError(

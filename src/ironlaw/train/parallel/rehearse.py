@@ -5,12 +5,14 @@
 
 One rank of every pipeline stage runs the trainer's own step twice, each in a process of its own, in a process group
 that has the layout's size and answers for the ranks that are not there (PyTorch's `fake` backend: nothing is sent, what
-is received means nothing). What each rank calls is counted and compared with the plan of the same shapes. So structure
-and traffic are tested, neither numbers nor time: those of small layouts are tested in `tests/train/parallel`.
+is received means nothing; routers that are not there choose as those that are). What each rank calls is counted and
+compared with the plan of the same shapes. So structure and traffic are tested, neither numbers nor time: those of small
+layouts are tested in `tests/train/parallel`.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import warnings
@@ -21,11 +23,12 @@ from typing import Any
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.estimate import training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_work import local_shape
-from ironlaw.plan.traffic import Sent, Table, merged, traffic
+from ironlaw.plan.traffic import Sent, Settings, Table, merged, traffic
 
 STEPS = 2
 HEAD_SIZE = 4
@@ -53,20 +56,20 @@ class Stage:
 
 def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     """The same kinds of parts, layers and divisions, each as small as the layout lets it be."""
-    if model.moe is not None:
-        raise UserError(
-            "a mixture of experts cannot be rehearsed: how many rows a rank receives is the choice of routers that are "
-            "not there; `ironlaw plan` has its traffic and memory"
-        )
+    if layout.expert_tp != layout.tp:
+        raise UserError(f"etp = {layout.etp}: this trainer splits an expert over all tp ranks: give a --layout without")
     if model.key_value_heads % layout.tp:
         raise UserError(f"tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
     groups = min(2, model.heads // model.key_value_heads)
     heads = layout.tp * groups
     document = model.model_dump(mode="json", exclude_none=True) | {
-        "name": "rehearsal", "hidden": heads * HEAD_SIZE, "heads": heads, "kv_heads": layout.tp,
+        "name": "rehearsal", "hidden": math.lcm(heads * HEAD_SIZE, _holders(layout)), "heads": heads,
+        "kv_heads": layout.tp,
         "head_size": HEAD_SIZE, "ffn": 2 * layout.tp, "vocab": 8 * layout.tp,
         "context": 2 * layout.cp * layout.tp, "dropout": 0.0,
     }  # fmt: skip
+    if model.moe is not None:
+        document["moe"] = _few_experts(model.moe, layout)
     for key in ("sliding_window", "rope_scaling"):
         document.pop(key, None)
     # The fewest that fill the pipeline; a V needs twice as many.
@@ -79,6 +82,20 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
             "layout": wanted,
         }
     )
+
+
+def _holders(layout: Layout) -> int:
+    """Ranks that shard the same experts, by the hidden size."""
+    return layout.dp * layout.cp // layout.ep if layout.ep > 1 and layout.zero else 1
+
+
+def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
+    """As many as ep ranks share, and a token can choose from."""
+    fewest = max(2, moe.experts_per_token)
+    few = {"experts": math.ceil(fewest / layout.ep) * layout.ep, "expert_ffn": 2 * layout.tp}
+    if moe.shared_experts:
+        few["shared_ffn"] = 2 * layout.tp
+    return moe.model_dump(mode="json", exclude_none=True) | few
 
 
 def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
@@ -100,12 +117,14 @@ def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
 def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     import torch
     import torch.distributed as dist
+    from torch import Tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from ironlaw.model.transformer import Transformer
     from ironlaw.observe.held import Recorded, recording
     from ironlaw.observe.profile import silent_stderr
     from ironlaw.train.parallel import apply as layouts
+    from ironlaw.train.parallel import experts
     from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.ranks import check, planned_layout, start
     from ironlaw.train.parallel.step import DistributedStep
@@ -120,6 +139,15 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
     # Stages vote on whether to exchange shapes; those that are not there have nothing against it.
     dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
+    gather: Any = dist.all_gather_into_tensor
+
+    def all_gather(out: Tensor, mine: Tensor, *rest: Any, **named: Any) -> Any:
+        work = gather(out, mine, *rest, **named)
+        if out.dtype is torch.int64:  # experts that tokens chose: all choose as those here
+            out.view(-1, *mine.shape).copy_(mine)
+        return work
+
+    dist.all_gather_into_tensor = all_gather  # type: ignore[assignment]
     ranks = start(check(config, layout.accelerators))
     applied = layouts.apply(Transformer(config.model), config, ranks)
     optimizer = layouts.build(applied, config.optimizer)
@@ -134,22 +162,29 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
             step.agree(loss, config.train.clip)
             optimizer.step()
             optimizer.zero_grad()
+            experts.balance(applied.model, ranks)
     held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
+    whole = training_shape(config, "fp32")
     planned = traffic(
-        config.model, layout, sequence=config.sequence, global_batch=config.train.global_batch
+        config.model, layout, sequence=config.sequence, global_batch=config.train.global_batch,
+        settings=Settings.of(config, whole),
     )[position]  # fmt: skip
-    found.sent.pop(("world", "all_reduce"), None)  # what all agree on
-    shape = local_shape(training_shape(config, "fp32"), layout)
+    shape = local_shape(whole, layout)
     peak = rank_peak(config, layout.filled(config.train.global_batch), position, shape, gloo=False)
     return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
 
 
-def at_scale(model: ModelConfig, layout: Layout, sequence: int, global_batch: int) -> list[RankPeak]:
-    """What this trainer holds of the whole model in bf16 on accelerators, a peak per pipeline position."""
+def at_scale(
+    model: ModelConfig, layout: Layout, sequence: int, global_batch: int
+) -> tuple[list[Table], list[RankPeak]]:  # fmt: skip
+    """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position."""
     train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
     config = build_config({"model": model.model_dump(mode="json", exclude_none=True), "train": train})
-    shape = local_shape(training_shape(config, "bf16", cuda=True), layout)
-    return [rank_peak(config, layout, position, shape, gloo=False) for position in range(layout.pp)]
+    whole = training_shape(config, "bf16", cuda=True)
+    settings = Settings.of(config, whole)
+    tables = traffic(config.model, layout, sequence=sequence, global_batch=global_batch, settings=settings)
+    shape = local_shape(whole, layout)
+    return tables, [rank_peak(config, layout, position, shape, gloo=False) for position in range(layout.pp)]
 
 
 def as_json(table: Table) -> dict[str, dict[str, int]]:

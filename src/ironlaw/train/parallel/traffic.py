@@ -113,7 +113,9 @@ def dimensions_of(ranks: Ranks) -> tuple[dict[Members, tuple[str, int]], dict[st
         first, _ = dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
         if first != name and group.size() > 1:
             aliases[name] = first
-    dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
+    first, _ = dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
+    if first != "world":
+        aliases["world"] = first
     return dimensions, aliases
 
 

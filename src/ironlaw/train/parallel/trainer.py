@@ -101,9 +101,7 @@ class DistributedTrainer(Trainer):
         model = shapes(config.model)
         mark_fused(model)
         precision.prepare(model, model.blocks, self.device, self.precision)
-        # Divided logits are small already: in chunks only where that is wanted.
-        chunked = ranks.config.tp == 1 or config.train.loss == "chunked"
-        model.loss_chunk = self.plan.facts.get("loss_chunk", 0) if chunked else 0
+        model.loss_chunk = self.plan.facts.get("loss_chunk", 0)
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
         self.compiled = wanted == "on" and self._can_compile()
@@ -183,7 +181,7 @@ class DistributedTrainer(Trainer):
         """One step whose allocations are counted. By operation nothing is recorded: that reader knows one process."""
         began = time.perf_counter()
         average = self.average.tensors if self.average is not None else ()
-        lasting = lasting_bytes(self.applied, self.optimizer, self.distributed.schedule, average)
+        lasting = lasting_bytes(self.applied, self.optimizer, self.distributed.schedule, average, self.outer)
         self.waits.settle = True
         with recording() as recorded:
             times = self._timed_step(batches, recording=True)

@@ -141,12 +141,16 @@ class Waits:
             dimension, size = self.dimension(group)
             buffer = bucket.buffer()
             found = self.called((dimension, "all_reduce"), buffer.numel() * buffer.element_size()) if size > 1 else None
+            holders = self.holders([buffer], {})
             began = time.perf_counter()
             clock, self._clock = self._clock, None  # what the hook calls is this bucket's, and counted already
             try:
                 future = hook(state, bucket)
             finally:
                 self._clock = clock
+            if self.settle:
+                future.wait()
+                self.let_go(holders)
 
             def through(done: Any) -> Any:
                 if found is not None and found.seconds is not None:
@@ -270,6 +274,11 @@ def within(
 
 def _call(waits: Waits, plain: Any, kind: str, place: int, keyword: str) -> Any:
     def timed(*arguments: Any, **named: Any) -> Any:
+        if waits.settle and named.get("async_op"):
+            # What a hook of DDP's does next is then done, and let go of, by this thread.
+            work = plain(*arguments, **named)
+            work.wait()
+            return work
         if not waits.active:
             return plain(*arguments, **named)
         group = named.get("group") or next((a for a in arguments if isinstance(a, dist.ProcessGroup)), None)

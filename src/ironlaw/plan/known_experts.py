@@ -1,0 +1,51 @@
+"""Experts of models that a table of runs calls by name: most tables have no columns for them.
+
+known_experts("Mixtral 8x7B", hidden=4096, layers=32)     # {"experts": 8.0, "experts_per_token": 2.0, ...}
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KnownExperts:
+    """What the name says: columns of a job, and the shape of attention where it is not the usual one."""
+
+    name: str
+    columns: dict[str, float]  # experts, experts_per_token, expert_ffn, shared_ffn, expert_layers
+    dense_ffn: float | None  # width of the layers without experts; None: there are none
+    head_size: float | None
+    latent: bool  # keys and values from one narrow vector per token
+
+
+def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | None:
+    """The experts of the model with the longest name that stands in `model`, if its hidden size is this."""
+    said = _plain(model)
+    fitting = [name for name in _table() if _plain(name) in said and _table()[name]["hidden"] == hidden]
+    if not fitting:
+        return None
+    name = max(fitting, key=len)
+    entry = _table()[name]
+    first = min(float(entry.get("dense_layers", 0)), layers - 1)
+    columns = {key: float(entry[key]) for key in ("experts", "experts_per_token", "expert_ffn")}
+    columns["shared_ffn"] = float(entry.get("shared_ffn", 0))
+    columns["expert_layers"] = max((layers - first) // float(entry.get("every", 1)), 1.0)
+    dense = float(entry["dense_ffn"]) if "dense_ffn" in entry else None
+    head = float(entry["head_size"]) if "head_size" in entry else None
+    return KnownExperts(name, columns, dense, head, bool(entry.get("latent", False)))
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name("known_experts.toml").read_text(encoding="utf-8"))
+
+
+def _plain(name: str) -> str:
+    """Letters and digits only: people write Mixtral-8x7B, mixtral_8x7b and Mixtral 8x7B."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

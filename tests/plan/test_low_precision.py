@@ -1,0 +1,105 @@
+"""Memory and traffic of 8- and 4-bit training: by the library that runs the linear layers."""
+
+import pytest
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster import plan_cluster
+from ironlaw.plan.engine import engine
+from ironlaw.plan.ingredients import step_parts
+from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.low_precision import NARROW, held_by
+from ironlaw.plan.setting import setting
+from ironlaw.plan.sharded_memory import layer_activation_bytes, peak_memory
+
+LLAMA = ModelConfig.named("llama3-8b")
+MATRICES = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # of a block
+TOKENS = 8192
+
+
+def where(name, precision, cluster="8xh100-sxm-80gb"):
+    return setting(parse_cluster(cluster), engine(name), precision)
+
+
+def job(layout="dp=8 zero=1", model=LLAMA):
+    return jobs_of(model, [parse_layout(layout)], sequence=TOKENS, global_batch=64)
+
+
+def block(name, precision, model=LLAMA, cluster="8xh100-sxm-80gb"):
+    return layer_activation_bytes(job(model=model), where(name, precision, cluster).engine)[0][0]
+
+
+def test_transformer_engine_keeps_inputs_of_linear_layers_in_8_bits():
+    """Two norms' outputs and the gated product lose a byte; under delayed scaling attention's output gains one."""
+    saved = block("megatron-core", "bf16") - block("megatron-core", "fp8")
+    assert saved == TOKENS * (2 * 4096 + 14336 - 4096)
+    scales = TOKENS * (2 * 4096 + 14336) / 32
+    saved = block("megatron-core", "bf16") - block("megatron-core", "mxfp8", cluster="8xb200-sxm")
+    assert saved == TOKENS * (2 * 4096 + 14336) - scales
+    saved = block("megatron-core", "bf16") - block("megatron-core", "nvfp4", cluster="8xb200-sxm")
+    assert saved == TOKENS * (2 * 4096 + 14336) * (2 - 0.5 - 1 / 16)
+
+
+def test_experts_keep_their_rows_in_8_bits():
+    model = ModelConfig.named("mixtral-8x7b")
+    saved = block("megatron-core", "bf16", model) - block("megatron-core", "mxfp8", model, "8xb200-sxm")
+    inputs = 2 * 4096 + 2 * (4096 + 14336)  # norms; two rows per token, in and between up and down
+    assert saved == pytest.approx(TOKENS * inputs * (1 - 1 / 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "cluster", "per_weight"),
+    [
+        ("megatron-core", "fp8", "8xh100-sxm-80gb", 2),  # rows and columns, beside the 16-bit weights
+        ("megatron-core", "fp8", "8xb200-sxm", 1),
+        ("megatron-core", "mxfp8", "8xb200-sxm", 2 * 33 / 32),
+        ("nemo", "fp8", "8xh100-sxm-80gb", 0),  # in place of them
+        ("nemo", "fp8", "8xb200-sxm", -1),
+        ("nemo", "nvfp4", "8xb200-sxm", 2 * 9 / 16 - 2),
+        ("torchtitan", "fp8", "8xh100-sxm-80gb", 0),
+        ("generic", "fp8", "8xh100-sxm-80gb", 0),
+    ],
+)
+def test_quantised_weights(name, precision, cluster, per_weight):
+    wide, narrow = (peak_memory(job(), where(name, p, cluster).engine).weights[0] for p in ("bf16", precision))
+    norms = 2 * 4096
+    assert narrow - wide == pytest.approx(per_weight * 32 * (MATRICES + norms))
+
+
+def test_torchaos_peak_is_that_of_bf16_as_measured():
+    """Llama 3.1 8B on 8 H100: 47.65 GB in bf16, 47.77 in float8 (torchtitan's own measurements)."""
+    peaks = [peak_memory(job("dp=8 zero=3"), where("torchtitan-2025", p).engine).total[0] for p in ("bf16", "fp8")]
+    assert peaks[0] == peaks[1]
+    assert peaks[1] / peaks[0] == pytest.approx(47.77 / 47.65, rel=0.01)
+
+
+def test_parameters_stored_in_8_bits_are_gathered_in_8_bits():
+    """ZeRO-1 gathers weights once per step: half of the bytes under NeMo's recipe, all under Megatron's default."""
+    cluster = "64xh100-sxm-80gb"
+    gather = {}
+    for name in ("nemo", "megatron-core"):
+        for precision in ("bf16", "fp8"):
+            setting_ = where(name, precision, cluster)
+            gather[name, precision] = step_parts(job("dp=64 zero=1"), setting_).dp_gather[0]
+    assert gather["nemo", "fp8"] < 0.6 * gather["nemo", "bf16"]
+    assert gather["megatron-core", "fp8"] == gather["megatron-core", "bf16"]
+
+
+def test_wide_precisions_and_unknown_software_are_as_before():
+    for precision in ("bf16", "fp16"):
+        assert held_by("transformer-engine", precision, "hopper", True) == held_by("", precision, "hopper", False)
+    for precision in NARROW:
+        assert "not known" in held_by("", precision, "hopper", False).says
+        assert block("generic", precision, cluster="8xb200-sxm") == block("generic", "bf16", cluster="8xb200-sxm")
+
+
+def test_the_plan_says_what_it_holds():
+    ledger = plan_cluster(
+        LLAMA, parse_cluster("8xh100-sxm-80gb"), parse_layout("dp=8 zero=1"), sequence=TOKENS, global_batch=64,
+        precision="fp8", engine="megatron-core",
+    )  # fmt: skip
+    assert "2 B beside their 16-bit ones" in ledger.facts["low_precision"]
+    weights = next(line for line in ledger.memory if line.component == "weights")
+    assert weights.note == ledger.facts["low_precision"]
+    assert sum(line.bytes for line in ledger.memory) == pytest.approx(ledger.totals["peak_bytes"].value)
