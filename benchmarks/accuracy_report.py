@@ -74,9 +74,9 @@ DISTANCES = ("group", "generation", "software")
 
 INTERVALS = """
 The error ln(measured / planned) has a part that the runs of a group share and one of their own, so an interval is the
-wider, the fewer comparable groups (same engine, same accelerator generation, models within a factor of eight in size)
-the constants were checked on; wider again for software that no runs are known of, for hardware that not even a matmul
-was measured on, and for more accelerators than any checked run had:
+wider, the fewer comparable groups (same engine, same accelerator generation, models within a factor of eight in size;
+none for a mixture of experts) the constants were checked on; wider again for software that no runs are known of, for
+hardware that not even a matmul was measured on, and for more accelerators than any checked run had:
 
     spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)

@@ -325,10 +325,12 @@ def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, fl
 
 
 ASSUMED = {
-    "torchtitan": "read from its source: cuDNN's attention there (May 2025), as slow as in the vendor's software",
-    "torchtitan-2025": "read from its source: cuDNN's attention there (May 2025), which selective "
+    "torchtitan.cdna3": "assumed: between the value above and the 1.7 of another generation of this software there",
+    "torchtitan.blackwell": "read from its source: cuDNN's attention there (May 2025), as slow as in the vendor's "
+    "software",
+    "torchtitan-2025.blackwell": "read from its source: cuDNN's attention there (May 2025), which selective "
     "recomputation repeats until December 2025, as slow as in the vendor's software",
-    "megatron-core": "assumed: between these and what NeMo, built on the same code and tuned, has there",
+    "megatron-core.hopper": "assumed: between these and what NeMo, built on the same code and tuned, has there",
 }
 """Where constants of a generation come from that no run of the engine tells."""
 
@@ -364,7 +366,7 @@ def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
         origin = (
             "fitted"
             if all(f"{generation}.{key}" in (*PLAN[name][0], *PLAN[name][1]) for key in entries)
-            else ASSUMED.get(name, "assumed")
+            else ASSUMED.get(f"{name}.{generation}", "assumed")
         )
         lines += ["", f"[by_generation.{generation}] # {origin}, in place of the above"]
         lines += [f"{key} = {toml(value_)}" for key, value_ in entries.items()]

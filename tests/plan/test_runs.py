@@ -234,3 +234,12 @@ def test_named_experts_make_the_published_number_of_parameters(tmp_path, cells, 
     parameters = jobs_of_columns([run.columns]).parameters
     assert parameters[0] == pytest.approx(billions * 1e9, rel=0.01)
     assert run.columns["expert_layers"] == layers
+
+
+def test_torchtitan_does_not_gather_weights_again_in_pipelines(tmp_path):
+    cells = {"framework": "torchtitan 2025-01", "accelerators": "64", "zero": "fsdp", "tp": "4"}
+    split, _ = read(tmp_path, **cells, pp="2")
+    assert split.columns["zero"] == 2 and any("keeps weights gathered" in line for line in split.assumed)
+    for others in ({"pp": "1"}, {"pp": "2", "framework": "another"}):
+        run, _ = read(tmp_path, **cells | others)
+        assert run.columns["zero"] == 3

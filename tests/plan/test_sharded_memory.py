@@ -132,3 +132,12 @@ def test_what_the_allocator_cannot_use_again_is_a_share_of_all_activations():
     one = jobs("dp=8")
     plain, slack = (peak_memory(one, e).activations for e in (PLAIN, replace(PLAIN, activation_slack=1.2)))
     assert slack == pytest.approx(1.2 * plain)
+
+
+def test_software_that_keeps_gathered_weights_in_pipelines_holds_whole_gradients_too():
+    """FSDP2 as torchtitan sets it: fp32 gradients of the stage undivided, where others scatter each micro-batch's."""
+    wide = replace(PLAIN, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0)
+    keeps = replace(wide, pipeline_keeps=True)
+    many = jobs("dp=8 zero=2 pp=2", "dp=8 zero=2")
+    scattered, whole = (peak_memory(many, e).gradients for e in (wide, keeps))
+    assert whole == pytest.approx(scattered * [8, 1])

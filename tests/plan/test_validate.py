@@ -89,14 +89,15 @@ def test_intervals_contain_the_plan_and_widen_with_distance():
     """The fewer comparable runs, the wider: another size, software, hardware, many more accelerators."""
     sizes = {"known": 1.5e10, "larger": 1e13}
 
-    def width(quantity, engine="nemo", generation="hopper", accelerators=64, parameters=sizes["known"]):
-        low, high = interval_factors(quantity, engine, generation, accelerators, parameters)
+    def width(quantity, engine="nemo", generation="hopper", accelerators=64, parameters=sizes["known"], experts=False):
+        low, high = interval_factors(quantity, engine, generation, accelerators, parameters, experts)
         assert low < 0 < high
         return high - low
 
     for quantity in factors():
         assert width(quantity, "generic") > 1.3 * width(quantity)
     known = width("time")
+    assert width("time", experts=True) > 1.1 * known
     assert width("time", accelerators=2**24) > known
     assert width("time", parameters=sizes["larger"]) > 1.3 * known
     assert width("time", generation="ampere") > 1.3 * known

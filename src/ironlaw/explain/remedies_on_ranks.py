@@ -12,7 +12,6 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, load_costs
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.on_ranks import plan_ranks
 from ironlaw.plan.rank_search import best_layout
 
 
@@ -30,14 +29,12 @@ def fabric_of(run: Ledger) -> Fabric:
 
 def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Ledger]:
     """Plans a config on the ranks of `run`; UserError for what cannot run on them, or does not fit."""
-    from ironlaw.train.parallel.ranks import check, micro_batch_of, planned_layout
+    from ironlaw.train.parallel.planning import plan_config
 
     ranks, fabric = ranks_of(run), fabric_of(run)
 
     def replan(config: RunConfig) -> Ledger:
-        layout = check(config, ranks)
-        share = config.train.global_batch // (layout.dp or 1)
-        plan = plan_ranks(config, profile, ranks, planned_layout(layout, micro_batch_of(config, share)), fabric)
+        plan = plan_config(config, profile, ranks, fabric)
         if not plan.fits:
             raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
         return plan.ledger()

@@ -215,11 +215,11 @@ def _totals(
 ) -> dict[str, Estimate]:
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(jobs.model_flops()[0]))
-    engine = where.engine.name
+    engine, generation = where.engine.name, cluster.accelerator.generation
+    known = distance("time", engine, generation, cluster.count, model.parameters, model.moe is not None)
     basis = (
         "compute of the busiest stage x micro-batches + bubble + exposed communication + optimizer + host, "
-        f"engine {engine}; interval of runs left out of the fit: "
-        f"{distance('time', engine, cluster.accelerator.generation, cluster.count, model.parameters)}"
+        f"engine {engine}; interval of runs left out of the fit: {known}"
     )
     step = bounded(seconds, "time", engine, cluster, model, basis)
     assert step.low is not None and step.high is not None
@@ -248,7 +248,8 @@ def _totals(
 
 def bounded(value: float, quantity: str, engine: str, cluster: Cluster, model: ModelConfig, basis: str) -> Estimate:
     """A planned "time" or "memory" with its interval."""
-    low, high = interval_factors(quantity, engine, cluster.accelerator.generation, cluster.count, model.parameters)
+    generation, experts = cluster.accelerator.generation, model.moe is not None
+    low, high = interval_factors(quantity, engine, generation, cluster.count, model.parameters, experts)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 

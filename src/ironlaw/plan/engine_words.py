@@ -36,6 +36,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "pressure_slowdown": ("1", "step that fills over 90% of the device over one that does not"),
     "weight_bytes": ("B/parameter", "weights that compute reads, or the fp32 ones where those are gathered in 16 bits"),
     "gradient_bytes": ("B/parameter", "buffer that gradients accumulate in"),
+    "pipeline_keeps": ("", "in pipelines, weights stay gathered for a whole step and gradients are reduced at its end"),
     "half_gradient_bytes": ("B/parameter", "16-bit gradients that stay beside it"),
     "master_bytes": ("B/parameter", "fp32 copy of the weights"),
     "moment_bytes": ("B/parameter", "both Adam moments"),

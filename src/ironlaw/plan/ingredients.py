@@ -305,7 +305,9 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     copies_inside = np.maximum(1.0, island // (jobs.tp * sharing))
     shard = local / sharing if apart is None else (local - apart.local) / sharing + apart.shard
     across = _collective("all_reduce", shard * gradient, jobs.copies, copies_inside, setting)
-    once = np.where(jobs.zero >= 2, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
+    whole = setting.engine.pipeline_keeps & (jobs.pp > 1)
+    in_pieces = (jobs.zero >= 2) & ~whole
+    once = np.where(in_pieces, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
     return Parts(
         layer_matmul_forward=matmul_forward,
         layer_matmul_backward=matmul_backward,
@@ -342,7 +344,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
             0.0,
         ),
         fsdp_scatter_layer=np.where(
-            jobs.zero >= 2,
+            in_pieces,
             _collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, setting)
             + (apart.scatter_layer if apart else 0.0),
             0.0,

@@ -3,7 +3,7 @@
 The error of a run, ln(measured / planned), has a part that it shares with the other runs of its group (the cluster, the
 version, the habits of who ran it) and one of its own. The shared part is the smaller the more comparable groups the
 constants were checked on (same engine, same accelerator generation, models within a factor `COMPARABLE` in size), and
-larger for software or hardware nobody checked:
+larger for software or hardware nobody checked. No checked run had experts, so none is comparable to a mixture:
 
     spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
@@ -63,13 +63,15 @@ def factors() -> dict[str, dict[str, Any]]:
 
 
 @lru_cache(maxsize=4096)
-def distance(quantity: str, engine: str, generation: str, accelerators: int, parameters: float) -> Distance:
+def distance(
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False
+) -> Distance:
     """An engine that is none of the shipped ones was calibrated by its user: one group, of unknown size."""
     if engine not in engines():
         return Distance(1, False, False, 0.0)
     checked = factors()[quantity].get("checked", {}).get(engine, {})
     here = checked.get(generation, [])
-    groups = sum(comparable(parameters, low, high) for low, high, _, _ in here)
+    groups = 0 if experts else sum(comparable(parameters, low, high) for low, high, _, _ in here)
     most = max((group[2] for groups_ in checked.values() for group in groups_), default=accelerators)
     doublings = max(0.0, math.log2(accelerators / most))
     assumed = quantity == "time" and not here and matmul_is_assumed(generation)
@@ -92,18 +94,22 @@ def spread_factors(known: dict[str, Any], where: Distance) -> tuple[float, float
 
 
 def interval_factors(
-    quantity: str, engine: str, generation: str, accelerators: int, parameters: float
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False
 ) -> tuple[float, float]:
     """The same for a plan of one engine on so many accelerators of one generation."""
-    return spread_factors(factors()[quantity], distance(quantity, engine, generation, accelerators, parameters))
+    where = distance(quantity, engine, generation, accelerators, parameters, experts)
+    return spread_factors(factors()[quantity], where)
 
 
 def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
     """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
     parameters = jobs_of_columns([run.columns for run in runs]).parameters
     pairs = [
-        interval_factors(quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size))
+        interval_factors(
+            quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
+            run.columns.get("experts", 0.0) > 0,
+        )
         for run, size in zip(runs, parameters, strict=True)
-    ]
+    ]  # fmt: skip
     bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
     return planned * bounds[:, 0], planned * bounds[:, 1]

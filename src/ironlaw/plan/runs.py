@@ -214,6 +214,8 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
     if batch < dp * micro:
         raise UserError(f"global_batch {batch:g} is less than dp {dp:g} x micro_batch {micro:g}")
     zero = words.zero_stage(cells.row)
+    if zero == 3 and pp > 1 and engine.pipeline_keeps:
+        zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
     sp = words.flag(cells.row, "sequence_parallel")
     return {
         "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,

@@ -154,7 +154,8 @@ class _Hunt:
     def memory_upper(self) -> float:
         """Upper end of the memory interval over the planned peak."""
         size, generation = self.model.parameters, self.cluster.accelerator.generation
-        return math.exp(interval_factors("memory", self.where.engine.name, generation, self.cluster.count, size)[1])
+        engine, experts = self.where.engine.name, self.model.moe is not None
+        return math.exp(interval_factors("memory", engine, generation, self.cluster.count, size, experts)[1])
 
     def plan(self, part: np.ndarray) -> np.ndarray:
         """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.

@@ -176,7 +176,8 @@ def _stage(jobs: Jobs, engine: Engine, layers: StageLayers, stage: Array) -> Pea
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((jobs.accumulation > 1) | (jobs.pp > 1), engine.half_gradient_bytes, 0.0)
     gradients = np.where(jobs.zero >= 2, parameters, held) * (engine.gradient_bytes + lasting)
-    gradients = gradients / np.where(jobs.zero >= 2, shards, 1.0)
+    whole = engine.pipeline_keeps & (jobs.pp > 1)
+    gradients = gradients / np.where((jobs.zero >= 2) & ~whole, shards, 1.0)
     sharded = np.where(jobs.zero >= 1, shards, 1.0)
     here = np.where(jobs.offloads_optimizer, 0.0, 1.0) / sharded
     stated = np.where(jobs.zero >= 1, parameters, held)

@@ -73,12 +73,14 @@ def _slurm(request: Request) -> str:
 #SBATCH --gpus-per-node={request.per_node}
 #SBATCH --exclusive
 #SBATCH --requeue
+#SBATCH --signal=TERM@120
 #SBATCH --output={request.name}-%j.log
 
 {_exports()}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-srun {torchrun(request, f"$head:{PORT}", "$SLURM_JOB_ID")}
+# A step has one core per task unless told; TERM above leaves two minutes for a checkpoint before the time limit.
+srun --cpus-per-task="$SLURM_CPUS_ON_NODE" {torchrun(request, f"$head:{PORT}", "$SLURM_JOB_ID")}
 """
 
 
@@ -89,8 +91,16 @@ def _ssh(request: Request) -> str:
         )
     command = f"{'; '.join(_exports().splitlines())}; cd {shlex.quote(str(Path.cwd()))} && "
     command += torchrun(request, f"{request.hosts[0]}:{PORT}", request.name)
-    lines = [f"ssh {host} {shlex.quote(command)} &" for host in request.hosts]
-    return "#!/bin/sh\n# One torchrun per node; the first is where they meet.\n" + "\n".join(lines) + "\nwait\n"
+    lines = [f'ssh -tt {host} {shlex.quote(command)} < /dev/null & pids="$pids $!"' for host in request.hosts]
+    started = "\n".join(lines)
+    return f"""#!/bin/sh
+# One torchrun per node; the first is where they meet. With a terminal (-tt) a node's processes end with its ssh.
+trap 'kill $pids' INT TERM
+{started}
+status=0
+for pid in $pids; do wait "$pid" || status=$?; done
+exit $status
+"""
 
 
 def _kubernetes(request: Request) -> str:
@@ -105,6 +115,7 @@ kind: Service
 metadata: {{name: {request.name}}}
 spec:
   clusterIP: None  # so that the pods have names: {request.name}-0.{request.name}
+  publishNotReadyAddresses: true  # from the start: all look for the first
   selector: {{job-name: {request.name}}}
 ---
 apiVersion: batch/v1

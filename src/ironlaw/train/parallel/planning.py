@@ -19,9 +19,9 @@ from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import plan_run
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.on_ranks import plan_ranks
+from ironlaw.plan.on_ranks import RanksPlan, plan_ranks
 from ironlaw.plan.rank_search import Choice, best_layout
-from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
+from ironlaw.train.parallel.ranks import Ranks, check, micro_batch_of, planned_layout
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
@@ -53,10 +53,14 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     between = _between(local) if local < ranks.size else None
     if not ranks.first:
         return Ledger("plan")
-    fabric = Fabric(costs_here(profile), local, between)
-    share = config.train.global_batch // ranks.dp
-    layout = planned_layout(ranks.config, min(config.micro_batch, share))
-    return plan_ranks(config, profile, ranks.size, layout, fabric).ledger()
+    return plan_config(config, profile, ranks.size, Fabric(costs_here(profile), local, between)).ledger()
+
+
+def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> RanksPlan:
+    """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
+    layout = check(config, size)
+    share = config.train.global_batch // (layout.dp or 1)
+    return plan_ranks(config, profile, size, planned_layout(layout, micro_batch_of(config, share)), fabric)
 
 
 def _between(local: int) -> Link:

@@ -80,9 +80,10 @@ def settled(config: LayoutConfig, size: int) -> LayoutConfig:
     others = config.tp * config.pp * config.cp
     if size % others or (config.dp or size // others) * others != size:
         dp = f"dp {config.dp} x " if config.dp else ""
+        wanted = config.dp * others if config.dp else f"a multiple of {others}"
         raise UserError(
             f"[layout] {dp}tp {config.tp} x pp {config.pp} x cp {config.cp} does not make {size} ranks: "
-            f"start {(config.dp or 1) * others} (torchrun --nproc-per-node) or change the layout"
+            f"start {wanted} (torchrun --nproc-per-node) or change the layout"
         )
     return config.model_copy(update={"dp": size // others})
 

@@ -49,6 +49,7 @@ FUNCTIONAL = {
     "all_to_all_single": "all_to_all",
 }
 LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
+BUCKET_LET_GO_SECONDS = 0.02  # there may be hundreds of buckets
 
 
 @dataclass
@@ -123,9 +124,9 @@ class Waits:
             return []
         return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
 
-    def let_go(self, holders: list[tuple[Tensor, int]]) -> None:
+    def let_go(self, holders: list[tuple[Tensor, int]], longest_seconds: float = LET_GO_SECONDS) -> None:
         """Wait until gloo's thread holds none of them any more."""
-        limit = time.perf_counter() + LET_GO_SECONDS
+        limit = time.perf_counter() + longest_seconds
         while any(_uses(tensor) > before for tensor, before in holders) and time.perf_counter() < limit:
             time.sleep(BREATH_SECONDS)
         time.sleep(BREATH_SECONDS)  # it gives up Python's name of a tensor last, for which it needs the interpreter
@@ -141,7 +142,7 @@ class Waits:
             dimension, size = self.dimension(group)
             buffer = bucket.buffer()
             found = self.called((dimension, "all_reduce"), buffer.numel() * buffer.element_size()) if size > 1 else None
-            holders = self.holders([buffer], {})
+            uses = _uses(buffer)
             began = time.perf_counter()
             clock, self._clock = self._clock, None  # what the hook calls is this bucket's, and counted already
             try:
@@ -150,7 +151,7 @@ class Waits:
                 self._clock = clock
             if self.settle:
                 future.wait()
-                self.let_go(holders)
+                self.let_go([(buffer, uses + 1)], BUCKET_LET_GO_SECONDS)  # one more: the future has it
 
             def through(done: Any) -> Any:
                 if found is not None and found.seconds is not None:
