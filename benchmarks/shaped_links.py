@@ -1,12 +1,14 @@
 """Step time over slow links, measured and planned: every rank a host of its own, a network namespace on this machine.
 
-    python benchmarks/shaped_links.py [--rates 1gbit 100mbit] [--layouts dp=2 "dp=2 zero=3" pp=2] [--json FILE]
-    python benchmarks/shaped_links.py --collectives [--hosts 4]     # what gloo puts on the wire
+    python benchmarks/shaped_links.py FOLDER [--rates 1gbit 100mbit] [--layouts dp=2 "dp=2 zero=3" pp=2]
+    python benchmarks/shaped_links.py FOLDER --report               # the table of all rounds in that folder
+    python benchmarks/shaped_links.py FOLDER --collectives [--hosts 4]     # what gloo puts on the wire
 
 A host is a namespace with one core, one veth interface behind a bridge and its own address; what leaves it is shaped
 by a token bucket (`tc tbf`), and delayed by `tc netem` where --delay-ms is given and the kernel has it. Root, `ip` and
-`tc` (Debian: iproute2) are needed. In each host `torchrun` starts one rank of `ironlaw train`; measured is the median
-of the steps after the first three. The plan is `plan_ranks` for hosts like the measured one and links of that rate.
+`tc` (Debian: iproute2) are needed. A call is one round: all hosts run `ironlaw measure` at the same time; then, for
+each layout, `torchrun` starts a rank of `ironlaw train` in each; measured is the median of the steps after the first
+three. The plan is `plan_ranks` for hosts like the first one, as it was measured in that round, and links of that rate.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +34,10 @@ LAYOUTS = ("dp=2", "dp=2 zero=3", "pp=2")
 WARMUP, STEPS = 3, 8
 GOODPUT = 1448 / 1514
 """Of an Ethernet frame of 1,514 bytes, which is what the token bucket counts, TCP with timestamps carries 1,448."""
-BURST_BYTES = 128 * 1024  # more than one segment of 64 KiB, so that none is split
+SEGMENT_BYTES = 16 * 1024
+BURST_BYTES = 2 * SEGMENT_BYTES  # a wire has none: as little as leaves segments whole
 PORT = 29517
+GRACE_SECONDS = 10.0
 
 GPT: dict[str, Any] = {"name": "gpt", "layers": 4, "hidden": 256, "heads": 4, "vocab": 2048, "context": 128}
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -105,29 +110,34 @@ class Hosts:
         """`command` in a host, on its core; hosts share cores where there are fewer."""
         core = sorted(os.sched_getaffinity(0))[host % len(os.sched_getaffinity(0))]
         words = ["ip", "netns", "exec", self.names[host], "taskset", "-c", str(core), *map(str, command)]
-        return subprocess.Popen(
-            words, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **named
-        )
+        named = {"stdout": subprocess.PIPE} | named
+        return subprocess.Popen(words, text=True, stderr=subprocess.STDOUT, start_new_session=True, **named)
 
     def torchrun(self, arguments: Sequence[str | Path], folder: Path, timeout_seconds: float = 150) -> None:
         """`python -m torch.distributed.run ... ARGUMENTS` with one rank per host; RuntimeError with what it said."""
         source = str(Path(__file__).parents[1] / "src")
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-        running = []
+        running: list[subprocess.Popen[str]] = []
+        files = [folder / f"host-{host}.log" for host in range(len(self.names))]
         for host in range(len(self.names)):
             launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(self.names))]
             launcher += ["--node-rank", str(host), "--nproc-per-node", "1"]
             launcher += ["--master-addr", self.address(0), "--master-port", str(PORT)]
-            running.append(self.start(host, [*launcher, *map(str, arguments)], cwd=folder, env=environment))
+            with files[host].open("w", encoding="utf-8") as file:
+                command = [*launcher, *map(str, arguments)]
+                running.append(self.start(host, command, cwd=folder, env=environment, stdout=file))
+        ends = time.monotonic() + timeout_seconds
         try:
-            said = [process.communicate(timeout=timeout_seconds)[0] for process in running]
+            while any(p.poll() is None for p in running) and time.monotonic() < ends:
+                if any(p.poll() for p in running):  # the others now wait for it: until they have said so, no longer
+                    ends = min(ends, time.monotonic() + GRACE_SECONDS)
+                time.sleep(0.1)
         finally:
             for process in running:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)  # torchrun and the rank it started
-        for process, words in zip(running, said, strict=True):
-            if process.returncode:
-                raise RuntimeError(words[-3000:])
+        if any(process.wait() for process in running):
+            raise RuntimeError("\n".join(f"{file.name}: {file.read_text(encoding='utf-8')[-3000:]}" for file in files))
 
 
 @contextlib.contextmanager
@@ -145,6 +155,7 @@ def hosts(count: int, rate: str = "1gbit", delay_ms: float = 0.0) -> Iterator[Ho
             _call("ip", "link", "set", f"{mark}v{host}", "master", bridge, "up")
             inside = ("ip", "-n", name)
             _call(*inside, "addr", "add", f"{made.address(host)}/24", "dev", "eth0")
+            _call(*inside, "link", "set", "eth0", "gso_max_size", str(SEGMENT_BYTES))
             for device in ("lo", "eth0"):
                 _call(*inside, "link", "set", device, "up")
             # As a network card's own queue, the shaper's is short: acknowledgements do not wait behind megabytes.
@@ -177,6 +188,22 @@ def document(workload: str, layout: str) -> dict[str, Any]:
         "schedule": {"warmup_steps": 1},
         "evaluation": {"every": 0, "batches": 1}, "checkpoint": {"every": 0}, "layout": tables,
     }  # fmt: skip
+
+
+def measure_hosts(made: Hosts, folder: Path) -> None:
+    """The machine as each host sees it while the others look, too: caches `host 0` and so on, in `folder`."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    running = [
+        made.start(
+            host, [sys.executable, "-m", "ironlaw", "measure"],
+            env=environment | {"XDG_CACHE_HOME": str(folder / f"host {host}")},
+        )
+        for host in range(len(made.names))
+    ]  # fmt: skip
+    for process in running:
+        words = process.communicate()[0]
+        if process.returncode:
+            raise RuntimeError(words)
 
 
 def measure(made: Hosts, workload: str, layout: str, folder: Path) -> dict[str, float]:
@@ -212,39 +239,49 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     return plan_ranks(config, load_profile(), chosen.accelerators, chosen, fabric).step_seconds
 
 
-def report(found: list[dict[str, Any]]) -> str:
-    """The table of what was measured, planned anew, and whether the plan ranks the layouts as measured."""
-    lines = ["| link | workload | layout | measured | planned | error |", "|---|---|---|---|---|---|"]
+def report(folder: Path) -> str:
+    """What was measured and planned, medians over the rounds, and whether the plan ranks the layouts as measured."""
+    rounds = sorted(folder.glob("round *"))
+    found: dict[tuple[str, float, str], dict[str, list[tuple[float, float]]]] = {}
+    for round_folder in rounds:
+        os.environ["XDG_CACHE_HOME"] = str(round_folder / "host 0")
+        for line in (round_folder / "found.jsonl").read_text(encoding="utf-8").splitlines():
+            f = json.loads(line)
+            plan = planned(f["workload"], f["layout"], RATES[f["rate"]], f["delay_ms"])
+            case = found.setdefault((f["rate"], f["delay_ms"], f["workload"]), {})
+            case.setdefault(f["layout"], []).append((f["measured_seconds"], plan))
+    lines = [
+        "| link | workload | layout | measured | planned | error | error in each round |",
+        "|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
     verdicts = []
-    cases = {(f["rate"], f["workload"], f["delay_ms"]): None for f in found}
-    for rate, workload, delay in cases:
-        rows = [f for f in found if (f["rate"], f["workload"], f["delay_ms"]) == (rate, workload, delay)]
-        plans = {f["layout"]: planned(workload, f["layout"], RATES[rate], delay) for f in rows}
-        for f in sorted(rows, key=lambda f: f["measured_seconds"]):
-            plan, seconds = plans[f["layout"]], f["measured_seconds"]
+    for (rate, _, workload), layouts in found.items():
+        measured = {name: statistics.median(m for m, _ in pairs) for name, pairs in layouts.items()}
+        plans = {name: statistics.median(p for _, p in pairs) for name, pairs in layouts.items()}
+        for name in sorted(measured, key=lambda name: measured[name]):
+            errors = [100 * (plan / seconds - 1) for seconds, plan in layouts[name]]
             lines.append(
-                f"| {rate} | {workload} | {f['layout']} | {1e3 * seconds:.0f} ms | {1e3 * plan:.0f} ms | "
-                f"{100 * (plan / seconds - 1):+.0f}% |"
+                f"| {rate} | {workload} | {name} | {1e3 * measured[name]:.0f} ms | {1e3 * plans[name]:.0f} ms | "
+                f"{statistics.median(errors):+.0f}% | {', '.join(f'{error:+.0f}' for error in errors)} |"
             )
-        measured = [f["layout"] for f in sorted(rows, key=lambda f: f["measured_seconds"])]
-        same = measured == sorted(plans, key=lambda layout: plans[layout])
+        same = sorted(measured, key=lambda name: measured[name]) == sorted(plans, key=lambda name: plans[name])
         verdicts.append(f"- {rate}, {workload}: the plan's ranking is {'' if same else 'not '}the measured one")
     return "\n".join([*lines, "", *verdicts]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Step time over slow links, measured and planned.")
+    parser.add_argument("folder", type=Path, help="where each round's profile and findings are kept")
     parser.add_argument("--rates", nargs="*", default=list(RATES), choices=RATES)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--collectives", action="store_true", help="bytes and seconds of each collective instead")
     parser.add_argument("--hosts", type=int, default=2, help="how many, for --collectives")
-    parser.add_argument("--json", type=Path, help="append what was found to this file, a line each")
-    parser.add_argument("--report", action="store_true", help="print the table of what is in that file instead")
+    parser.add_argument("--report", action="store_true", help="print the table of what is in the folder instead")
     chosen = parser.parse_args()
     if chosen.report:
-        print(report([json.loads(line) for line in chosen.json.read_text(encoding="utf-8").splitlines()]))
+        print(report(chosen.folder))
         return
     problem = unsupported(delay=bool(chosen.delay_ms))
     if problem:
@@ -255,6 +292,12 @@ def main() -> None:
             made.torchrun([Path(__file__).with_name("shaped_collectives.py"), Path(name) / "found.json"], Path(name))
             print((Path(name) / "found.json").read_text(encoding="utf-8"))
             return
+        here = chosen.folder.absolute() / f"round {1 + len(list(chosen.folder.glob('round *')))}"
+        here.mkdir(parents=True)
+        measure_hosts(made, here)
+        # Runs of all rounds find their text prepared, and this round's machine.
+        os.environ["XDG_CACHE_HOME"] = str(here.parent / "cache")
+        shutil.copytree(here / "host 0", here.parent / "cache", dirs_exist_ok=True)
         for rate in chosen.rates:
             made.shape(rate, chosen.delay_ms)
             for workload in chosen.workloads:
@@ -270,9 +313,8 @@ def main() -> None:
                         "sent_bytes_per_step": sent, "phases": phases,
                     }  # fmt: skip
                     print(json.dumps(found), flush=True)
-                    if chosen.json:
-                        with chosen.json.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(found) + "\n")
+                    with (here / "found.jsonl").open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

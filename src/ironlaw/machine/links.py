@@ -22,11 +22,17 @@ from ironlaw.errors import UserError
 from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Curve
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 MEASURED_RANKS = 2
 REDUCE_ALL = ("all_reduce", "reduce_scatter")
 """PyTorch on gloo scatters what it has reduced everywhere: on the sockets both send 2 (n - 1) / n of a buffer."""
+TAKING_TURNS = {"all_gather": 1.5, "all_to_all": 2.0}
+"""Of two ranks that send each other as much, over what one of them sends. Gloo sends when the receiver has said that it
+is ready, on the same connection: what a rank says after its own data went out waits behind them. So the rank that comes
+later, if only by the way of a message, has all before the other's begins; an all-gather sends in two parts, and only
+the first waits. Measured over shaped links with one rank 0.3 to 20 ms late (benchmarks/results/shaped_links.md). In a
+ring of more ranks data and word go different ways, and reductions come in parts so small that both directions fill."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Fabric:
             return work
         # Groups side by side on a host share its link.
         wire = self.wire_bytes(kind, size, ranks) * max(1, local // inside) / self.between.bytes_per_second
+        wire *= TAKING_TURNS.get(kind, 1.0) if ranks == 2 else 1.0
         start = self.costs.curves[kind].seconds[0] * (1 if kind == "send" else ranks - 1)
         return start + rounds(kind, ranks) * self.between.latency_seconds + max(wire, work - start)
 

@@ -4,6 +4,7 @@
 
 The two are forked from a process that has only imported PyTorch, with the group on this machine's own addresses. Every
 figure is a low quantile over interleaved rounds, of the slower rank: what the machine repeats when nobody disturbs it.
+What a wrapper adds is read from the thread's processor time, in which nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 ROUNDS = 7
 QUANTILE = 25
 BLOCKS, WIDTH, ROWS = 6, 16, 8  # so small that what a wrapper adds to them is its own work
+PASSED = 4  # micro-batches
 Call = Callable[[], Any]
 
 
@@ -70,15 +72,19 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
         {kind: max(1.0, best[f"{kind} shared"] / best[f"{kind} alone"]) for kind in ("compute", "memory")},
         0.0, 0.0, 0.0,
     )  # fmt: skip
-    unit = 4 * 4 * WIDTH * WIDTH * 2
+    work = {
+        name: float(np.percentile([s for rank in found for s in rank["processor"][name]], QUANTILE))
+        for name in found[0]["processor"]
+    }
 
-    def own(kind: str, collectives: dict[str, tuple[int, int]], calls: int) -> float:
-        talking = sum(n * costs.collective_seconds(k, size, MEASURED_RANKS) for k, (n, size) in collectives.items())
-        return max(0.0, best[kind] - best["plain"] - talking) / calls
+    def own(kind: str, plain: str, collectives: dict[str, int], calls: int) -> float:
+        talking = sum(count * work[f"{name} {SIZES[0]}"] for name, count in collectives.items())
+        return max(0.0, work[kind] - work[plain] - talking) / calls
 
-    fsdp = own("fsdp", {"all_gather": (2 * BLOCKS, unit), "reduce_scatter": (BLOCKS, unit)}, 3 * BLOCKS)
-    tensor = own("tensor", {"all_reduce": (2 * BLOCKS, 4 * ROWS * WIDTH)}, 2 * BLOCKS)
-    passes = own("pipeline", {"send": (4, 4 * ROWS * WIDTH)}, 2 * 2 * 4)
+    fsdp = own("fsdp", "plain", {"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS}, 3 * BLOCKS)
+    tensor = own("tensor", "plain", {"all_reduce": 2 * BLOCKS}, 2 * BLOCKS)
+    # Either rank sends one message of a micro-batch and takes one, as there and back.
+    passes = own("pipeline", "passes", {"send": PASSED}, 2 * PASSED)
     return RankCosts(**vars(costs) | {"unit_seconds": fsdp, "dtensor_seconds": tensor, "pass_seconds": passes})
 
 
@@ -94,11 +100,14 @@ def _rank(rank: int, folder: str, threads: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=MEASURED_RANKS)
     calls = _collectives(rank) | _kernels("shared") | _wrappers(rank)
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    processor: dict[str, list[float]] = {name: [] for name in calls}
     repeats = {name: _repeats(call) for name, call in calls.items()}
     for _ in range(ROUNDS):
         for name, call in calls.items():
             dist.barrier()
+            worked = time.thread_time()
             samples[name].append(_timed(call, repeats[name]))
+            processor[name].append((time.thread_time() - worked) / repeats[name])
     torch.set_num_threads(threads)
     for name, call in _kernels("alone").items():
         samples[name] = []
@@ -109,7 +118,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
                     samples[name].append(_timed(call, 3))
                 dist.barrier()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    document = {"samples": samples, "cores": cores}
+    document = {"samples": samples, "processor": processor, "cores": cores}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(document), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
@@ -200,10 +209,10 @@ def _wrappers(rank: int) -> dict[str, Call]:
     for block in divided:
         parallelize_module(block, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     part = layers(BLOCKS // 2)
-    micro = torch.zeros(ROWS // 4, WIDTH, requires_grad=True)
+    micro = torch.zeros(ROWS // PASSED, WIDTH, requires_grad=True)
     with contextlib.redirect_stderr(None):
         stage = PipelineStage(part, rank, 2, torch.device("cpu"), input_args=micro, output_args=micro)
-    schedule: Any = Schedule1F1B(stage, 4, loss_fn=lambda output, target: output.sum())
+    schedule: Any = Schedule1F1B(stage, PASSED, loss_fn=lambda output, target: output.sum())
 
     def piped() -> None:
         given: dict[str, Tensor] = {"target": rows} if rank else {}
@@ -211,7 +220,17 @@ def _wrappers(rank: int) -> dict[str, Call]:
         for parameter in part.parameters():
             parameter.grad = None
 
-    return {"plain": trained(plain), "fsdp": trained(sharded), "tensor": trained(divided), "pipeline": piped}
+    def passed() -> None:
+        for _ in range(PASSED):
+            part(micro).sum().backward()
+        micro.grad = None
+        for parameter in part.parameters():
+            parameter.grad = None
+
+    return {
+        "plain": trained(plain), "passes": passed, "fsdp": trained(sharded), "tensor": trained(divided),
+        "pipeline": piped,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
+from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.estimate import training_shape
@@ -506,6 +507,10 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             times = super()._timed_step(*arguments, **named)
             self.distributed.forward_backward = plain  # type: ignore[method-assign]
             seen["losses"][self.step] = self.train_loss
+            seen["slow"] = [
+                name for name, layer in self.model.named_modules()
+                if isinstance(layer, torch.nn.Linear) and getattr(layer, "onednn", False) != onednn_available()
+            ]  # fmt: skip
             seen["turns"] = [{"event": t["event"], "to_step": t.get("to_step")} for t in self.recovery.turns]
             return times
 
@@ -514,9 +519,10 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     session.Watcher = partial(plain_watcher, end=seen["left"].append)  # type: ignore[assignment, misc]
     store = dist.PrefixStore(str(folder), dist.distributed_c10d._get_default_store())
     said: list[str] = []
+    profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
         outcome = session.run_distributed(
-            config, out, load_profile(), ranks, store, resume=case.get("resume", False), say=said.append
+            config, out, profile, ranks, store, resume=case.get("resume", False), say=said.append
         )
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:

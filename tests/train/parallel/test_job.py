@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 
 import ironlaw
-from ironlaw.train.parallel import preflight
+from ironlaw.train.parallel import job, preflight
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 
@@ -82,6 +85,7 @@ def test_ranks_go_on_from_one_process_and_start_from_its_weights(
         case = {"task": "run", "config": str(config), "set": settings, "out": str(out), "resume": resume}
         for rank in on_ranks(2, [case])[0]:
             assert "stopped" not in rank, rank["stopped"]
+            assert rank["slow"] == []  # layers made by dividing multiply as the others do
 
     assert ironlaw_here("train", config, "--out", tmp_path / "one")[0] == 0
     # The same run, its second half on two ranks, and its last steps in one process again.
@@ -147,3 +151,22 @@ def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
     ):
         found = preflight.problem([same, other | change])
         assert found is not None and words in found and "\n" not in found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of threads are read from /proc")
+def test_a_rank_leaves_when_gloos_threads_rest() -> None:
+    ended: list[float] = []
+
+    def work() -> None:
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w", encoding="utf-8") as name:
+            name.write(job.GLOO_THREADS)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.05)
+    assert not ended
+    job.let_go()
+    assert ended
+    thread.join()

@@ -216,8 +216,9 @@ class DistributedStep:
         peer = dist.get_global_rank(group, pipeline.rank_of_last(layout.schedule, layout.pp) if first else 0)
         mine = _local(ours.grad)
         other = torch.empty_like(mine)
+        # Ready first: gloo sends when the other has said so, and what is said after a message waits behind it.
         works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, mine.contiguous(), peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+            [dist.P2POp(dist.irecv, other, peer, group), dist.P2POp(dist.isend, mine.contiguous(), peer, group)]
         )
         for work in works:
             work.wait()

@@ -36,11 +36,11 @@ class SplitProjection(nn.Module):
         rows = fused.weight.detach().split(sizes)
         biases = fused.bias.detach().split(sizes) if fused.bias is not None else (None,) * 3
         for name, weight, bias in zip(("query", "key", "value"), rows, biases, strict=True):
-            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-            linear.weight = nn.Parameter(weight.clone())
+            part = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+            part.weight = nn.Parameter(weight.clone())
             if bias is not None:
-                linear.bias = nn.Parameter(bias.clone())
-            setattr(self, name, linear)
+                part.bias = nn.Parameter(bias.clone())
+            setattr(self, name, part)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return tuple(part(x) for part in self.children())

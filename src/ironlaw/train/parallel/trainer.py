@@ -99,7 +99,6 @@ class DistributedTrainer(Trainer):
         self.to_device = Transfer(self.device, config.data.pin_memory)
         torch.manual_seed(config.train.seed)
         model = shapes(config.model)
-        use_onednn(model, self.profile.fp32_products == "onednn")
         mark_fused(model)
         precision.prepare(model, model.blocks, self.device, self.precision)
         model.loss_chunk = self.plan.facts.get("loss_chunk", 0)
@@ -114,6 +113,8 @@ class DistributedTrainer(Trainer):
         for part in self.applied.parts.values():
             watch_replica(part, self.waits)
         self.model = self.applied.model
+        # Of the layers that dividing has made, too: projections apart, a pipeline's copy of a tied head.
+        use_onednn(self.model, self.profile.fp32_products == "onednn")
         group = dist.new_group(backend="gloo")
         self.store = ShardedFiles(group, config.optimizer)
         if start is None and config.train.start_from:

@@ -1,0 +1,85 @@
+"""What no plan may say, over thousands of layouts of many models on many clusters: parts that do not add up, faster
+hardware that is slower, recomputation that pays, more of a peak than anybody reached."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster import plan_jobs
+from ironlaw.plan.engine import engine
+from ironlaw.plan.jobs import jobs_of_table
+from ironlaw.plan.layout_space import COLUMNS, layouts, savings
+from ironlaw.plan.search import hiding, search
+from ironlaw.plan.setting import setting
+
+CASES = [
+    ("llama3-8b", "64xh100-sxm-80gb", "nemo", "bf16", 8192, 256),
+    ("llama3-8b", "8xb200-sxm", "nemo", "nvfp4", 8192, 64),
+    ("llama3-70b", "256xh100-sxm-80gb", "megatron-core", "fp8", 32768, 256),
+    ("gpt2-xl", "8xa100-sxm-40gb", "generic", "bf16", 1024, 256),
+    ("gpt3-175b", "1024xa100-sxm-80gb", "megatron-deepspeed", "fp16", 2048, 1024),
+    ("mixtral-8x7b", "256xl40s", "nanotron", "fp16", 4096, 1024),
+    ("mixtral-8x22b", "128xh100-sxm-80gb", "nemo", "fp8", 4096, 256),
+    ("qwen3-30b-a3b", "16xmi300x", "torchtitan-2025", "bf16", 4096, 256),
+    ("mistral-7b", "16xh200", "composer-fsdp", "bf16", 32768, 64),
+    ("gpt2", "1xh100-sxm-80gb", "torchtitan", "bf16", 1024, 64),
+]
+PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
+TERMS = (
+    "forward", "backward", "host_excess", "bubble", "tp_exposed", "cp_exposed", "pp_exposed", "ep_exposed",
+    "fsdp_exposed", "dp_exposed", "optimizer", "offload_exposed", "host_step",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} on {case[1]}, {case[2]} {case[3]}")
+def test_no_plan_is_absurd(case):
+    name, on, software, precision, sequence, batch = case
+    model, cluster = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)}), parse_cluster(on)
+    where = setting(cluster, engine(software), precision)
+    rows = list(layouts(model, cluster.count, sequence, batch, {}, cp_kinds=where.engine.cp_kinds))
+    table = np.array(random.Random(0).sample(rows, min(600, len(rows))), dtype=float)
+
+    def planned(table, where):
+        columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
+        jobs = jobs_of_table(model, columns, sequence=sequence, global_batch=batch)
+        return jobs, plan_jobs(jobs, where)
+
+    jobs, plans = planned(table, where)
+    seconds = plans.times.step_seconds
+    np.testing.assert_allclose(sum(getattr(plans.times, term) for term in TERMS), seconds, rtol=1e-9)
+    np.testing.assert_allclose(sum(getattr(plans.peak, part) for part in PARTS), plans.peak.total, rtol=1e-9)
+    assert all((getattr(plans.times, term) >= -1e-9 * seconds).all() for term in TERMS)
+    assert all((getattr(plans.peak, part) >= 0).all() for part in PARTS)
+    used = jobs.model_flops() / seconds / cluster.count / where.hardware.peak(precision)
+    assert (used > 0).all() and used.max() < 0.72
+
+    hardware, fabric = where.hardware, where.fabric
+    peaks = {word: 2 * value for word, value in hardware.peak_flops_per_second.items()}
+    better = [
+        replace(where, hardware=replace(hardware, memory_bytes_per_second=2 * hardware.memory_bytes_per_second)),
+        replace(where, hardware=replace(hardware, peak_flops_per_second=peaks)),
+        replace(where, fabric=replace(fabric, network_bytes_per_second=2 * fabric.network_bytes_per_second)),
+        replace(where, fabric=replace(fabric, island_bytes_per_second=2 * fabric.island_bytes_per_second)),
+    ]
+    for faster in better:  # shorter compute hides less, which a zero-bubble pipeline of sharded weights pays twice
+        assert (planned(table, faster)[1].times.step_seconds <= seconds * 1.02).all()
+    for variant in savings(model, offload=False):
+        saving = table.copy()
+        saving[:, -3:] = variant
+        assert (planned(saving, where)[1].times.step_seconds >= seconds * (1 - hiding(table))).all()
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+def test_more_memory_never_makes_the_best_layout_worse(name):
+    cluster = parse_cluster("16xh100-sxm-80gb")
+    seconds = []
+    for size in (60, 80, 120, 190):
+        memory = replace(cluster.accelerator.memory_bytes, value=size * 2.0**30)
+        larger = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=memory))
+        found = search(ModelConfig.named(name), larger, sequence=4096, global_batch=64, keep=1, hybrid=False)
+        seconds.append(found.best[0].step_seconds if found.best else np.inf)
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
