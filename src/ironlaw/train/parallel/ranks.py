@@ -143,7 +143,14 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
-    if config.recompute.mode != "none" and layout.schedule in ("zb", "zbv", "dualpipe"):
+    splits = layout.schedule in ("zb", "zbv", "dualpipe")
+    if layout.zero == 3 and splits:
+        # Between the two passes another one may give the weights back, and gradients of those that are gone are lost.
+        raise UserError(
+            f'layout.schedule = "{layout.schedule}" splits the backward pass, between whose parts ZeRO 3 gives weights '
+            'back: use layout.zero = 2, or "1f1b"'
+        )
+    if config.recompute.mode != "none" and splits:
         raise UserError(
             f'layout.schedule = "{layout.schedule}" splits the backward pass, and PyTorch then runs a recomputed block '
             'again for each group of its weights (ten times): use recompute.mode = "none", or "1f1b"'
