@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import psutil
 import pytest
@@ -187,3 +188,27 @@ def test_recomputation_runs_the_forward_pass_again_in_the_backward_phase(reentra
     assert total_flops(again.operations) > total_flops(once.operations)
     forward = [total_flops([op for op in t.operations if op.phase is Phase.FORWARD]) for t in (once, again)]
     assert forward[0] == forward[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "precision"), list(itertools.product(FAMILIES, ("fp32", "bf16"))))
+def test_both_ways_agree_on_other_sizes(family: str, precision: Precision) -> None:
+    """Heads, widths, depths, vocabularies and batches drawn at random; window and experts where the family has them."""
+    draw = random.Random(f"{family} {precision}")
+    for _ in range(4):
+        heads = draw.choice([4, 8, 12])
+        hidden = heads * draw.choice([8, 16, 24])
+        sizes = {"layers": draw.randint(1, 6), "heads": heads, "hidden": hidden, "vocab": draw.randint(50, 999)}
+        sizes |= {"context": 96, "ffn": 8 * draw.randint(4, 60)}
+        if "kv_heads" in FAMILIES[family]:
+            sizes["kv_heads"] = draw.choice([1, 2, 4, heads])
+        if sizes["layers"] == 1 and "moe" in FAMILIES[family]:
+            sizes["layers"] = 2
+        model = config(**(FAMILIES[family] | sizes))
+        # Of one sequence composed attention copies its queries once less than listed: its heads need no reordering.
+        batch, sequence = draw.randint(2 if family in DROPPED else 1, 5), draw.randint(9, 96)
+        found = traced(model, precision, batch, sequence)
+        listed = training_operations(Shape(model, batch, sequence, precision))
+        assert total_flops(found.operations) == total_flops(listed), sizes
+        assert saved_bytes(found.operations) == pytest.approx(saved_bytes(listed), rel=0.02, abs=SCALARS), sizes
+        assert sum(op.gradient_bytes for op in found.operations) == 4 * model.parameters
