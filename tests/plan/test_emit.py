@@ -116,6 +116,7 @@ def test_ironlaws_own_config_is_valid():
         ("accelerate", "dp=8 zero=3 recompute=every:2", "all of them or none"),
         ("ironlaw", "dp=8 recompute=selective", "keeps other results"),
         ("ironlaw", "dp=8 zero=1 offload=optimizer", "on one device only"),
+        ("ironlaw", "dp=2 pp=4 zero=3 schedule=zb", "use schedule=1f1b"),
     ],
 )
 def test_what_cannot_be_said_is_refused(trainer, layout, reason):

@@ -21,7 +21,8 @@ def rehearse(
     from ironlaw.plan.layout import Layout
     from ironlaw.plan.request import plan_request, resolve
 
-    answer = plan_request(what, on=on, options=Options(layout=layout))
+    # What is searched is what this trainer runs; a layout that is given, it refuses in its own words.
+    answer = plan_request(what, on=on, options=Options(layout=layout, emit=None if layout else "ironlaw"))
     if "layout" not in answer.more:
         raise UserError(f"no layout of {what} fits on {on}: `ironlaw plan` shows what does not")
     chosen = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
@@ -73,7 +74,7 @@ def rehearse(
                 ", ".join(f"{name} {units.bytes_(size)}" for name, size in largest),
             )  # fmt: skip
         show(console, memory)
-        console.print("At scale: this trainer in bf16, weights and moments in fp32, nothing recomputed.", markup=False)
+        console.print("At scale: this trainer in bf16, weights and moments in fp32.", markup=False)
         peak = answer.ledger.totals["peak_bytes"].value
         console.print(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(peak)}", markup=False)
     if not agrees:

@@ -21,6 +21,8 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
     if layout.recompute == "selective":
         return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
+    if layout.schedule in ("zb", "zbv", "dualpipe") and (layout.zero == 3 or layout.recompute != "none"):
+        return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):
             return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
@@ -32,6 +34,13 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
     if model.key_value_heads % layout.tp:
         return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"
     return None
+
+
+def recomputation(layout: Layout) -> dict[str, Any]:
+    """A layout's recomputation as a section of a config, or nothing."""
+    if layout.recompute == "full":
+        return {"recompute": {"mode": "full"}}
+    return {"recompute": {"mode": "every", "every": layout.every}} if layout.recompute.startswith("every") else {}
 
 
 def ironlaw_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
@@ -47,10 +56,7 @@ def ironlaw_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
         "optimizer": {"name": ask.optimizer},
     }
     notes = ["for `ironlaw train`; [data] is yours to add"]
-    if layout.recompute == "full":
-        document["recompute"] = {"mode": "full"}
-    elif layout.every > 1:
-        document["recompute"] = {"mode": "every", "every": layout.every}
+    document |= recomputation(layout)
     if layout.offload != "none":
         document["train"]["offload"] = layout.offload
     if layout.accelerators > 1:

@@ -24,6 +24,7 @@ from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.emit_ironlaw import recomputation
 from ironlaw.plan.estimate import training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
@@ -179,7 +180,8 @@ def at_scale(
 ) -> tuple[list[Table], list[RankPeak]]:  # fmt: skip
     """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position."""
     train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
-    config = build_config({"model": model.model_dump(mode="json", exclude_none=True), "train": train})
+    document = {"model": model.model_dump(mode="json", exclude_none=True), "train": train}
+    config = build_config(document | recomputation(layout))
     whole = training_shape(config, "bf16", cuda=True)
     settings = Settings.of(config, whole)
     tables = traffic(config.model, layout, sequence=sequence, global_batch=global_batch, settings=settings)
