@@ -19,13 +19,22 @@ def while_running(work: Callable[[threading.Event], None], look: Callable[[Frame
     ended = threading.Event()
     thread = threading.Thread(target=work, args=(ended,), daemon=True)
     thread.start()
-    time.sleep(0.05)
     try:
         assert thread.ident is not None
+        until = time.monotonic() + 30
+        while not _is_in(work, sys._current_frames()[thread.ident]) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)
         return look(sys._current_frames()[thread.ident])
     finally:
         ended.set()
         thread.join(5)
+
+
+def _is_in(work: Callable[..., None], frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not work.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def counts(ended: threading.Event) -> None:
