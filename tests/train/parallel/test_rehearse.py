@@ -10,16 +10,18 @@ from ironlaw.plan.layout import parse_layout
 from ironlaw.train.parallel.rehearse import rehearse, tiny
 
 
-@pytest.mark.long
+long = pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("model", "layout", "capacity"),
     [
         ("gpt2", "dp=4 tp=2 pp=2 zero=1 sp=1", None),
-        ("llama3-8b", "dp=64 zero=3 tp=2 sp=1", None),
-        ("llama3-405b", "dp=8 tp=8 pp=16 zero=1 sp=1", None),
-        ("mixtral-8x7b", "dp=32 tp=2 sp=1 zero=3 ep=8", None),
-        ("mixtral-8x7b", "dp=16 pp=4 ep=8", 1.25),
-        ("deepseek-moe-16b", "dp=32 cp=2 zero=1 ep=16", None),
+        pytest.param("llama3-8b", "dp=64 zero=3 tp=2 sp=1", None, marks=long),
+        pytest.param("llama3-405b", "dp=8 tp=8 pp=16 zero=1 sp=1", None, marks=long),
+        pytest.param("mixtral-8x7b", "dp=32 tp=2 sp=1 zero=3 ep=8", None, marks=long),
+        pytest.param("mixtral-8x7b", "dp=16 pp=4 ep=8", 1.25, marks=long),
+        pytest.param("deepseek-moe-16b", "dp=32 cp=2 zero=1 ep=16", None, marks=long),
     ],
 )
 def test_every_stage_calls_what_is_planned(model: str, layout: str, capacity: float | None) -> None:

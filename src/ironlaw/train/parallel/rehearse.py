@@ -163,7 +163,8 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
             step.agree(loss, config.train.clip)
             optimizer.step()
             optimizer.zero_grad()
-            experts.balance(applied.model, ranks)
+            if config.model.moe is not None:
+                experts.balance(applied.model, ranks)
     held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
     whole = training_shape(config, "fp32")
     planned = traffic(
