@@ -9,7 +9,6 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import parse_layout
 from ironlaw.train.parallel.rehearse import rehearse, tiny
 
-
 long = pytest.mark.long
 
 
