@@ -8,7 +8,7 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import SPLIT_BACKWARD, Layout
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
 
@@ -21,7 +21,7 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
     if layout.recompute == "selective":
         return "its selective recomputation keeps other results than the plan's: use recompute=full or every:K"
-    if layout.schedule in ("zb", "zbv", "dualpipe") and (layout.zero == 3 or layout.recompute != "none"):
+    if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute != "none"):
         return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
     if model.moe is not None and layout.accelerators > 1:
         if layout.etp not in (None, layout.tp):

@@ -34,6 +34,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 V_SHAPED = ("zbv", "dualpipe")
+SPLIT_BACKWARD = ("zb", *V_SHAPED)  # gradients of inputs and of weights in passes of their own
 
 
 def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
-from ironlaw.plan.layout import Layout
+from ironlaw.plan.layout import SPLIT_BACKWARD, Layout
 from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
 
@@ -143,7 +143,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
             f"{share // micro_batch} micro-batches do not fill {layout.pp} pipeline stages: lower train.micro_batch so "
             f"that each replica has at least {layout.pp}"
         )
-    splits = layout.schedule in ("zb", "zbv", "dualpipe")
+    splits = layout.schedule in SPLIT_BACKWARD
     if layout.zero == 3 and splits:
         # Between the two passes another one may give the weights back, and gradients of those that are gone are lost.
         raise UserError(
