@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -114,7 +114,7 @@ def _recomputation(engine: Engine) -> Iterator[Attempt]:
     yield {"recompute": full}, ("recompute = full, for without it the run would not fit",)
 
 
-def _assuming(run: Run, columns: Mapping[str, float], notes: tuple[str, ...], flag: str) -> Run:
+def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag: str) -> Run:
     assumed = (*run.assumed, *notes)
     return replace(run, columns=run.columns | columns, assumed=assumed, **{flag: False})  # type: ignore[arg-type]
 
