@@ -91,6 +91,7 @@ class Engine:
     default_zero: int = 0
     default_sp: bool = False
     default_recompute: str = "none"
+    recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
 
     cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
     low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
