@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import MOE
+from workload_cases import FAMILIES, MOE
 
 from ironlaw.catalog.models import model_names
 from ironlaw.config import build_config
@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True, "moe": MOE["mixtral"]},
     "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
 } | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
+CASES |= {name: GPT | family for name, family in FAMILIES.items()}
 
 
 def counted(config: ModelConfig, batch: int, sequence: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from workload_cases import MOE, highest_allocated
+from workload_cases import FAMILIES, MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True},
     "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
 } | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
+CASES |= {name: GPT | {"ffn": 112} | family for name, family in FAMILIES.items()}
 BATCH, SEQUENCE = 4, 48
 LOSS_SCALARS = 16  # bytes: the total weight that the loss keeps, and the loss itself
 

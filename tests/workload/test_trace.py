@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from workload_cases import FAMILIES as SWITCHED
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -50,6 +51,7 @@ FAMILIES = {
     "llama-dropout": LLAMA | {"dropout": 0.1},
     "qwen3-dropout": LLAMA | {"dropout": 0.1, "qk_norm": True},
 }
+FAMILIES |= SWITCHED
 DROPPED = tuple(name for name in FAMILIES if "dropout" in name)
 SCALARS = 8  # bytes: the analytic list leaves out the loss and the sum of its weights
 

@@ -15,7 +15,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return F.relu(x)
     if activation == "relu2":
-        return F.relu(x).square()
+        x = F.relu(x)
+        return x * x  # `square` would make two copies on its way back
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

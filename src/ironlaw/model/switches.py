@@ -35,6 +35,8 @@ class Switches(BaseModel):
     def _one_block(self) -> Self:
         if self.parallel_norms and self.norm_place != "pre":
             raise ValueError(f"parallel_norms = {self.parallel_norms} goes with norm_place = 'pre'")
+        if not self.norm_weight and self.norm_place != "pre":
+            raise ValueError("norm_weight = false goes with norm_place = 'pre'")
         if self.logit_scale != 1.0 and self.head_bias:
             raise ValueError("logit_scale goes without head_bias: it scales what the output layer reads")
         if self.embedding_norm and not self.norm_weight:

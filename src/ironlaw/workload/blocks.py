@@ -77,6 +77,11 @@ class Shape:
         return not self.composes_attention or (self.model.qk_norm and not self.casts)
 
     @property
+    def keeps_stream(self) -> bool:
+        """Whether the residual stream waits for the backward pass: not where only a cast of it is read."""
+        return not (self.casts and self.model.norm_place == "post")
+
+    @property
     def rotated_bytes(self) -> int:
         """Rotated copies of query and key."""
         model = self.model
@@ -114,7 +119,7 @@ def rotary_saved_bytes(shape: Shape) -> int:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
-    tables = 2 * shape.sequence * shape.model.size_of_head * shape.matmul_bytes if shape.casts else 0
+    tables = 2 * shape.sequence * shape.model.turned_size * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
 
