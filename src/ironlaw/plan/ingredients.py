@@ -9,7 +9,8 @@ runs need not evaluate the operations again. Ranks are placed tp, cp, dp, pp fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,8 @@ def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
     Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
     """
     spread = np.broadcast_arrays(*columns)
+    if len(spread[0]) <= 64:  # finding out which are alike takes longer
+        return np.asarray(function(*spread))
     row_number = np.zeros(len(spread[0]), dtype=np.int64)
     for column in spread:
         if column[0] != column.min() or column[0] != column.max():
@@ -255,14 +258,22 @@ def _offloaded(jobs: Jobs, setting: Setting, owned: Array) -> dict[str, Array]:
 def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) -> Parts:
     """Every ingredient of the step time."""
     layers = layers or stage_layers(jobs, setting.engine.partition)
-    island = float(setting.fabric.island_ranks)
     # Layouts of a search share their blocks, or their state: each kind is worked out once.
-    first, kind = jobs.distinct(OF_THE_LAYOUT)
-    blocks = {name: column[kind] for name, column in _blocks(jobs.take(first), setting).items()}
     first, kind = jobs.distinct(OF_THE_BATCH)
-    state = {name: column[kind] for name, column in _state(jobs.take(first), setting, layers.take(first)).items()}
-    stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
+    found = _state(jobs.take(first), setting, layers.take(first))
+    state: dict[str, Any] = {name: column[kind] for name, column in found.items()}
+    host: dict[str, Any] = _offloaded(jobs, setting, owned_parameters(jobs, layers))
+    return replace(block_parts(jobs, setting), **state | host)
+
+
+def block_parts(jobs: Jobs, setting: Setting) -> Parts:
+    """The same without what gradients, weights and their update take: that is zero."""
+    island = float(setting.fabric.island_ranks)
+    first, kind = jobs.distinct(OF_THE_LAYOUT)
+    blocks: dict[str, Any] = {name: column[kind] for name, column in _blocks(jobs.take(first), setting).items()}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
+    stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
+    none = np.zeros(len(jobs))
     return Parts(
         pp_message=np.where(jobs.pp > 1, np.where(stage_fills_island, far, near), 0.0),
         tp_crosses=jobs.tp > island,
@@ -271,9 +282,14 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
         pp_crosses=jobs.accelerators > island,
         ep_crosses=jobs.expert_tp * jobs.ep > island,
         **blocks,
-        **state,
-        **_offloaded(jobs, setting, owned_parameters(jobs, layers)),
+        **dict.fromkeys(OF_STATE, none),
     )
+
+
+OF_STATE = (
+    "dp_reduce", "dp_gather", "fsdp_gather_layer", "fsdp_scatter_layer", "optimizer", "host_update", "host_gradients",
+    "host_layer",
+)  # fmt: skip
 
 
 OF_THE_LAYOUT = frozenset(
