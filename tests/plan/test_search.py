@@ -10,8 +10,8 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.engine import engine
 from ironlaw.plan.layout_space import NO_SAVING, layout_of, layouts, savings
+from ironlaw.plan.named import engine
 from ironlaw.plan.search import search
 
 TINY = ModelConfig.named("gpt2").model_copy(update={"layers": 6})
