@@ -15,9 +15,10 @@ import fit_engines
 import numpy as np
 from fit_intervals import Left, coverage, errors_at_a_distance
 
-from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine_words import MEANING
 from ironlaw.plan.intervals import factors
+from ironlaw.plan.named import engines
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.validate import validate
 
@@ -69,6 +70,16 @@ def intervals(left: dict[str, list[Left]]) -> list[str]:
         lines += ["", f"### Inside the interval: {kind}", "", *table(head, [*rows, means, pooled])]
     return lines
 
+
+OPERATIONS = """
+## Single operations
+
+Planned against 57,644 matmuls, 41,247 attention calls, 8,666 collectives and 109 streaming kernels measured by others:
+absolute error of the time in percent on shapes that took no part in any fit (`python benchmarks/fit_operations.py
+FOLDER`). A group is a generation, a format and, where formats need a cast, a library. *Baseline* is the best single
+fraction of the peak (of the link, of the bandwidth), fitted to all rows: the median group's median. Every accelerator's
+errors, what is assumed for want of measurements and what did not help: docs/notes/operations.md.
+"""
 
 DISTANCES = ("group", "generation", "software")
 
@@ -219,6 +230,10 @@ def main() -> None:
         *plots(document, path),
         "",
         *record(document, unseen(left)),
+        "",
+        *OPERATIONS.strip().splitlines(),
+        "",
+        *(ROOT / "benchmarks" / "results" / "operations.md").read_text(encoding="utf-8").splitlines(),
         "",
         *intervals(left),
         "",

@@ -3,7 +3,8 @@
     python benchmarks/fit_operations.py CALIBRATION_FOLDER [--only hopper] [--report errors.md]
 
 Reads gemm.csv.gz, attention_forward.csv.gz, collectives.csv.gz and memory_bandwidth.csv; writes
-src/ironlaw/machine/efficiency/constants/*.toml and prints the error tables of docs/notes/operations.md.
+src/ironlaw/machine/efficiency/constants/*.toml and results/operations.md, and prints the error tables of
+docs/notes/operations.md.
 Deterministic: one seed, 60% of the shapes to fit (at most 1,200 rows a group), the rest held out.
 """
 
@@ -25,10 +26,12 @@ from operations_data import (
     streaming_rows,
 )
 from operations_fit import baseline, by_accelerator, device, fit, subsample, transfer
-from operations_report import Record, error_lines, summarise, write_networks, write_tomls
+from operations_report import Record, error_lines, summarise, summary_lines, write_networks, write_tomls
 
 from ironlaw.machine.efficiency import attention_seconds, matmul_seconds
 from ironlaw.machine.efficiency.hardware import AttentionConstants, MatmulConstants, StreamingConstants
+
+SUMMARY = Path(__file__).parent / "results" / "operations.md"  # shown by accuracy_report.py
 
 # --- matmul ----------------------------------------------------------------------------------------------
 
@@ -210,10 +213,11 @@ def main() -> None:
         *attention_records(arguments.folder, arguments.only),
     ]
     records += [*islands, *streaming_records(arguments.folder, arguments.only)]
+    lines = error_lines([*records, *networks])
     if not arguments.only:
         write_tomls(records)
         write_networks(networks)
-    lines = error_lines([*records, *networks])
+        SUMMARY.write_text("\n".join(summary_lines([*records, *networks])) + "\n", encoding="utf-8")
     print("\n".join(lines))
     if arguments.report:
         arguments.report.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -43,6 +43,7 @@ class Record:
     percentiles: tuple[float, float]  # of ln(measured / predicted), on held-out rows if any
     per_accelerator: dict[str, tuple[float, float, float]]
     sources: str
+    held_out: Array  # absolute relative error of each row that took no part in the fit
     baseline: tuple[float, float, float] = (0.0, 0.0, 0.0)
     transfer: dict[str, float] = field(default_factory=dict)
     note: str = ""
@@ -79,6 +80,7 @@ def summarise(
             for n in dict.fromkeys(judged.accelerator)
         },
         _sources(everything.source),
+        np.abs(predicted / judged.seconds - 1) if len(test.seconds) else np.empty(0),
     )  # fmt: skip
 
 
@@ -110,6 +112,34 @@ def error_lines(records: list[Record]) -> list[str]:
                     lines.append(f"{start} {first} | {outside} | {_percent(r.baseline)} | {moved} |")
                 else:
                     lines.append(f"{start} | | {outside} | | |")
+    return lines
+
+
+KINDS = {
+    "matmul, bf16": ("matmul", ("bf16",)),
+    "matmul, fp8 and below, cast included": ("matmul", ("fp8", "fp8_block", "nvfp4")),
+    "attention, forward": ("attention", ()),
+    "collectives inside an island": ("collectives", ()),
+    "collectives between islands": ("network", ()),
+    "streaming kernels": ("streaming", ()),
+}
+"""Of the summary: operation and formats; all without any."""
+
+
+def summary_lines(records: list[Record]) -> list[str]:
+    """Markdown table of held-out errors over all rows of a kind of operation, and over its groups' medians."""
+    lines = ["| operation | groups | rows held out | median | mean | p90 | best and worst group | baseline |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---|---:|")
+    for name, (operation, formats) in KINDS.items():
+        chosen = [r for r in records if r.operation == operation and (not formats or r.key.split("/")[0] in formats)]
+        judged = [r for r in chosen if len(r.held_out)]
+        e = np.concatenate([r.held_out for r in judged])
+        pooled = [np.median(e), e.mean(), np.percentile(e, 90)]
+        groups = sorted(float(np.median(r.held_out)) for r in judged)
+        usual = float(np.median([r.baseline[0] for r in judged]))
+        cells = [name, len(judged), len(e), *(f"{100 * v:.1f}" for v in pooled)]
+        cells += [f"{100 * groups[0]:.1f} to {100 * groups[-1]:.1f}", f"{100 * usual:.1f}"]
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return lines
 
 

@@ -9,10 +9,10 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.engine import engine, engines
 from ironlaw.plan.jobs import CP_KINDS, jobs_of
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.layout_space import layout_of, layout_table
+from ironlaw.plan.named import engine, engines
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
 

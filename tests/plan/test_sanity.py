@@ -10,9 +10,9 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_jobs
-from ironlaw.plan.engine import engine
 from ironlaw.plan.jobs import jobs_of_table
 from ironlaw.plan.layout_space import COLUMNS, layout_table, savings
+from ironlaw.plan.named import engine
 from ironlaw.plan.search import hiding, search
 from ironlaw.plan.setting import setting
 

@@ -11,9 +11,9 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import least_seconds, plan_cluster, plan_jobs
-from ironlaw.plan.engine import engine
 from ironlaw.plan.jobs import jobs_of_table
 from ironlaw.plan.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
+from ironlaw.plan.named import engine
 from ironlaw.plan.search import hiding, search
 from ironlaw.plan.setting import setting
 

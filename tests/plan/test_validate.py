@@ -59,6 +59,20 @@ def test_what_a_row_leaves_open_is_said(tmp_path):
     assert "dp = 8" in assumed and "recompute = none" in assumed
 
 
+def test_a_run_that_would_not_fit_recomputes_no_more_than_it_must(tmp_path):
+    big = {"layers": "80", "hidden": "8192", "heads": "64", "ffn": "32768", "tp": "4", "pp": "4", "dp": "2",
+           "accelerators": "32", "accelerator": "h100-sxm-80gb", "recompute": "", "seq": "4096"}  # fmt: skip
+    rows = [big | {"micro_batch": value} for value in ("1", "2", "4", "32")]
+    rows += [big | {"framework": "torchtitan", "tp": "1", "pp": "1", "dp": "32", "zero": "3", "micro_batch": "8",
+                    "global_batch": "256"}]  # fmt: skip
+    said = [row["assumed"][-1] for row in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]
+    blocks = [0 if "none" in words else int(words.split(" of 8")[0][-1]) if " of 8" in words else 8 for words in said]
+    assert blocks[0] == 0 and 0 < blocks[1] < blocks[2] <= blocks[3] == 8
+    assert blocks[-1] == 8  # this one has no such switch
+    fewer = big | {"micro_batch": "2", "recompute": "none"}
+    assert validate(write(tmp_path / "runs.csv", [fewer])).to_json()["rows"][0]["fits"] is False
+
+
 def test_hardware_that_too_little_is_known_of_does_not_stop_the_others(tmp_path):
     document = validate(
         write(tmp_path / "runs.csv", [{}, {"precision": "fp8"}, {"accelerator": "jetson-agx-thor"}])

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
+from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
+from ironlaw.model.rotary import rotary_tables, rotate
 
 
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -30,30 +32,6 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(size, eps=config.norm_eps)
     return nn.RMSNorm(size, eps=config.norm_eps)
-
-
-def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (context, D/2) in fp32 (RoFormer, arXiv 2104.09864).
-
-    With `rope_scaling` the low frequencies are stretched as in Llama 3.1 (arXiv 2407.21783, section 3.4).
-    """
-    half = config.size_of_head // 2
-    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    if config.rope_scaling:
-        scaling = config.rope_scaling
-        turns = scaling["original_context"] * frequency / (2 * math.pi)
-        keep = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
-        keep = keep.clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / scaling["factor"])
-    angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
-    return angle.cos().float(), angle.sin().float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on (B, S, heads, D), first half against second half (the Hugging Face convention)."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)  # (S, 1, D/2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
@@ -109,7 +87,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.attention_norm = build_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config) if config.latent is None else LatentAttention(config)
         self.ffn_norm = build_norm(config)
         experts = config.moe is not None and config.moe.in_layer(layer)
         self.ffn = MixtureOfExperts(config) if experts else FeedForward(config)
@@ -133,7 +111,7 @@ def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
     if tensor.dim() < 2:
         (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(tensor)
         return
-    residual = name.endswith(("out.weight", "down.weight"))
+    residual = name.endswith((".out.weight", ".down.weight"))
     nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
 
 

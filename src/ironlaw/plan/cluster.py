@@ -21,15 +21,15 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.allocator import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.context_parallel import SAYS, default_kind
 from ironlaw.plan.engine import Engine
-from ironlaw.plan.engine import engine as engine_named
-from ironlaw.plan.evaluate import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.ingredients import Parts, block_parts, block_products, product_seconds, step_parts
 from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
 from ironlaw.plan.low_precision import Held
+from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.stages import stage_layers

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
+from ironlaw.plan.allocator import UNUSABLE_BYTES, under_pressure
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.ingredients import step_parts
-from ironlaw.plan.jobs import Array, jobs_of_columns
+from ironlaw.plan.jobs import RECOMPUTE, Array, jobs_of_columns
 from ironlaw.plan.runs import Run
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import stage_layers
 from ironlaw.plan.timeline import assemble
-
-UNUSABLE_BYTES = 1.0 * 2**30
-"""Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
-
-
-PRESSURE_SHARE = 0.9
-"""Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
-
-
-def under_pressure(seconds: Array, highest_bytes: Array, where: Setting) -> Array:
-    """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
-    nearly_full = highest_bytes > PRESSURE_SHARE * (where.memory_bytes - UNUSABLE_BYTES)
-    return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)
 
 
 @dataclass(frozen=True)
@@ -77,31 +66,50 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:
-    """The runs with what their rows leave open decided by what fits: first sharded weights, then full recomputation."""
-    result = list(runs)
-    for column, flag, value, assumed in OPEN:
-        for where, indices in settings_of(result):
-            unsaid = [i for i in indices if getattr(result[i], flag)]
-            if not unsaid:
-                continue
-            jobs = jobs_of_columns([result[i].columns for i in unsaid])
-            over = peak_memory(jobs, where.engine).total > where.memory_bytes - UNUSABLE_BYTES
-            for i, needed in zip(unsaid, over, strict=True):
-                run = result[i]
-                columns = run.columns | ({column: value} if needed else {})
-                notes = (*run.assumed, assumed[bool(needed)]) if assumed[bool(needed)] else run.assumed
-                result[i] = replace(run, columns=columns, assumed=notes, **{flag: False})  # type: ignore[arg-type]
-    return result
+    """The runs with what their rows leave open decided by what fits: first sharded weights, then recomputation."""
+    for flag, attempts in (("open_zero", _sharding), ("open_recompute", _recomputation)):
+        result = list(runs)
+        for where, indices in settings_of(runs):
+            unsaid = [i for i in indices if getattr(runs[i], flag)]
+            for columns, notes in attempts(where.engine):
+                if not unsaid:
+                    break
+                tried = [_assuming(runs[i], columns, notes, flag) for i in unsaid]
+                for i, run in zip(unsaid, tried, strict=True):
+                    result[i] = run
+                unsaid = [i for i, fits in zip(unsaid, _fit(tried, where), strict=True) if not fits]
+        runs = result
+    return list(runs)
 
 
-OPEN = (
-    ("zero", "open_zero", 3.0, ("", "zero = 3, for with less sharding the run would not fit")),
-    (
-        "recompute", "open_recompute", 2.0,
-        ("recompute = none", "recompute = full, for without it the run would not fit"),
-    ),
-)  # fmt: skip
-"""Column that a row may leave open, how it says so, what is assumed where the run would not fit, and in words."""
+Attempt = tuple[dict[str, float], tuple[str, ...]]
+"""Columns of a run, and how it is said that they were assumed. The first that fits is taken, or else the last."""
+
+
+def _sharding(engine: Engine) -> Iterator[Attempt]:
+    yield {}, ()
+    yield {"zero": 3.0}, ("zero = 3, for with less sharding the run would not fit",)
+
+
+def _recomputation(engine: Engine) -> Iterator[Attempt]:
+    """An engine that recomputes block by block is taken to be tuned: no more of them than needed."""
+    full = float(RECOMPUTE["full"])
+    yield {"recompute": float(RECOMPUTE["none"])}, ("recompute = none",)
+    if engine.recomputes_by_block:
+        for eighths in range(1, 8):
+            least = f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit"
+            yield {"recompute": full, "every": 8 / eighths}, (least,)
+    yield {"recompute": full}, ("recompute = full, for without it the run would not fit",)
+
+
+def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag: str) -> Run:
+    assumed = (*run.assumed, *notes)
+    return replace(run, columns=run.columns | columns, assumed=assumed, **{flag: False})  # type: ignore[arg-type]
+
+
+def _fit(runs: Sequence[Run], where: Setting) -> np.ndarray:
+    jobs = jobs_of_columns([run.columns for run in runs])
+    return peak_memory(jobs, where.engine).total <= where.memory_bytes - UNUSABLE_BYTES
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

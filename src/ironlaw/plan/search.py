@@ -21,14 +21,14 @@ import numpy as np
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.allocator import UNUSABLE_BYTES
 from ironlaw.plan.cluster import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
 from ironlaw.plan.engine import Engine
-from ironlaw.plan.engine import engine as engine_named
-from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.intervals import interval_factors
 from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.layout_space import COLUMNS, MAX_TP, layout_of, layout_table, savings
+from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory
 from ironlaw.plan.update_cost import update_cost

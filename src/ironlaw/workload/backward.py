@@ -15,10 +15,10 @@ from ironlaw.workload.blocks import (
     attention,
     dropout,
     elementwise,
-    norm_saved_bytes,
     qk_norm_saved_bytes,
 )
 from ironlaw.workload.division import on_rank
+from ironlaw.workload.layers import cast_gradient, linear_backward, norm_backward
 from ironlaw.workload.operations import Operation
 
 
@@ -193,89 +193,3 @@ def embedding_backward(shape: Shape) -> list[Operation]:
             )
         )  # fmt: skip
     return on_rank(shape, operations)
-
-
-def linear_backward(
-    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, frees: int, bias: bool,
-    consumes: int | None = None,
-) -> list[Operation]:  # fmt: skip
-    """dx = dy W and dW = dy^T x, and the bias gradient: a sum of dy over tokens.
-
-    `frees`: saved bytes (the input x) that die when the node is done; `consumes`: bytes of dy that die with it.
-    """
-    w, tokens = shape.matmul_bytes, shape.tokens
-    dy = tokens * outputs * w if consumes is None else consumes
-    flops = 2 * tokens * outputs * inputs
-    moved = w * (tokens * inputs + inputs * outputs + tokens * outputs)
-    weight_copy = inputs * outputs * w if shape.casts else 0
-    weight_gradient = inputs * outputs * FP32
-    operations = [
-        Operation(
-            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul", repeat,
-            matmul=(tokens, inputs, outputs), flops=flops, bytes_moved=moved, temporary_bytes=tokens * inputs * w,
-        ),
-        Operation(
-            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul_weight_gradient", repeat,
-            matmul=(outputs, inputs, tokens), flops=flops, bytes_moved=moved,
-            gradient_bytes=0 if shape.casts else weight_gradient, temporary_bytes=weight_copy,
-            frees_saved_bytes=frees + weight_copy,
-        ),
-    ]  # fmt: skip
-    if bias:
-        operations.append(
-            Operation(
-                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "sum_rows", repeat,
-                elements=tokens * outputs, bytes_moved=tokens * outputs * w, gradient_bytes=outputs * FP32,
-            )
-        )  # fmt: skip
-    operations[-1] = replace(operations[-1], frees_temporary_bytes=dy)
-    if shape.casts:
-        operations.append(
-            Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
-                elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
-                gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
-            )
-        )  # fmt: skip
-    return operations
-
-
-def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
-    """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
-    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
-    full = tokens * hidden * FP32
-    operations = []
-    if shape.casts:
-        operations.append(
-            Operation(
-                f"{reader}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
-                bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
-                frees_temporary_bytes=tokens * hidden * w,
-            )
-        )  # fmt: skip
-    statistics = norm_saved_bytes(shape, tokens, hidden)
-    operations.append(
-        Operation(
-            name, Kind.NORM, Phase.BACKWARD, group, f"{shape.model.norm}_backward", repeat,
-            elements=tokens * hidden, bytes_moved=3 * full, temporary_bytes=full, frees_temporary_bytes=full,
-            # The norm's input: the residual stream of this point, which nobody needs any more.
-            frees_saved_bytes=full + statistics,
-            gradient_bytes=shape.model.norm_parameters * FP32,
-        )
-    )  # fmt: skip
-    if residual:
-        operations.append(
-            Operation(
-                "residual", Kind.ELEMENTWISE, Phase.BACKWARD, group, "add_in_place", repeat,
-                elements=tokens * hidden, bytes_moved=3 * full, frees_temporary_bytes=full,
-            )
-        )  # fmt: skip
-    return operations
-
-
-def cast_gradient(shape: Shape) -> Operation:
-    elements = shape.tokens * shape.model.hidden
-    return Operation(
-        "residual_cast", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
-        bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
-    )  # fmt: skip

@@ -20,6 +20,7 @@ from ironlaw.workload.blocks import (
     rotary_saved_bytes,
 )
 from ironlaw.workload.division import on_rank
+from ironlaw.workload.layers import linear, norm, residual
 from ironlaw.workload.operations import Operation
 
 
@@ -209,66 +210,3 @@ def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
         product(rows, model.hidden, model.vocab, "matmul", part, part),
         product(model.vocab, model.hidden, rows, "matmul_weight_gradient", table, table + logits * FP32 + reduced),
     ]
-
-
-def linear(
-    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, keep: bool, bias: bool
-) -> list[Operation]:
-    """y = x W^T + b. `keep`: somebody downstream saves y, else y is temporary.
-
-    In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
-    """
-    w, tokens = shape.matmul_bytes, shape.tokens
-    out_bytes = tokens * outputs * w
-    operations = []
-    if shape.casts:
-        weights = inputs * outputs
-        operations.append(
-            Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
-                elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
-            )
-        )  # fmt: skip
-    operations.append(
-        Operation(
-            name, Kind.MATMUL, Phase.FORWARD, group, "matmul_bias" if bias else "matmul", repeat,
-            matmul=(tokens, outputs, inputs),
-            flops=2 * tokens * outputs * inputs,
-            bytes_moved=w * (tokens * inputs + inputs * outputs + tokens * outputs),
-            saved_bytes=out_bytes if keep else 0,
-            temporary_bytes=0 if keep else out_bytes,
-        )
-    )  # fmt: skip
-    return operations
-
-
-def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
-    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
-    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
-    full, cast = tokens * hidden * FP32, tokens * hidden * w
-    kernel = f"{shape.model.norm}_forward"
-    statistics = norm_saved_bytes(shape, tokens, hidden)
-    norm = Operation(
-        name, Kind.NORM, Phase.FORWARD, group, kernel, repeat,
-        elements=tokens * hidden, bytes_moved=2 * full,
-        saved_bytes=statistics + (0 if shape.casts else full), temporary_bytes=full if shape.casts else 0,
-    )  # fmt: skip
-    if not shape.casts:
-        return [norm]
-    return [
-        norm,
-        Operation(
-            f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
-            elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
-        ),
-    ]  # fmt: skip
-
-
-def residual(shape: Shape, repeat: int) -> Operation:
-    """x + f(x): the new stream is saved by the next norm; f(x) dies."""
-    elements = shape.tokens * shape.model.hidden
-    return Operation(
-        "residual", Kind.ELEMENTWISE, Phase.FORWARD, "block", "add", repeat,
-        elements=elements, bytes_moved=elements * (2 * FP32 + shape.matmul_bytes),
-        saved_bytes=elements * FP32, frees_temporary_bytes=elements * shape.matmul_bytes,
-    )  # fmt: skip

@@ -13,16 +13,11 @@ from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.backward import (
-    attention_half_backward,
-    branch_gradient,
-    cast_gradient,
-    feed_forward_backward,
-    norm_backward,
-)
+from ironlaw.workload.backward import attention_half_backward, branch_gradient, feed_forward_backward
 from ironlaw.workload.blocks import FP32, INDEX, Shape, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.forward import attention_half, feed_forward, residual
+from ironlaw.workload.forward import attention_half, feed_forward
+from ironlaw.workload.layers import cast_gradient, norm_backward, residual
 from ironlaw.workload.operations import Operation
 
 GROUP = "moe_block"

@@ -1,0 +1,161 @@
+"""Single layers of a decoder, forward and backward: linear layers, norms, the residual stream.
+
+Symbols as in `transformer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
+from ironlaw.workload.operations import Operation
+
+
+def linear(
+    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, keep: bool, bias: bool
+) -> list[Operation]:
+    """y = x W^T + b. `keep`: somebody downstream saves y, else y is temporary.
+
+    In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
+    """
+    w, tokens = shape.matmul_bytes, shape.tokens
+    out_bytes = tokens * outputs * w
+    operations = []
+    if shape.casts:
+        weights = inputs * outputs
+        operations.append(
+            Operation(
+                f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+                elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
+            )
+        )  # fmt: skip
+    operations.append(
+        Operation(
+            name, Kind.MATMUL, Phase.FORWARD, group, "matmul_bias" if bias else "matmul", repeat,
+            matmul=(tokens, outputs, inputs),
+            flops=2 * tokens * outputs * inputs,
+            bytes_moved=w * (tokens * inputs + inputs * outputs + tokens * outputs),
+            saved_bytes=out_bytes if keep else 0,
+            temporary_bytes=0 if keep else out_bytes,
+        )
+    )  # fmt: skip
+    return operations
+
+
+def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
+    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
+    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
+    full, cast = tokens * hidden * FP32, tokens * hidden * w
+    kernel = f"{shape.model.norm}_forward"
+    statistics = norm_saved_bytes(shape, tokens, hidden)
+    norm = Operation(
+        name, Kind.NORM, Phase.FORWARD, group, kernel, repeat,
+        elements=tokens * hidden, bytes_moved=2 * full,
+        saved_bytes=statistics + (0 if shape.casts else full), temporary_bytes=full if shape.casts else 0,
+    )  # fmt: skip
+    if not shape.casts:
+        return [norm]
+    return [
+        norm,
+        Operation(
+            f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
+            elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
+        ),
+    ]  # fmt: skip
+
+
+def residual(shape: Shape, repeat: int) -> Operation:
+    """x + f(x): the new stream is saved by the next norm; f(x) dies."""
+    elements = shape.tokens * shape.model.hidden
+    return Operation(
+        "residual", Kind.ELEMENTWISE, Phase.FORWARD, "block", "add", repeat,
+        elements=elements, bytes_moved=elements * (2 * FP32 + shape.matmul_bytes),
+        saved_bytes=elements * FP32, frees_temporary_bytes=elements * shape.matmul_bytes,
+    )  # fmt: skip
+
+
+def linear_backward(
+    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, frees: int, bias: bool,
+    consumes: int | None = None,
+) -> list[Operation]:  # fmt: skip
+    """dx = dy W and dW = dy^T x, and the bias gradient: a sum of dy over tokens.
+
+    `frees`: saved bytes (the input x) that die when the node is done; `consumes`: bytes of dy that die with it.
+    """
+    w, tokens = shape.matmul_bytes, shape.tokens
+    dy = tokens * outputs * w if consumes is None else consumes
+    flops = 2 * tokens * outputs * inputs
+    moved = w * (tokens * inputs + inputs * outputs + tokens * outputs)
+    weight_copy = inputs * outputs * w if shape.casts else 0
+    weight_gradient = inputs * outputs * FP32
+    operations = [
+        Operation(
+            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul", repeat,
+            matmul=(tokens, inputs, outputs), flops=flops, bytes_moved=moved, temporary_bytes=tokens * inputs * w,
+        ),
+        Operation(
+            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul_weight_gradient", repeat,
+            matmul=(outputs, inputs, tokens), flops=flops, bytes_moved=moved,
+            gradient_bytes=0 if shape.casts else weight_gradient, temporary_bytes=weight_copy,
+            frees_saved_bytes=frees + weight_copy,
+        ),
+    ]  # fmt: skip
+    if bias:
+        operations.append(
+            Operation(
+                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "sum_rows", repeat,
+                elements=tokens * outputs, bytes_moved=tokens * outputs * w, gradient_bytes=outputs * FP32,
+            )
+        )  # fmt: skip
+    operations[-1] = replace(operations[-1], frees_temporary_bytes=dy)
+    if shape.casts:
+        operations.append(
+            Operation(
+                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
+                elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
+                gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
+            )
+        )  # fmt: skip
+    return operations
+
+
+def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
+    """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
+    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
+    full = tokens * hidden * FP32
+    operations = []
+    if shape.casts:
+        operations.append(
+            Operation(
+                f"{reader}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
+                bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
+                frees_temporary_bytes=tokens * hidden * w,
+            )
+        )  # fmt: skip
+    statistics = norm_saved_bytes(shape, tokens, hidden)
+    operations.append(
+        Operation(
+            name, Kind.NORM, Phase.BACKWARD, group, f"{shape.model.norm}_backward", repeat,
+            elements=tokens * hidden, bytes_moved=3 * full, temporary_bytes=full, frees_temporary_bytes=full,
+            # The norm's input: the residual stream of this point, which nobody needs any more.
+            frees_saved_bytes=full + statistics,
+            gradient_bytes=shape.model.norm_parameters * FP32,
+        )
+    )  # fmt: skip
+    if residual:
+        operations.append(
+            Operation(
+                "residual", Kind.ELEMENTWISE, Phase.BACKWARD, group, "add_in_place", repeat,
+                elements=tokens * hidden, bytes_moved=3 * full, frees_temporary_bytes=full,
+            )
+        )  # fmt: skip
+    return operations
+
+
+def cast_gradient(shape: Shape) -> Operation:
+    elements = shape.tokens * shape.model.hidden
+    return Operation(
+        "residual_cast", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
+        bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
+    )  # fmt: skip
