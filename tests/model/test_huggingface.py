@@ -79,6 +79,43 @@ DEEPSEEK = {
 }  # fmt: skip
 
 
+YARN = {
+    "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+DEEPSEEK_V2_LITE = DEEPSEEK | {
+    "model_type": "deepseek_v2", "num_hidden_layers": 27, "max_position_embeddings": 163840, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+DEEPSEEK_V2 = DEEPSEEK_V2_LITE | {
+    "hidden_size": 5120, "intermediate_size": 12288, "num_hidden_layers": 60, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "n_routed_experts": 160, "moe_intermediate_size": 1536,
+    "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
+}  # fmt: skip
+DEEPSEEK_V3 = DEEPSEEK_V2 | {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "vocab_size": 129280, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "norm_topk_prob": True, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "topk_group": 4, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
+    "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840,
+    "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0},
+}  # fmt: skip
+MOONLIGHT = DEEPSEEK_V3 | {
+    "hidden_size": 2048, "intermediate_size": 11264, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "q_lora_rank": None, "vocab_size": 163840, "n_routed_experts": 64,
+    "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "rope_theta": 50000.0, "max_position_embeddings": 8192, "rope_scaling": None,
+    "routed_scaling_factor": 2.446, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fields", "parameters"),
     [
@@ -92,6 +129,10 @@ DEEPSEEK = {
         (QWEN3_MOE, 30_532_122_624),
         (OLMOE, 6_919_161_856),
         (DEEPSEEK, 16_375_728_128),
+        (DEEPSEEK_V2_LITE, 15_706_484_224),
+        (DEEPSEEK_V2, 235_741_434_880),
+        # The checkpoint's 671,026,419,200 count the biases of the choice (58 layers of 256), which are not trained.
+        (DEEPSEEK_V3, 671_026_419_200 - 58 * 256),
     ],
     ids=[
         "gpt2",
@@ -104,10 +145,18 @@ DEEPSEEK = {
         "qwen3-moe",
         "olmoe",
         "deepseek-moe",
+        "deepseek-v2-lite",
+        "deepseek-v2",
+        "deepseek-v3",
     ],
 )
 def test_published_parameter_counts(fields, parameters):
     assert from_fields(fields).parameters == parameters
+
+
+def test_counts_published_in_round_numbers():
+    assert from_fields(KIMI_K2).parameters == pytest.approx(1.03e12, rel=0.005)  # 1.04 in arXiv 2507.20534
+    assert from_fields(MOONLIGHT).parameters == pytest.approx(15.96e9, rel=0.001)  # arXiv 2502.16982, table 7
 
 
 @pytest.mark.parametrize(
@@ -150,10 +199,18 @@ def test_file_or_directory_names_the_model(tmp_path):
     ("change", "message"),
     [
         ({"model_type": "lama"}, "did you mean llama"),
-        ({"num_local_experts": 8}, "'llama' with experts is not supported: those of deepseek, mixtral"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"num_local_experts": 8}, "'llama' with experts is not supported: those of deepseek, deepseek_v2"),
+        ({"model_type": "deepseek_v3"}, "has no n_routed_experts"),
+        (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK_V3 | {"topk_method": "greedy"}, "noaux_tc"),
+        (DEEPSEEK_V3 | {"n_group": 7}, "not divisible by groups"),
+        (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias"),
+        (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
         ({"model_type": "gpt_oss"}, "attention sinks"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": YARN | {"truncate": False}}, "truncate"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
         ({"hidden_act": "relu2"}, "'relu2' is not supported"),
         ({"attention_bias": True}, "both or neither"),
         ({"text_config": {}}, "parts beside a decoder"),

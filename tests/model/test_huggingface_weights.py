@@ -58,6 +58,27 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LATENT = {"query_rank": 20, "key_value_rank": 12, "plain_size": 10, "rotary_size": 6, "value_size": 14}
+YARN = {
+    "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_context": 16.0, "mscale": 0.7, "mscale_all_dim": 0.9,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = ROTARY | {"kv_heads": None, "layers": 3, "latent": LATENT, "norm_eps": 1e-6}
+DEEPSEEK_EXPERTS = {"experts": 8, "experts_per_token": 3, "expert_ffn": 24, "shared_experts": 2, "dense_layers": 1}
+MODELS |= {
+    "deepseek_v2": DEEPSEEK | {"moe": DEEPSEEK_EXPERTS | {
+        "normalize": False, "routed_scale": 4.0, "groups": 4, "groups_per_token": 2,
+    }},
+    "deepseek_v2 with whole queries": DEEPSEEK | {
+        "latent": LATENT | {"query_rank": None}, "rope_scaling": YARN, "moe": DEEPSEEK_EXPERTS | {"normalize": False},
+    },
+    "deepseek_v3": DEEPSEEK | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "moe": {
+        **DEEPSEEK_EXPERTS, "score": "sigmoid", "balance": "bias", "routed_scale": 2.5, "groups": 4,
+        "groups_per_token": 2,
+    }},
+    "llama with yarn": ROTARY | {"rope_scaling": {k: YARN[k] for k in YARN if not k.startswith("mscale")}},
+}  # fmt: skip
+
+
 def random_model(config: ModelConfig) -> Transformer:
     """No weight is at its initial value: a norm or a bias in the wrong place must show."""
     torch.manual_seed(0)
@@ -66,6 +87,9 @@ def random_model(config: ModelConfig) -> Transformer:
         for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() < 2 else 0.1))
             assert parameter.abs().sum() > 0, name
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.normal_(std=0.2)
     return model.eval()
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_product, onednn_weight_gradient, use_onednn
-from ironlaw.model.transformer import Transformer, rotary_tables, rotate
+from ironlaw.model.rotary import rotary_tables, rotate
+from ironlaw.model.transformer import Transformer
 
 Call = Callable[[], object]
 WIDTH = 512  # row length of the kernels that work by row

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ironlaw.catalog.models import model_figures
+from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.model.switches import Switches
+from ironlaw.model.yarn import score_factor
 
 
 class ModelConfig(Switches):
@@ -32,7 +35,8 @@ class ModelConfig(Switches):
     qk_norm_whole: bool = False  # that norm runs over all heads at once (OLMoE)
     positions: Literal["learned", "rope"] = "learned"
     rope_theta: float = 10_000.0
-    rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original
+    rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original;
+    # or YaRN's (yarn.py)
     bias: bool = True  # on every linear layer of the blocks
     qkv_bias: bool | None = None  # on the query, key and value projections only (Qwen2); same as `bias` unless given
     vocab: int = Field(gt=0)
@@ -41,10 +45,13 @@ class ModelConfig(Switches):
     sliding_window: int | None = Field(None, gt=0)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     moe: MoEConfig | None = None  # experts in place of the dense feed-forward network
+    latent: LatentConfig | None = None  # keys and values from one narrow vector per token (DeepSeek-V2)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.head_size is None and self.hidden % self.heads:
+        if self.latent is not None:
+            self._check_latent()
+        elif self.head_size is None and self.hidden % self.heads:
             raise ValueError(
                 f"hidden = {self.hidden} is not divisible by heads = {self.heads}: "
                 f"use heads = {_nearest_divisor(self.hidden, self.heads)} or give head_size"
@@ -54,9 +61,9 @@ class ModelConfig(Switches):
                 f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}: "
                 f"use kv_heads = {_nearest_divisor(self.heads, self.key_value_heads)}"
             )
-        if self.positions == "rope" and (self.turned_size % 2 or self.turned_size > self.size_of_head):
+        if self.positions == "rope" and (self.size_of_rotary % 2 or self.size_of_rotary > self.size_of_head):
             raise ValueError(
-                f"rotary positions need an even part of a head of {self.size_of_head}, this one is {self.turned_size}"
+                f"rotary positions need an even part of a head of {self.size_of_head}, not {self.size_of_rotary}"
             )
         if self.qk_norm_whole and not self.qk_norm:
             raise ValueError("qk_norm_whole needs qk_norm = true")
@@ -74,6 +81,18 @@ class ModelConfig(Switches):
                 )
         return self
 
+    def _check_latent(self) -> None:
+        """Latent attention has sizes of its own, rotary positions, and nothing optional."""
+        assert self.latent is not None
+        if self.kv_heads not in (None, self.heads) or self.head_size not in (None, self.latent.head_size):
+            raise ValueError("latent attention has its own sizes: leave kv_heads and head_size out")
+        if self.positions != "rope" or self.norm != "rmsnorm":
+            raise ValueError('latent attention goes with positions = "rope" and norm = "rmsnorm"')
+        if self.parallel_norms or self.norm_place != "pre" or self.rotary_size:
+            raise ValueError("latent attention goes with norm_place = 'pre', without parallel_norms or rotary_size")
+        if self.bias or self.has_qkv_bias or self.has_out_bias or self.qk_norm:
+            raise ValueError("latent attention has no biases and norms of its own: bias = false, qk_norm = false")
+
     @classmethod
     def named(cls, name: str, **overrides: Any) -> ModelConfig:
         """A catalogued model, with any field replaced; fields of `moe` one by one."""
@@ -85,7 +104,28 @@ class ModelConfig(Switches):
 
     @property
     def size_of_head(self) -> int:
+        """Of a query and of a key."""
+        if self.latent is not None:
+            return self.latent.head_size
         return self.head_size or self.hidden // self.heads
+
+    @property
+    def size_of_value(self) -> int:
+        """Of a head's value, and of what it mixes."""
+        return self.latent.value_size if self.latent is not None else self.size_of_head
+
+    @property
+    def size_of_rotary(self) -> int:
+        """Of a head, the part that rotary positions turn."""
+        return self.latent.rotary_size if self.latent is not None else self.rotary_size or self.size_of_head
+
+    @property
+    def score_scale(self) -> float | None:
+        """What attention scores are multiplied by; None: one over the root of the head size."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        factor = score_factor(self.rope_scaling) if self.latent is not None else 1.0
+        return None if factor == 1.0 else factor / math.sqrt(self.size_of_head)
 
     @property
     def ffn_size(self) -> int:
@@ -104,19 +144,19 @@ class ModelConfig(Switches):
         return self.bias if self.ffn_bias is None else self.ffn_bias
 
     @property
-    def turned_size(self) -> int:
-        """Elements of a head that rotary positions turn."""
-        return self.rotary_size or self.size_of_head
-
-    @property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.heads * self.size_of_head
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads (or all value heads) together."""
+        """Width of all key heads together; of all value heads too, but for latent attention."""
         return self.key_value_heads * self.size_of_head
+
+    @property
+    def mixed_size(self) -> int:
+        """Width of what attention gives to its output layer."""
+        return self.heads * self.size_of_value
 
     @property
     def norm_tensors(self) -> int:
@@ -140,11 +180,14 @@ class ModelConfig(Switches):
     @property
     def attention_parameters(self) -> int:
         """Of one block's attention, and of all norms of the block."""
+        norms = self.norms_per_block * self.norm_parameters
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden, self.heads) + norms
         qkv = self.query_size + 2 * self.key_value_size
         attention = self.hidden * qkv + self.query_size * self.hidden
         attention += qkv * self.has_qkv_bias + self.hidden * self.has_out_bias
         attention += sum(self.qk_norm_sizes) * self.qk_norm
-        return attention + self.norms_per_block * self.norm_parameters
+        return attention + norms
 
     @property
     def block_parameters(self) -> int:
@@ -220,7 +263,10 @@ class ModelConfig(Switches):
     def parameter_tensors(self) -> int:
         """How many tensors hold the parameters: what an optimizer walks over. One for all experts' same matrix."""
         norm = self.norm_tensors
-        attention = self.norms_per_block * norm + 2 + self.has_qkv_bias + self.has_out_bias + 2 * self.qk_norm
+        attention = 2 + self.has_qkv_bias + self.has_out_bias + 2 * self.qk_norm
+        if self.latent is not None:
+            attention = 7 if self.latent.query_rank else 5
+        attention += self.norms_per_block * norm
         dense = attention + self.ffn_matrices * (1 + self.has_ffn_bias)
         experts = attention + 1 + self.ffn_matrices
         if self.moe and self.moe.shared_experts:
@@ -230,10 +276,11 @@ class ModelConfig(Switches):
 
 
 def with_overrides(figures: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A model's table with fields replaced; in its `moe` table too, where both are tables."""
+    """A model's table with fields replaced; in its `moe` and `latent` tables too, where both are tables."""
     merged = figures | overrides
-    if isinstance(figures.get("moe"), dict) and isinstance(overrides.get("moe"), dict):
-        merged["moe"] = figures["moe"] | overrides["moe"]
+    for name in ("moe", "latent"):
+        if isinstance(figures.get(name), dict) and isinstance(overrides.get(name), dict):
+            merged[name] = figures[name] | overrides[name]
     return merged
 
 

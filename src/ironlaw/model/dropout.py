@@ -45,7 +45,9 @@ class Draw:
         noise = torch.stack([self._keep(sample, site, size)[rows] for sample in self.samples.tolist()])
         return x * noise.to(x)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+    ) -> Tensor:
         """Attention with dropout of its weights, materialised: fused kernels draw their own. `key`: whole sequence."""
         config, place = self.config, self.place
         if mask is None:
@@ -53,7 +55,8 @@ class Draw:
             mask = positions[place.positions(self.sequence), None] >= positions[None, :]
         repeat = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(repeat, dim=1) if repeat > 1 else t for t in (key, value))
-        scores = query @ key.transpose(-2, -1) / math.sqrt(config.size_of_head)
+        scores = query @ key.transpose(-2, -1)
+        scores = scores / math.sqrt(config.size_of_head) if scale is None else scores * scale
         weights = F.softmax(scores.masked_fill(~mask, -math.inf).float(), dim=-1)
         size = (config.heads, self.sequence, self.sequence)
         heads, rows = place.heads(config.heads), place.positions(self.sequence)

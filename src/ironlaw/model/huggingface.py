@@ -1,10 +1,11 @@
 """Hugging Face `config.json` files as ModelConfig. Needs no torch.
 
-GPT-2, Llama, Qwen2, Qwen3 and Mistral; with experts Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek (the first).
+GPT-2, Llama, Qwen2, Qwen3 and Mistral; with experts Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek
+(the first); with latent attention DeepSeek-V2 and V3 and what is built like them: R1, Kimi K2, Moonlight.
 
     model = read_config(Path("checkpoint/config.json"))     # or the directory that holds it
 
-What the mapping cannot express exactly (another architecture, latent attention, an exotic position encoding) is a
+What the mapping cannot express exactly (another architecture, an exotic position encoding) is a
 UserError: a plan of the nearest thing would be a plan of something else.
 """
 
@@ -170,18 +171,34 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
 
 
 def _rope(fields: Fields) -> tuple[dict[str, float] | None, float]:
-    """Llama 3.1's frequency scaling or none, and the base. Newer files keep both in `rope_parameters`."""
+    """Llama 3.1's or YaRN's frequency scaling or none, and the base. Newer files keep both in `rope_parameters`."""
     newer = fields.get("rope_parameters") or {}
     theta = float(newer.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
     table = newer or fields.get("rope_scaling") or {}
     kind = table.get("rope_type") or table.get("type") or "default"
     if kind == "default":
         return None, theta
+    if kind == "yarn":
+        return _yarn(table, fields), theta
     if kind != "llama3":
-        raise UserError(f"rope_scaling of type '{kind}' is not supported: default and llama3 are")
+        raise UserError(f"rope_scaling of type '{kind}' is not supported: default, llama3 and yarn are")
     names = ("factor", "low_freq_factor", "high_freq_factor")
     scaling = {name: float(table[name]) for name in names}
     return scaling | {"original_context": float(table["original_max_position_embeddings"])}, theta
+
+
+def _yarn(table: Fields, fields: Fields) -> dict[str, float]:
+    if table.get("truncate") is False:
+        raise UserError("rope_scaling with truncate = False is not supported")
+    original = float(table["original_max_position_embeddings"])
+    scaling = {
+        "factor": float(table.get("factor") or fields["max_position_embeddings"] / original),
+        "beta_fast": float(table.get("beta_fast") or 32),
+        "beta_slow": float(table.get("beta_slow") or 1),
+        "original_context": original,
+    }
+    extra = ("mscale", "mscale_all_dim", "attention_factor")
+    return scaling | {name: float(table[name]) for name in extra if table.get(name)}
 
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
@@ -220,16 +237,61 @@ def _olmoe(fields: Fields) -> dict[str, Any]:
 
 def _deepseek(fields: Fields) -> dict[str, Any]:
     """DeepSeekMoE 16B; V2 and V3 attend differently."""
+    return _llama_family(fields) | {"moe": _deepseek_experts(fields)}
+
+
+def _deepseek_experts(fields: Fields) -> dict[str, Any]:
     _refuse(fields, "attention_bias")
     moe = _experts(fields, fields["n_routed_experts"], fields["moe_intermediate_size"])
-    if fields.get("scoring_func", "softmax") != "softmax" or fields.get("moe_layer_freq", 1) != 1:
-        raise UserError("scoring_func other than softmax, or moe_layer_freq other than 1, is not supported")
-    moe |= {
+    scored = "sigmoid" if fields["model_type"] in ("deepseek_v3", "kimi_k2") else "softmax"
+    if fields.get("scoring_func", scored) != scored or fields.get("moe_layer_freq", 1) != 1:
+        raise UserError(f"scoring_func other than {scored}, or moe_layer_freq other than 1, is not supported")
+    return moe | {
         "shared_experts": fields.get("n_shared_experts") or 0,
         "dense_layers": fields.get("first_k_dense_replace", 0),
         "balance_loss": fields.get("aux_loss_alpha", 0.001),
     }
-    return _llama_family(fields) | {"moe": moe}
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    """Attention of DeepSeek-V2 and later. A module that predicts a second token is no part of the model there either:
+    `num_nextn_predict_layers` is not read."""
+    _refuse(fields, "mlp_bias")
+    if fields.get("rope_interleave", True) is False:
+        raise UserError("rope_interleave = False is not supported: released checkpoints interleave")
+    values = _llama_family(fields) | {"kv_heads": None, "head_size": None}
+    latent = {
+        "query_rank": fields["q_lora_rank"],
+        "key_value_rank": fields["kv_lora_rank"],
+        "plain_size": fields["qk_nope_head_dim"],
+        "rotary_size": fields["qk_rope_head_dim"],
+        "value_size": fields["v_head_dim"],
+    }
+    return values | {"latent": latent}
+
+
+def _deepseek_v2(fields: Fields) -> dict[str, Any]:
+    _refuse(fields, "norm_topk_prob")  # the released code scales the experts' sum without it, and not with it
+    limited = fields.get("topk_method", "greedy") == "group_limited_greedy"
+    moe = _deepseek_experts(fields) | {
+        "normalize": False, "routed_scale": fields.get("routed_scaling_factor", 1.0),
+        "groups": fields["n_group"] if limited else 1, "groups_per_token": fields["topk_group"] if limited else None,
+    }  # fmt: skip
+    return _latent(fields) | {"moe": moe}
+
+
+def _deepseek_v3(fields: Fields) -> dict[str, Any]:
+    """Kimi K2 as well, whose code is the same. Their auxiliary loss within sequences has no place here."""
+    if fields.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise UserError(f"topk_method = {fields['topk_method']} is not supported: noaux_tc is")
+    groups, of_token = fields.get("n_group") or 1, fields.get("topk_group") or 1
+    moe = _deepseek_experts(fields) | {
+        "score": "sigmoid", "normalize": fields.get("norm_topk_prob", True), "balance": "bias",
+        "routed_scale": fields.get("routed_scaling_factor", 2.5),
+        "groups": groups, "groups_per_token": of_token if groups > 1 else None,
+    }  # fmt: skip
+    del moe["balance_loss"]
+    return _latent(fields) | {"moe": moe}
 
 
 def _experts(fields: Fields, count: int, width: int | None, normalize: bool = False) -> dict[str, Any]:
@@ -245,11 +307,9 @@ def _experts(fields: Fields, count: int, width: int | None, normalize: bool = Fa
 
 _WITH_EXPERTS = {
     "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe, "olmoe": _olmoe, "deepseek": _deepseek,
+    "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "kimi_k2": _deepseek_v3,
 }  # fmt: skip
 _REFUSED = {
-    "deepseek_v2": "has latent attention (MLA)",
-    "deepseek_v3": "has latent attention (MLA)",
-    "kimi_k2": "has latent attention (MLA)",
     "gpt_oss": "has attention sinks and windows in every second layer",
 }
 _READERS = cast(

@@ -6,17 +6,21 @@ from typing import Any
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.yarn import is_yarn
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 
 
 def family(config: ModelConfig) -> str:
     """gpt2, llama, mistral, qwen2, qwen3, mixtral, ...; UserError for a combination that none of them has."""
+    if config.latent is not None:
+        return _family_with_latents(config)
     if config.moe is not None:
         return _family_with_experts(config)
     square = config.key_value_heads == config.heads and config.query_size == config.hidden
@@ -72,6 +76,21 @@ def _family_with_experts(config: ModelConfig) -> str:
     return "mixtral"
 
 
+def _family_with_latents(config: ModelConfig) -> str:
+    """deepseek_v2 or deepseek_v3: they differ in how experts are chosen."""
+    moe, latent = config.moe, config.latent
+    assert latent is not None
+    if moe is None or not moe.shared_experts or moe.shared_gate or moe.every != 1 or not config.gated_ffn:
+        raise _none(config, "latent attention goes with gated experts in all layers but the first, some of them shared")
+    if config.shared_ffn_size % config.expert_ffn_size or latent.norm_eps != 1e-6 or config.sliding_window is not None:
+        raise _none(config, "DeepSeek's shared experts are as wide as others, its latents' norms have norm_eps = 1e-6")
+    if moe.score == "softmax" and moe.balance != "bias" and not moe.normalize:
+        return "deepseek_v2"
+    if moe.score == "sigmoid" and moe.balance == "bias":
+        return "deepseek_v3"
+    raise _none(config, "softmax scores go without a bias and a normalised sum (V2), sigmoid ones with a bias (V3)")
+
+
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """The content of `config.json`."""
     kind = family(config)
@@ -102,7 +121,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
         fields |= {"sliding_window": config.sliding_window}
     if kind.startswith("qwen"):
         fields |= {"use_sliding_window": False}
-    return fields | _expert_fields(config, kind)
+    return fields | _expert_fields(config, kind) | _latent_fields(config, kind)
 
 
 def _expert_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
@@ -113,6 +132,8 @@ def _expert_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": coefficient}
     if kind == "mixtral":
         return fields | {"num_local_experts": moe.experts}
+    if config.latent is not None:
+        return {"num_experts_per_tok": moe.experts_per_token}
     fields |= {"num_experts": moe.experts, "norm_topk_prob": moe.normalize}
     if kind == "olmoe":
         return fields
@@ -123,11 +144,32 @@ def _expert_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
     return fields | ({"shared_expert_intermediate_size": config.shared_ffn_size} if kind == "qwen2_moe" else {})
 
 
+def _latent_fields(config: ModelConfig, kind: str) -> dict[str, Any]:
+    moe, latent = config.moe, config.latent
+    if moe is None or latent is None:
+        return {}
+    fields = {
+        "q_lora_rank": latent.query_rank, "kv_lora_rank": latent.key_value_rank, "v_head_dim": latent.value_size,
+        "qk_nope_head_dim": latent.plain_size, "qk_rope_head_dim": latent.rotary_size, "attention_bias": False,
+        "head_dim": latent.rotary_size, "num_key_value_heads": config.heads,
+        "n_routed_experts": moe.experts, "n_shared_experts": config.shared_ffn_size // config.expert_ffn_size,
+        "moe_intermediate_size": config.expert_ffn_size, "first_k_dense_replace": moe.dense_layers,
+        "norm_topk_prob": moe.normalize, "routed_scaling_factor": moe.routed_scale, "scoring_func": moe.score,
+        "n_group": moe.groups, "topk_group": moe.groups_per_token or moe.groups,
+    }  # fmt: skip
+    if kind == "deepseek_v3":
+        return fields | {"topk_method": "noaux_tc", "rope_interleave": True, "num_nextn_predict_layers": 0}
+    limited = "group_limited_greedy" if moe.limits_groups else "greedy"
+    return fields | {"topk_method": limited, "aux_loss_alpha": moe.balance_loss if moe.balance == "loss" else 0.0}
+
+
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None
     scaling = dict(config.rope_scaling)
     original = int(scaling.pop("original_context"))
+    if is_yarn(scaling):
+        return {"rope_type": "yarn", **scaling, "original_max_position_embeddings": original}
     return {"rope_type": "llama3", **scaling, "original_max_position_embeddings": original}
 
 

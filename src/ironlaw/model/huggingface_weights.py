@@ -1,9 +1,10 @@
 """Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral,
-Qwen2-MoE, Qwen3-MoE and OLMoE.
+Qwen2-MoE, Qwen3-MoE and OLMoE, and with latent attention DeepSeek-V2 and V3.
 
-Three differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
+Differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
 stores its matrices input first; the experts' matrices are one stack here and one by one there. Rotary positions turn
-the first half of a head against the second on both sides, so nothing is permuted.
+the first half of a head against the second on both sides, so nothing is permuted; but for latent attention, where they
+turn neighbours there, and rows change places.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Entry:
     sizes: tuple[int, ...] = ()
     transposed: bool = False
     stacked: bool = False  # each is one entry of our first dimension
+    order: tuple[int, ...] = ()  # of our rows, which theirs each one is; empty: the same
 
     def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape here of tensors that have these shapes there."""
@@ -51,11 +53,14 @@ class Entry:
         if self.stacked:
             return torch.stack(tensors)
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        tensor = tensor[torch.tensor(self.order)] if self.order else tensor
         return tensor.t() if self.transposed else tensor
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         if self.stacked:
             return tensor.unbind()
+        if self.order:
+            tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
         tensor = tensor.t() if self.transposed else tensor
         return tensor.split(self.sizes) if self.sizes else (tensor,)
 
@@ -90,8 +95,10 @@ def _llama_block(config: ModelConfig, layer: int) -> Iterator[Entry]:
     ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
     yield Entry(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
     yield Entry(f"{ours}.ffn_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+    if config.latent is not None:
+        yield from _latent(config, f"{ours}.attention", f"{theirs}.self_attn")
     sizes = (config.query_size, config.key_value_size, config.key_value_size)
-    for kind in ("weight", "bias") if config.has_qkv_bias else ("weight",):
+    for kind in () if config.latent is not None else ("weight", "bias") if config.has_qkv_bias else ("weight",):
         names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
         yield Entry(f"{ours}.attention.qkv.{kind}", names, sizes)
     if config.qk_norm:
@@ -106,19 +113,46 @@ def _llama_block(config: ModelConfig, layer: int) -> Iterator[Entry]:
         yield from _experts(config, f"{ours}.ffn", theirs)
 
 
+def _latent(config: ModelConfig, ours: str, theirs: str) -> Iterator[Entry]:
+    """What comes before attention's output layer."""
+    latent = config.latent
+    assert latent is not None
+    halves = (*range(0, latent.rotary_size, 2), *range(1, latent.rotary_size, 2))  # of neighbours, the first ones first
+
+    def turned(start: int, plain: int) -> Iterator[int]:
+        yield from range(start, start + plain)
+        yield from (start + plain + row for row in halves)
+
+    heads = range(0, config.query_size, latent.head_size)
+    query = tuple(row for start in heads for row in turned(start, latent.plain_size))
+    if latent.query_rank:
+        yield Entry(f"{ours}.query_down.weight", (f"{theirs}.q_a_proj.weight",))
+        yield Entry(f"{ours}.query_norm.weight", (f"{theirs}.q_a_layernorm.weight",))
+    name = "q_b_proj" if latent.query_rank else "q_proj"
+    yield Entry(f"{ours}.query_up.weight", (f"{theirs}.{name}.weight",), order=query)
+    shared = tuple(turned(0, latent.key_value_rank))
+    yield Entry(f"{ours}.latent_down.weight", (f"{theirs}.kv_a_proj_with_mqa.weight",), order=shared)
+    yield Entry(f"{ours}.latent_norm.weight", (f"{theirs}.kv_a_layernorm.weight",))
+    yield Entry(f"{ours}.latent_up.weight", (f"{theirs}.kv_b_proj.weight",))
+
+
 def _experts(config: ModelConfig, ours: str, layer: str) -> Iterator[Entry]:
     """The router and the experts of one layer, which nobody but Mixtral calls by other names."""
     assert config.moe is not None
     mixtral = family(config) == "mixtral"
     theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
     yield Entry(f"{ours}.router.weight", (f"{theirs}.gate.weight",))
+    if config.moe.balance == "bias":
+        yield Entry(f"{ours}.router.bias", (f"{theirs}.gate.e_score_correction_bias",))
     for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
         name = name if mixtral else f"{part}_proj"
         each = tuple(f"{theirs}.experts.{number}.{name}.weight" for number in range(config.moe.experts))
         yield Entry(f"{ours}.experts.{part}.weight", each, stacked=True)
     if config.moe.shared_experts:
+        shared = "shared_expert" if config.latent is None else "shared_experts"
         for part in ("gate", "up", "down"):
-            yield Entry(f"{ours}.shared.{part}.weight", (f"{theirs}.shared_expert.{part}_proj.weight",))
+            yield Entry(f"{ours}.shared.{part}.weight", (f"{theirs}.{shared}.{part}_proj.weight",))
+    if config.moe.shared_gate:
         yield Entry(f"{ours}.shared_gate.weight", (f"{theirs}.shared_expert_gate.weight",))
 
 
@@ -192,6 +226,9 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
                     f"{list(wanted[entry.ours])} in all: change no dimension of [model] beside from"
                 )
         left = sorted(n for n in files.names - known if not _BUFFERS.search(n) and n != "lm_head.weight")
+        second = f"model.layers.{config.layers}."  # of DeepSeek-V3, the module that predicts a second token
+        if config.latent is not None and f"{second}eh_proj.weight" in left:
+            left = [name for name in left if not name.startswith(second)]
         if left:
             raise UserError(f"{folder} holds tensors that this model has no place for: {', '.join(left[:3])}")
 

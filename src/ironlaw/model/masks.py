@@ -60,8 +60,8 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-def flexible(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
+def flexible(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
     """FlexAttention; without compilation it would materialise every score, which is for tests on a CPU."""
     attend = _compiled() if query.device.type == "cuda" else flex_attention
-    result: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != query.shape[1])
+    result: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != query.shape[1], scale=scale)
     return result

@@ -13,6 +13,7 @@ Shapes as in `transformer.py`, and: N tokens of the micro-batch, k experts per t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -96,6 +97,8 @@ class Router(nn.Module):
             logits = F.linear(x.float(), self.weight.float())  # (N, E)
             scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
             preference = scores.detach() if self.bias is None else scores.detach() + self.bias
+            if moe.limits_groups:
+                preference = self.within_groups(preference)
             chosen = preference.topk(moe.experts_per_token, dim=-1).indices
             weights = scores.gather(1, chosen)
             if moe.normalize:
@@ -105,6 +108,16 @@ class Router(nn.Module):
             counts = torch.zeros(moe.experts, dtype=torch.int64, device=x.device)
             counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
             return weights, chosen, counts, self.balance_loss(scores, counts, peers) if self.training else None
+
+    def within_groups(self, preference: Tensor) -> Tensor:
+        """(N, E) with minus infinity outside the groups that score highest."""
+        moe = self.moe
+        grouped = preference.view(-1, moe.groups, moe.experts // moe.groups)
+        best = min(2 if moe.score == "sigmoid" else 1, grouped.shape[-1])
+        of_group = grouped.topk(best, dim=-1).values.sum(-1)  # (N, groups)
+        outside = torch.ones_like(of_group, dtype=torch.bool)
+        outside.scatter_(1, of_group.topk(moe.groups_per_token or moe.groups, dim=-1).indices, False)
+        return grouped.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(1)
 
     def balance_loss(self, scores: Tensor, counts: Tensor, peers: Peers = ALONE) -> Tensor | None:
         """coefficient x E x sum over experts of (share of the choices) x (mean score): least when both are even.

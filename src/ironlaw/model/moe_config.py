@@ -26,6 +26,10 @@ class MoEConfig(BaseModel):
     dense_layers: int = Field(0, ge=0)  # so many first layers keep the dense network, `ffn` wide (DeepSeekMoE)
     every: int = Field(1, gt=0)  # of the rest, only each k-th layer has experts (GShard 2)
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits (sigmoid: DeepSeek-V3)
+    # Experts in so many equal groups, of which a token's experts come from the best few: by the best score in each
+    # (softmax: arXiv 2405.04434, section 2.2.2) or the sum of the two best (sigmoid: arXiv 2412.19437).
+    groups: int = Field(1, gt=0)
+    groups_per_token: int | None = Field(None, gt=0)  # all of them unless given
     normalize: bool = True  # the weights of a token's experts sum to 1
     routed_scale: float = Field(1.0, gt=0)  # of the routed experts' sum (DeepSeek-V3 2.5)
     # None: dropless, every token reaches its experts. Else an expert takes at most factor x (mean load) of the choices
@@ -41,11 +45,24 @@ class MoEConfig(BaseModel):
     def _consistent(self) -> Self:
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token = {self.experts_per_token} is more than experts = {self.experts}")
+        if self.experts % self.groups:
+            raise ValueError(f"experts = {self.experts} is not divisible by groups = {self.groups}")
+        seen = self.groups_per_token or self.groups
+        if seen > self.groups or seen * self.experts // self.groups < self.experts_per_token:
+            raise ValueError(
+                f"groups_per_token = {seen} of {self.groups} groups cannot give experts_per_token = "
+                f"{self.experts_per_token} of {self.experts} experts"
+            )
         if self.shared_ffn and not self.shared_experts:
             raise ValueError(f"shared_ffn = {self.shared_ffn} needs shared_experts = 1 or more")
         if self.shared_gate and not self.shared_experts:
             raise ValueError("shared_gate needs shared_experts = 1 or more")
         return self
+
+    @property
+    def limits_groups(self) -> bool:
+        """Whether a token's experts come from some of the groups only."""
+        return self.groups_per_token is not None and self.groups_per_token < self.groups
 
     def in_layer(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has experts."""

@@ -40,14 +40,18 @@ class Place:
         return module.weight
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None
-    ) -> Tensor:
-        """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D)."""
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None,
+        scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D); values may be narrower.
+
+        `scale` of the scores: one over the root of D unless given.
+        """
         if draw is not None and dropout:
-            return draw.attention(query, key, value, mask)
+            return draw.attention(query, key, value, mask, scale)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-            enable_gqa=key.shape[1] != query.shape[1],
+            enable_gqa=key.shape[1] != query.shape[1], scale=scale,
         )  # fmt: skip
 
     def chunked_loss(

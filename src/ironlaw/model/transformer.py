@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
+from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
+from ironlaw.model.rotary import rotary_tables, rotate
 
 
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -30,35 +32,6 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(size, config.norm_eps, elementwise_affine=config.norm_weight, bias=config.norm_bias)
     return nn.RMSNorm(size, config.norm_eps, elementwise_affine=config.norm_weight)
-
-
-def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (context, D/2) in fp32 (RoFormer, arXiv 2104.09864); D is the part that is turned.
-
-    With `rope_scaling` the low frequencies are stretched as in Llama 3.1 (arXiv 2407.21783, section 3.4).
-    """
-    half = config.turned_size // 2
-    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    if config.rope_scaling:
-        scaling = config.rope_scaling
-        turns = scaling["original_context"] * frequency / (2 * math.pi)
-        keep = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
-        keep = keep.clamp(0, 1)
-        frequency = frequency * (keep + (1 - keep) / scaling["factor"])
-    angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
-    return angle.cos().float(), angle.sin().float()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on (B, S, heads, D), first half against second half (the Hugging Face convention).
-
-    Tables narrower than D/2 turn the first elements only.
-    """
-    half = cos.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
-    cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)  # (S, 1, D/2)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
 
 
 class Attention(nn.Module):
@@ -90,11 +63,10 @@ class Attention(nn.Module):
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if isinstance(mask, BlockMask):
-            mixed = flexible(*heads_first, mask)
+            mixed = flexible(*heads_first, mask, config.score_scale)
         else:
-            mixed = self.place.attend(
-                *heads_first, mask, config.dropout if self.training else 0.0, draw
-            )  # (B, A, S, D)
+            dropout = config.dropout if self.training else 0.0
+            mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
         return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
@@ -116,7 +88,7 @@ class Block(nn.Module):
         self.residual_scale = config.residual_scale
         before, after = config.norm_place != "post", config.norm_place != "pre"
         self.attention_norm = build_norm(config) if before else None
-        self.attention = Attention(config)
+        self.attention = Attention(config) if config.latent is None else LatentAttention(config)
         self.attention_after = build_norm(config) if after else None
         self.parallel = config.parallel_norms
         self.ffn_norm = build_norm(config) if before and self.parallel != 1 else None
@@ -156,7 +128,7 @@ def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
     if tensor.dim() < 2:
         (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(tensor)
         return
-    residual = name.endswith(("out.weight", "down.weight"))
+    residual = name.endswith((".out.weight", ".down.weight"))
     nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
 
 

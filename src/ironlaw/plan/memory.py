@@ -76,7 +76,7 @@ def highest(operations: Iterable[Operation], gradients_held: int = 0) -> Peak:
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
-    return model.context * model.size_of_head * FP32 if model.positions == "rope" else 0
+    return model.context * model.size_of_rotary * FP32 if model.positions == "rope" else 0
 
 
 def batch_bytes(config: RunConfig) -> int:

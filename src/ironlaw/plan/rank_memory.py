@@ -163,7 +163,7 @@ class _Rank:
         walk.now["weights"] = sum(p.elements for p in mine) * FP32
         model = config.model
         if model.positions == "rope":
-            walk.now["weights"] += model.context * model.size_of_head * FP32
+            walk.now["weights"] += model.context * model.size_of_rotary * FP32
         walk.now["optimizer"] = state_bytes(mine, config.optimizer)
         if config.train.average_decay is not None:
             walk.now["average"] = walk.now["weights"]

@@ -119,7 +119,7 @@ def rotary_saved_bytes(shape: Shape) -> int:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
-    tables = 2 * shape.sequence * shape.model.turned_size * shape.matmul_bytes if shape.casts else 0
+    tables = 2 * shape.sequence * shape.model.size_of_rotary * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
 

@@ -44,14 +44,8 @@ def model_parameters(model: ModelConfig) -> list[Parameter]:
 
 
 def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
-    qkv = model.query_size + 2 * model.key_value_size
     result = [] if model.norm_place == "post" else _norm(model, f"{name}.attention_norm")
-    result += _linear(f"{name}.attention.qkv", qkv, model.hidden, model.has_qkv_bias)
-    result += _linear(f"{name}.attention.out", model.hidden, model.query_size, model.has_out_bias)
-    if model.qk_norm:
-        query, key = model.qk_norm_sizes
-        result.append(Parameter(f"{name}.attention.query_norm.weight", (query,)))
-        result.append(Parameter(f"{name}.attention.key_norm.weight", (key,)))
+    result += (_attention if model.latent is None else _latent_attention)(model, f"{name}.attention")
     if model.norm_place != "pre":
         result += _norm(model, f"{name}.attention_after")
         result += _norm(model, f"{name}.ffn_after")
@@ -60,6 +54,31 @@ def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
     if experts:
         return result + _experts(model, f"{name}.ffn")
     return result + _feed_forward(model, f"{name}.ffn", model.ffn_size)
+
+
+def _attention(model: ModelConfig, name: str) -> list[Parameter]:
+    qkv = model.query_size + 2 * model.key_value_size
+    result = _linear(f"{name}.qkv", qkv, model.hidden, model.has_qkv_bias)
+    result += _linear(f"{name}.out", model.hidden, model.query_size, model.has_out_bias)
+    if model.qk_norm:
+        query, key = model.qk_norm_sizes
+        result.append(Parameter(f"{name}.query_norm.weight", (query,)))
+        result.append(Parameter(f"{name}.key_norm.weight", (key,)))
+    return result
+
+
+def _latent_attention(model: ModelConfig, name: str) -> list[Parameter]:
+    latent, hidden = model.latent, model.hidden
+    assert latent is not None
+    result = []
+    if latent.query_rank:
+        result += _linear(f"{name}.query_down", latent.query_rank, hidden, bias=False)
+        result.append(Parameter(f"{name}.query_norm.weight", (latent.query_rank,)))
+    result += _linear(f"{name}.query_up", model.query_size, latent.query_rank or hidden, bias=False)
+    result += _linear(f"{name}.latent_down", latent.down_size, hidden, bias=False)
+    result.append(Parameter(f"{name}.latent_norm.weight", (latent.key_value_rank,)))
+    result += _linear(f"{name}.latent_up", latent.up_size(model.heads), latent.key_value_rank, bias=False)
+    return result + _linear(f"{name}.out", hidden, model.mixed_size, bias=False)
 
 
 def _feed_forward(model: ModelConfig, name: str, width: int) -> list[Parameter]:

@@ -56,16 +56,16 @@ class SharedPlace(Place):
         return slice(self.tp_rank * here, (self.tp_rank + 1) * here)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, draw: Draw | None,
+        scale: float | None = None,
+    ) -> Tensor:  # fmt: skip
         if self.cp == 1:
-            return super().attend(query, key, value, mask, dropout, draw)
+            return super().attend(query, key, value, mask, dropout, draw, scale)
         key, value = self._gather(key, value)
         if draw is not None and dropout:
-            return draw.attention(query, key, value, mask)
-        return torch.cat(
-            [self._attend_chunk(i, q, key, value, mask, dropout) for i, q in enumerate(query.chunk(2, dim=2))], dim=2
-        )
+            return draw.attention(query, key, value, mask, scale)
+        chunks = enumerate(query.chunk(2, dim=2))
+        return torch.cat([self._attend_chunk(i, q, key, value, mask, dropout, scale) for i, q in chunks], dim=2)
 
     def chunked_loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, reduction: str, onednn: bool
@@ -82,8 +82,9 @@ class SharedPlace(Place):
         return chunked_cross_entropy(x, weight.to_local(), targets, chunk, reduction, onednn, vocabulary)
 
     def _attend_chunk(
-        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
-    ) -> Tensor:
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
         """One of the two chunks against the keys up to its end: what is masked for all of it is not computed."""
         chunk, sequence = query.shape[2], key.shape[2]
         place = (self.cp_rank, 2 * self.cp - 1 - self.cp_rank)[index]
@@ -96,7 +97,7 @@ class SharedPlace(Place):
         assert end <= sequence
         return F.scaled_dot_product_attention(
             query, key[:, :, :end], value[:, :, :end], attn_mask=here, dropout_p=dropout,
-            enable_gqa=key.shape[1] != query.shape[1],
+            enable_gqa=key.shape[1] != query.shape[1], scale=scale,
         )  # fmt: skip
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

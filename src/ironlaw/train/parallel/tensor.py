@@ -7,7 +7,7 @@ and as much for the feed-forward network.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear, linear
 from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.transformer import Attention, Block, Transformer
@@ -52,7 +53,8 @@ def blocks_of(model: Transformer) -> list[Block]:
 
 def split_projections(model: Transformer) -> None:
     for block in blocks_of(model):
-        block.attention.qkv = SplitProjection(block.attention)  # type: ignore[assignment]
+        if isinstance(block.attention, Attention):  # latent attention has no fused projection
+            block.attention.qkv = SplitProjection(block.attention)  # type: ignore[assignment]
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -64,16 +66,7 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
         styles["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     for name, block in model.blocks.named_children():
         here = f"blocks.{name}."
-        styles |= {
-            # The input is a DTensor for all three: their gradients add up before they are reduced, once.
-            here + "attention": PrepareModuleInput(
-                input_layouts=(stream, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
-            ),
-            here + "attention.qkv.query": ColwiseParallel(),
-            here + "attention.qkv.key": ColwiseParallel(),
-            here + "attention.qkv.value": ColwiseParallel(),
-            here + "attention.out": RowwiseParallel(output_layouts=stream),
-        }
+        styles |= _attention(here, block, stream)
         styles |= _feed_forward(here, block, stream)
     if model.head is not None:
         # Logits stay divided by vocabulary; the loss is computed on the parts (`loss_parallel`).
@@ -83,6 +76,27 @@ def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -
     if tied:
         assert model.embedding is not None
         model.head.weight = model.embedding.weight
+
+
+def _attention(here: str, block: nn.Module, stream: Placement) -> dict[str, object]:
+    """Heads divided. The narrow vectors of latent attention are computed by every rank, whole."""
+    if isinstance(cast(Block, block).attention, LatentAttention):
+        return {
+            here + "attention": PartOfSum(stream),
+            here + "attention.query_up": Part(0),
+            here + "attention.latent_up": Part(0),
+            here + "attention.out": Part(1),
+        }
+    return {
+        # The input is a DTensor for all three: their gradients add up before they are reduced, once.
+        here + "attention": PrepareModuleInput(
+            input_layouts=(stream, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        ),
+        here + "attention.qkv.query": ColwiseParallel(),
+        here + "attention.qkv.key": ColwiseParallel(),
+        here + "attention.qkv.value": ColwiseParallel(),
+        here + "attention.out": RowwiseParallel(output_layouts=stream),
+    }
 
 
 def _feed_forward(here: str, block: nn.Module, stream: Placement) -> dict[str, object]:
@@ -109,7 +123,7 @@ class PartOfSum(ParallelStyle):
     """A module that computes a part of its result on every rank, from the whole input and with plain tensors.
 
     Parts are added up at its end, and so are the gradients of its input: those of whole weights inside (a router's) are
-    parts as well, and are added up with the others of `partial_parameters`.
+    parts as well, and are added up with the others of `partial_parameters`. Inputs beside the first pass as they are.
     """
 
     def __init__(self, stream: Placement) -> None:
@@ -117,11 +131,12 @@ class PartOfSum(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gathered(module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        def gathered(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = DTensor.from_local(inputs[0], device_mesh, [self.stream], run_check=False)
-            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            whole = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            return whole, *inputs[1:]
 
-        def added_up(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        def added_up(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             whole = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
             return whole.redistribute(placements=[self.stream]).to_local()
 
@@ -156,8 +171,13 @@ def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.P
     """Parameters whole on every rank that see only the rank's heads or positions: gradients add up over tp."""
     found: list[nn.Parameter] = []
     for block in blocks_of(model):
-        if block.attention.config.qk_norm:
-            found += [block.attention.query_norm.weight, block.attention.key_norm.weight]
+        attention = block.attention
+        if isinstance(attention, LatentAttention):
+            found += [*attention.latent_down.parameters(), *attention.latent_norm.parameters()]
+            if attention.latent.query_rank:
+                found += [*attention.query_down.parameters(), *attention.query_norm.parameters()]
+        elif attention.config.qk_norm:
+            found += [attention.query_norm.weight, attention.key_norm.weight]
         if isinstance(block.ffn, MixtureOfExperts):
             found.append(block.ffn.router.weight)
             if block.ffn.shared_gate is not None:

@@ -20,7 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface_weights import read_weights
-from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor, rotary_tables
+from ironlaw.model.rotary import rotary_tables
+from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model
 from ironlaw.train.start import is_run, newest_of
 from ironlaw.workload.optimizers import OptimizerConfig, assign

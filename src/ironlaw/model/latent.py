@@ -1,0 +1,79 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) as it is trained: keys and values of all
+heads are computed from the narrow vector, and then attended to like any others.
+
+Shapes as in `transformer.py`, and: N the part of a head's query and key without positions, R the rotated part, D both,
+W the value's size. `workload/latent.py` lists what is computed here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.dropout import Draw
+from ironlaw.model.linear import Linear
+from ironlaw.model.masks import BlockMask, Mask, flexible
+from ironlaw.model.place import WHOLE, Place
+from ironlaw.model.rotary import rotate
+
+
+class LatentAttention(nn.Module):
+    place: Place = WHOLE
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        latent = config.latent
+        assert latent is not None
+        self.config, self.latent = config, latent
+        if latent.query_rank:
+            self.query_down = Linear(config.hidden, latent.query_rank, bias=False)
+            self.query_norm = nn.RMSNorm(latent.query_rank, eps=latent.norm_eps)
+        self.query_up = Linear(latent.query_rank or config.hidden, config.query_size, bias=False)
+        self.latent_down = Linear(config.hidden, latent.down_size, bias=False)
+        self.latent_norm = nn.RMSNorm(latent.key_value_rank, eps=latent.norm_eps)
+        self.latent_up = Linear(latent.key_value_rank, latent.up_size(config.heads), bias=False)
+        self.out = Linear(config.mixed_size, config.hidden, bias=False)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
+    ) -> Tensor:
+        assert rotary is not None
+        latent, dropout = self.latent, self.config.dropout if self.training else 0.0
+        query = self.query(x, rotary)
+        key, value = self.key_value(x, rotary)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # (B, A, S, D or W)
+        if isinstance(mask, BlockMask):
+            mixed = flexible(query, key, value, mask, self.config.score_scale)
+        else:
+            if self.pads(x, dropout):
+                value = F.pad(value, (0, latent.head_size - latent.value_size))
+            mixed = self.place.attend(query, key, value, mask, dropout, draw, self.config.score_scale)
+            mixed = mixed[..., : latent.value_size]  # (B, A, S, W)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def pads(self, x: Tensor, dropout: float) -> bool:
+        """Whether values get zeros to be as wide as keys: the CPU's fused attention wants that, and so do ranks that
+        gather keys and values as one tensor."""
+        return (x.device.type == "cpu" and not dropout) or self.place is not WHOLE
+
+    def query(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, S, H) to (B, S, A, D)."""
+        if self.latent.query_rank:
+            # As in `Attention.normed`: in fp32 also under autocast.
+            x = self.query_norm(self.query_down(x).float())
+        query = self.query_up(x).unflatten(-1, (-1, self.latent.head_size))
+        plain, turned = query.split((self.latent.plain_size, self.latent.rotary_size), dim=-1)
+        return torch.cat((plain, rotate(turned, *rotary)), dim=-1)
+
+    def key_value(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, S, H) to keys (B, S, A, D) and values (B, S, A, W)."""
+        latent = self.latent
+        narrow, turned = self.latent_down(x).split((latent.key_value_rank, latent.rotary_size), dim=-1)
+        turned = rotate(turned.unsqueeze(2), *rotary)  # (B, S, 1, R): all heads share it
+        together = self.latent_up(self.latent_norm(narrow.float()))
+        together = together.unflatten(-1, (-1, latent.plain_size + latent.value_size))  # heads that are here
+        plain, value = together.split((latent.plain_size, latent.value_size), dim=-1)
+        return torch.cat((plain, turned.expand(-1, -1, plain.shape[2], -1)), dim=-1), value

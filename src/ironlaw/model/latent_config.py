@@ -1,0 +1,53 @@
+"""The shape of multi-head latent attention: the `[model.latent]` table of a config (DeepSeek-V2, arXiv 2405.04434).
+
+Keys and values of all heads come from one narrow vector per token, and queries may come from another. A head's query
+and key have two parts: one without positions, and one that is rotated, whose key all heads share.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class LatentConfig(BaseModel):
+    """Widths in elements. Defaults are those of DeepSeek-V2 and of all that followed it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    query_rank: int | None = Field(None, gt=0)  # q_lora_rank; None: queries straight from the residual stream (V2-Lite)
+    key_value_rank: int = Field(512, gt=0)  # kv_lora_rank
+    plain_size: int = Field(128, gt=0)  # qk_nope_head_dim: of a head's query and key, the part without positions
+    rotary_size: int = Field(64, gt=0)  # qk_rope_head_dim: the part that is rotated
+    value_size: int = Field(128, gt=0)  # v_head_dim
+    norm_eps: float = 1e-6  # of the norms of the two narrow vectors
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.rotary_size % 2:
+            raise ValueError(f"rotary positions need an even size, rotary_size is {self.rotary_size}")
+        if self.value_size > self.head_size:
+            raise ValueError(f"value_size = {self.value_size} is more than plain_size + rotary_size = {self.head_size}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Of a query and of a key."""
+        return self.plain_size + self.rotary_size
+
+    @property
+    def down_size(self) -> int:
+        """What the residual stream becomes for keys and values: the narrow vector and the shared rotated key."""
+        return self.key_value_rank + self.rotary_size
+
+    def up_size(self, heads: int) -> int:
+        """What the narrow vector becomes: of every head the key's part without positions, and the value."""
+        return heads * (self.plain_size + self.value_size)
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Of one block's attention: its projections and the norms between them."""
+        rank = self.query_rank
+        query = (rank or hidden) * heads * self.head_size + (rank * (hidden + 1) if rank else 0)
+        key_value = hidden * self.down_size + self.key_value_rank * (1 + self.up_size(heads))
+        return query + key_value + heads * self.value_size * hidden

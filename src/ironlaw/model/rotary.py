@@ -1,0 +1,64 @@
+"""Rotary positions (RoFormer, arXiv 2104.09864), as they are and stretched to longer contexts.
+
+`rope_scaling` of a model config is a table of numbers: Llama 3.1's has `low_freq_factor`, YaRN's has `beta_fast`.
+Both leave high frequencies as they are and divide low ones by `factor`; they differ in what lies between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.yarn import cosine_factor, is_yarn
+
+
+def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (context, R/2) in fp32; R is the rotated part of a head."""
+    half = config.size_of_rotary // 2
+    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    scaling, scale = config.rope_scaling, 1.0
+    if scaling and is_yarn(scaling):
+        frequency, scale = _yarn(frequency, config.rope_theta, scaling), cosine_factor(scaling)
+    elif scaling:
+        frequency = _llama3(frequency, scaling)
+    angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
+    return (angle.cos() * scale).float(), (angle.sin() * scale).float()
+
+
+def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
+    """By how often a frequency turns within the original context (arXiv 2407.21783, section 3.4)."""
+    turns = scaling["original_context"] * frequency / (2 * math.pi)
+    keep = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
+    keep = keep.clamp(0, 1)
+    return frequency * (keep + (1 - keep) / scaling["factor"])
+
+
+def _yarn(frequency: Tensor, theta: float, scaling: Mapping[str, float]) -> Tensor:
+    """By a frequency's number, between those that turn `beta_fast` and `beta_slow` times (arXiv 2309.00071)."""
+    half = len(frequency)
+
+    def number(turns: float) -> float:
+        return half * math.log(scaling["original_context"] / (turns * 2 * math.pi)) / math.log(theta)
+
+    # The ends are whole numbers, as released checkpoints were trained.
+    first = max(math.floor(number(scaling["beta_fast"])), 0)
+    last = min(math.ceil(number(scaling["beta_slow"])), 2 * half - 1)
+    width = last - first or 0.001
+    stretched = ((torch.arange(half, dtype=torch.float64) - first) / width).clamp(0, 1)
+    return frequency * (1 - stretched + stretched / scaling["factor"])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on (B, S, heads, D), first half against second half (the Hugging Face convention).
+
+    Tables (S, R/2) narrower than D/2 turn the first R elements only.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)  # (S, 1, R/2)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
