@@ -15,9 +15,10 @@ import fit_engines
 import numpy as np
 from fit_intervals import Left, coverage, errors_at_a_distance
 
-from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine_words import MEANING
 from ironlaw.plan.intervals import factors
+from ironlaw.plan.named import engines
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.validate import validate
 

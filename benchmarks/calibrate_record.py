@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from ironlaw.plan.calibrate import calibrate
-from ironlaw.plan.engine import Engine, engine
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.evaluate import evaluate, settled
+from ironlaw.plan.named import engine
 from ironlaw.plan.runs import Run, read_runs
 
 ONE_NODE = ("vtrain-1node-h1024",)

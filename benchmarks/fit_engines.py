@@ -20,11 +20,12 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine_words import MEANING
 from ironlaw.plan.evaluate import settings_of, settled, under_pressure
 from ironlaw.plan.ingredients import Parts, step_parts
 from ironlaw.plan.jobs import Jobs, jobs_of_columns
+from ironlaw.plan.named import engines
 from ironlaw.plan.runs import Run, read_runs
 from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import StageLayers, stage_layers

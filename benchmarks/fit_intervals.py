@@ -19,11 +19,12 @@ from fit_engines import PLAN, Unseen, fit, fold_of, left_out, log_errors, start_
 from fit_engines import blocks as blocks_of
 from scipy.optimize import minimize
 
-from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.evaluate import settled
 from ironlaw.plan.intervals import Distance, comparable, spread_factors
 from ironlaw.plan.jobs import jobs_of_columns
-from ironlaw.plan.runs import GENERIC, Run, read_runs
+from ironlaw.plan.named import GENERIC
+from ironlaw.plan.named import engine as engine_named
+from ironlaw.plan.runs import Run, read_runs
 
 LEARNED = ("within", "between", "unknown_engine", "skew")
 FIXED = {"assumed_hardware": 0.4, "doubling": 0.02}

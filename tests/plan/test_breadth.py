@@ -9,9 +9,10 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.named import engines
 from ironlaw.plan.setting import setting
 from ironlaw.plan.update_cost import ADAMW, update_cost
 from ironlaw.workload.optimizers import OptimizerConfig, state_bytes

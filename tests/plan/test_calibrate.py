@@ -8,10 +8,10 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.plan.calibrate import CONSTANTS, calibrate
-from ironlaw.plan.engine import engine
 from ironlaw.plan.engine_words import MEANING
 from ironlaw.plan.evaluate import evaluate
-from ironlaw.plan.profiles import load_engine, own_profiles, profile_path, save_profile
+from ironlaw.plan.named import engine, own_profiles, profile_path
+from ironlaw.plan.profiles import save_profile
 from ironlaw.plan.runs import Run
 
 TRUE = {"host_layer_seconds": 2.0e-3, "matmul_slowdown": 1.35, "network_slowdown": 2.0}
@@ -102,20 +102,20 @@ def test_profiles_round_trip(tmp_path, monkeypatch):
     found = calibrate(made_up(), "mine", engine("nemo"))
     path = save_profile("mine", found, "my_runs.csv")
     assert path == profile_path("mine") and list(own_profiles()) == ["mine"]
-    read = load_engine("mine")
+    read = engine("mine")
     assert read.name == "mine" and read.gradient_bytes == engine("nemo").gradient_bytes and read.default_sp
     for constant in CONSTANTS:
         assert getattr(read, constant.name) == pytest.approx(getattr(found.engine, constant.name), rel=1e-4)
     assert "s; launching processor" in path.read_text()
-    assert load_engine("nemo") is engine("nemo")
+    assert engine("nemo") is engine("nemo")
     path.write_text('host_layer_seconds = "slow"\n')
     with pytest.raises(UserError, match="must be float"):
-        load_engine("mine")
+        engine("mine")
     path.write_text("host_layer = 1\n")
     with pytest.raises(UserError, match="host_layer"):
-        load_engine("mine")
+        engine("mine")
     for wrong in ("../mine", "", "nemo"):
         with pytest.raises(UserError):
             profile_path(wrong)
     with pytest.raises(UserError, match="unknown engine 'mina'"):
-        load_engine("mina")
+        engine("mina")

@@ -12,12 +12,12 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
 from ironlaw.plan.emit import TRAINERS, emit
-from ironlaw.plan.engine import engine
 from ironlaw.plan.experts import IMBALANCE
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.launches import expert_launches, usual_expert_launches
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.layout_space import EXPERT_WALL
+from ironlaw.plan.named import engine
 from ironlaw.plan.runs import read_runs
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting

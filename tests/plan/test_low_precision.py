@@ -5,11 +5,11 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.engine import engine
 from ironlaw.plan.ingredients import step_parts
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.low_precision import NARROW, held_by
+from ironlaw.plan.named import engine
 from ironlaw.plan.setting import setting
 from ironlaw.plan.sharded_memory import layer_activation_bytes, peak_memory
 

@@ -14,8 +14,8 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.engine import engines
 from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.named import engines
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import Wishes
 

@@ -7,10 +7,11 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.engine import Engine, engine_of_framework, engines
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.ingredients import step_parts
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.named import engine_of_framework, engines
 from ironlaw.plan.setting import setting
 from ironlaw.plan.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
 

@@ -19,12 +19,14 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.plan.calibrate import calibrate as fit
-    from ironlaw.plan.profiles import load_engine, profile_path, save_profile
+    from ironlaw.plan.named import engine as engine_named
+    from ironlaw.plan.named import profile_path
+    from ironlaw.plan.profiles import save_profile
     from ironlaw.plan.runs import read_runs
     from ironlaw.report.calibration_view import show_calibration
 
     profile_path(name)  # before anything is fitted
-    engine = load_engine(start) if start else None
+    engine = engine_named(start) if start else None
     read, rejected = read_runs(runs, engine)
     found = fit(read, name, engine)
     path = save_profile(name, found, str(runs))

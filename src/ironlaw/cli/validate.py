@@ -19,10 +19,10 @@ def validate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.errors import UserError
-    from ironlaw.plan.profiles import load_engine
+    from ironlaw.plan.named import engine as engine_named
     from ironlaw.plan.validate import validate as validate_runs
 
-    engine = load_engine(profile) if profile else None
+    engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
     if html is not None:
         from ironlaw.report.validation_html import write_validation

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ironlaw.plan.engine import engine
 from ironlaw.plan.intervals import factors
+from ironlaw.plan.named import engine
 
 
 def checked_runs() -> dict[str, dict[str, int]]:

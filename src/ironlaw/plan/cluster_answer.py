@@ -7,16 +7,16 @@ from typing import Any
 
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.plan.advice import first_change, plan_layout, scaling, search_layouts, terms, would_fit
+from ironlaw.plan.allocator import UNUSABLE_BYTES
 from ironlaw.plan.answer import Answer
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import budget
 from ironlaw.plan.checked import evidence
 from ironlaw.plan.cluster import bounded
-from ironlaw.plan.engine import engine as engine_named
-from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.layout_space import unit_of
+from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.savers import cluster_savers
 from ironlaw.plan.search import Candidate, Found
 from ironlaw.plan.setting import Setting, setting

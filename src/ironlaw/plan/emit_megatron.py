@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.engine import engine
 from ironlaw.plan.layout import Layout, ends_lighter
 from ironlaw.plan.low_precision import NARROW, held_by
+from ironlaw.plan.named import engine
 
 MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 

@@ -6,18 +6,11 @@ runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.low_precision import NARROW, Held, held_by
-
-_FOLDER = Path(__file__).parent / "engines"
 
 
 @dataclass(frozen=True)
@@ -117,47 +110,3 @@ class Engine:
         """The constants on one accelerator generation."""
         values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
         return replace(self, **values)
-
-
-@lru_cache(maxsize=1)
-def engines() -> dict[str, Engine]:
-    """All engines by name."""
-    return {path.stem: _load(path) for path in sorted(_FOLDER.glob("*.toml"))}
-
-
-def engine(name: str) -> Engine:
-    """A shipped engine, or one that `ironlaw calibrate` saved under this name."""
-    if name in engines():
-        return engines()[name]
-    from ironlaw.plan.profiles import load_engine  # it builds on this module
-
-    return load_engine(name)
-
-
-def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
-    """The engine behind a framework's name as people write it: the longest name that some engine lists.
-
-    What the name begins with counts before what a later word of it says: "NVIDIA NeMo", "ROCm (Megatron-LM)".
-    Megatron-LM is two engines: before and after fused attention.
-    """
-    typed = framework.strip().lower()
-    listed = [(name, e) for e in engines().values() for name in e.frameworks if e.attention in ("", attention)]
-    first = [pair for pair in listed if typed.startswith(pair[0])]
-    later = [pair for pair in listed if re.search(rf"(?<![a-z0-9]){re.escape(pair[0])}", typed)]
-    best = max(first or later, key=lambda pair: len(pair[0]), default=None)
-    if best is None:
-        raise UserError(f"no engine is known for framework '{framework}': {did_you_mean(typed, engines())}")
-    return best[1]
-
-
-def _load(path: Path) -> Engine:
-    data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    known = {f.name for f in fields(Engine)}
-    values: dict[str, Any] = {"name": path.stem}
-    for key, entry in data.items():
-        assert key in known, f"{path.name}: unknown key {key}"
-        values[key] = entry
-    for key in ("frameworks", "cp_kinds"):
-        if key in values:
-            values[key] = tuple(values[key])
-    return Engine(**values)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
+from ironlaw.plan.allocator import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.ingredients import step_parts
 from ironlaw.plan.jobs import RECOMPUTE, Array, jobs_of_columns
@@ -17,19 +18,6 @@ from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
 from ironlaw.plan.stages import stage_layers
 from ironlaw.plan.timeline import assemble
-
-UNUSABLE_BYTES = 1.0 * 2**30
-"""Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
-
-
-PRESSURE_SHARE = 0.9
-"""Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
-
-
-def under_pressure(seconds: Array, highest_bytes: Array, where: Setting) -> Array:
-    """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
-    nearly_full = highest_bytes > PRESSURE_SHARE * (where.memory_bytes - UNUSABLE_BYTES)
-    return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)
 
 
 @dataclass(frozen=True)

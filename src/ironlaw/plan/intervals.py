@@ -16,17 +16,12 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ironlaw.plan.engine import engines
-from ironlaw.plan.jobs import Array, jobs_of_columns
-from ironlaw.plan.runs import GENERIC, Run
+from ironlaw.plan.named import GENERIC, engines
 from ironlaw.plan.setting import matmul_is_assumed
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
@@ -99,17 +94,3 @@ def interval_factors(
     """The same for a plan of one engine on so many accelerators of one generation."""
     where = distance(quantity, engine, generation, accelerators, parameters, experts)
     return spread_factors(factors()[quantity], where)
-
-
-def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
-    """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
-    parameters = jobs_of_columns([run.columns for run in runs]).parameters
-    pairs = [
-        interval_factors(
-            quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
-            run.columns.get("experts", 0.0) > 0,
-        )
-        for run, size in zip(runs, parameters, strict=True)
-    ]  # fmt: skip
-    bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
-    return planned * bounds[:, 0], planned * bounds[:, 1]

@@ -16,9 +16,9 @@ from ironlaw.plan.cluster import DEFAULT_ENGINE
 from ironlaw.plan.cluster_answer import answer_on_cluster
 from ironlaw.plan.described_node import described_node, resized
 from ironlaw.plan.emit import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
-from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.experts import IMBALANCE
 from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.update_cost import update_cost
 from ironlaw.plan.work import Assumption, settle

@@ -1,68 +1,18 @@
-"""Engines by name: those shipped, and the user's own, which `ironlaw calibrate` saves.
+"""Calibrated engines as readable files, which `named.py` finds by their names.
 
 save_profile("my-cluster", calibration, "my_runs.csv")     # ~/.cache/ironlaw/engines/my-cluster.toml
-engine = load_engine("my-cluster")                         # what plan and validate call for --profile
 """
 
 from __future__ import annotations
 
 import json
-import re
-import tomllib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from ironlaw.errors import UserError, did_you_mean
-from ironlaw.machine.host import cache_folder
 from ironlaw.plan.calibrate import Calibration
-from ironlaw.plan.engine import Engine, engines
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.engine_words import MEANING
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def profile_folder() -> Path:
-    return cache_folder() / "engines"
-
-
-def profile_path(name: str) -> Path:
-    """Where a profile is kept; a UserError for what cannot be a file's name or is a shipped engine's."""
-    if not _NAME.fullmatch(name):
-        raise UserError(f"'{name}' cannot name a profile: use letters, digits, '.', '_' and '-'")
-    if name in engines():
-        raise UserError(f"'{name}' is an engine that comes with Ironlaw: choose another name")
-    return profile_folder() / f"{name}.toml"
-
-
-def own_profiles() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(profile_folder().glob("*.toml"))}
-
-
-def load_engine(name: str) -> Engine:
-    """A profile of the user's, else a shipped engine."""
-    own = own_profiles()
-    if name in own:
-        return _read(name, own[name])
-    if name not in engines():
-        raise UserError(f"unknown engine '{name}': {did_you_mean(name, [*own, *engines()])}")
-    return engines()[name]
-
-
-def _read(name: str, path: Path) -> Engine:
-    try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    kinds = {field.name: type(getattr(Engine(""), field.name)) for field in fields(Engine)}
-    for key, value in data.items():
-        if key not in kinds:
-            raise UserError(f"{path}: unknown key '{key}': {did_you_mean(key, kinds)}")
-        wanted = (int, float) if kinds[key] is float else (list, tuple) if kinds[key] is tuple else kinds[key]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[key] is not bool):
-            raise UserError(f"{path}: {key} must be {kinds[key].__name__}, not {value!r}")
-    tuples = {key: tuple(value) for key, value in data.items() if kinds[key] is tuple}
-    return Engine(**({"name": name} | data | tuples | {"frameworks": ()}))
+from ironlaw.plan.named import profile_path
 
 
 def save_profile(name: str, found: Calibration, runs: str) -> Path:

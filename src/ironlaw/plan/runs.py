@@ -18,11 +18,12 @@ from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan import row_words as words
 from ironlaw.plan.described_node import described_node, resized
-from ironlaw.plan.engine import Engine, engine_of_framework
-from ironlaw.plan.engine import engine as engine_named
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.jobs import RECOMPUTE, jobs_of_columns
 from ironlaw.plan.known_experts import known_experts
 from ironlaw.plan.launches import usual_expert_launches
+from ironlaw.plan.named import GENERIC, engine_of_framework
+from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.row_accelerator import accelerator_of
 from ironlaw.plan.row_words import Row
 
@@ -35,7 +36,6 @@ UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
 SUBSTITUTE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "mxfp8": "fp8"}
 """Format at whose rate another one is planned on hardware that has a peak for one of them only."""
 
-GENERIC = "generic"
 """The engine of software that no measured runs are known of."""
 
 HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have

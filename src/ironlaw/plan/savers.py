@@ -28,9 +28,9 @@ from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster import plan_jobs
-from ironlaw.plan.engine import engine as engine_named
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.on_ranks import RanksPlan, plan_ranks
 from ironlaw.plan.setting import setting
 from ironlaw.plan.traffic import compressed_elements

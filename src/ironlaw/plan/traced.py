@@ -18,10 +18,10 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.plan.engine import engine_of_framework
+from ironlaw.plan.allocator import UNUSABLE_BYTES
 from ironlaw.plan.estimate import MEMORY_INTERVAL
-from ironlaw.plan.evaluate import UNUSABLE_BYTES
 from ironlaw.plan.memory import Peak, walk
+from ironlaw.plan.named import engine_of_framework
 from ironlaw.plan.record import time_interval
 from ironlaw.plan.setting import hardware_of
 from ironlaw.plan.timing import MeasuredMachine

@@ -20,7 +20,7 @@ import numpy as np
 
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.evaluate import Prediction, evaluate, plannable, settled
-from ironlaw.plan.intervals import interval
+from ironlaw.plan.intervals import interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of_columns
 from ironlaw.plan.runs import Run, read_runs
 
@@ -232,3 +232,17 @@ def _feasibility(record: Record, index: list[int]) -> dict[str, int]:
         "failed_said_to_fit": int(sum(fits[i] for i in failed)),
         "failed_denied": int(sum(not fits[i] for i in failed)),
     }
+
+
+def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
+    """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
+    parameters = jobs_of_columns([run.columns for run in runs]).parameters
+    pairs = [
+        interval_factors(
+            quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
+            run.columns.get("experts", 0.0) > 0,
+        )
+        for run, size in zip(runs, parameters, strict=True)
+    ]  # fmt: skip
+    bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
+    return planned * bounds[:, 0], planned * bounds[:, 1]
