@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload import latent
 from ironlaw.workload.blocks import (
     FP32,
     INDEX,
@@ -137,19 +138,32 @@ def attention_half_backward(shape: Shape) -> list[Operation]:
     operations = [cast_gradient(shape)] if shape.casts else []
     operations += joining(shape, Phase.BACKWARD)
     operations += attention_branch_backward(shape, branch_gradient(shape))
-    return operations + norm_backward(shape, "attention_norm", "block", shape.model.layers, reader="qkv", residual=True)
+    reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
+    return operations + norm_backward(
+        shape, "attention_norm", "block", shape.model.layers, reader=reader, residual=True
+    )
 
 
 def attention_branch_backward(shape: Shape, consumes: int) -> list[Operation]:
     """`attention_branch` in reverse; `consumes` as in `feed_forward_backward`."""
+    model, layers = shape.model, shape.model.layers
+    mixed = shape.tokens * model.mixed_size * shape.matmul_bytes
+    operations = linear_backward(
+        shape, "attention_out", "block", layers, model.mixed_size, model.hidden,
+        frees=mixed if shape.pads_values else 0, bias=model.has_out_bias, consumes=consumes,
+    )  # fmt: skip
+    if model.latent is not None:
+        operations += [*latent.unpadded_backward(shape), attention(shape, Phase.BACKWARD)]
+        return operations + latent.projections_backward(shape)
+    return [*operations, attention(shape, Phase.BACKWARD), *projections_backward(shape)]
+
+
+def projections_backward(shape: Shape) -> list[Operation]:
+    """`projections` in reverse."""
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     normed = tokens * model.hidden * w
-    operations = linear_backward(
-        shape, "attention_out", "block", layers, model.query_size, model.hidden,
-        frees=0, bias=model.has_out_bias, consumes=consumes,
-    )  # fmt: skip
-    operations.append(attention(shape, Phase.BACKWARD))
+    operations = []
     # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
     gathered = tokens * qkv * w
     if model.positions == "rope":
