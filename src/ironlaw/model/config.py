@@ -61,10 +61,11 @@ class ModelConfig(Switches):
                 f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}: "
                 f"use kv_heads = {_nearest_divisor(self.heads, self.key_value_heads)}"
             )
-        if self.positions == "rope" and (self.size_of_rotary % 2 or self.size_of_rotary > self.size_of_head):
-            raise ValueError(
-                f"rotary positions need an even part of a head of {self.size_of_head}, not {self.size_of_rotary}"
-            )
+        if self.positions == "rope" and self.size_of_rotary % 2:
+            part = "rotary_size" if self.rotary_size else "head size"
+            raise ValueError(f"rotary positions need an even {part}, this one is {self.size_of_rotary}")
+        if self.size_of_rotary > self.size_of_head:
+            raise ValueError(f"rotary_size = {self.rotary_size} is more than the head size {self.size_of_head}")
         if self.qk_norm_whole and not self.qk_norm:
             raise ValueError("qk_norm_whole needs qk_norm = true")
         if self.dropout and (self.norm_place != "pre" or self.parallel_norms):
