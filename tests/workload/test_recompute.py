@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import MOE, highest_allocated
+from workload_cases import LATENT, MOE, highest_allocated
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
@@ -41,6 +41,7 @@ EXPERTS = {name: LLAMA | {"moe": table} for name, table in MOE.items()} | {
     "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
     "experts and dropout": LLAMA | {"dropout": 0.1, "moe": MOE["qwen2-moe"] | {"capacity_factor": 1.1}},
 }
+EXPERTS |= {name: LLAMA | LATENT[name] for name in ("latent", "latent with whole queries", "latent with experts")}
 MODELS |= EXPERTS
 KEEP: dict[str, Any] = {
     "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),

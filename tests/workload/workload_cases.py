@@ -25,6 +25,18 @@ MOE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_SIZES = {"key_value_rank": 20, "plain_size": 12, "rotary_size": 4, "value_size": 10}
+LATENT: dict[str, dict[str, Any]] = {
+    "latent": {"kv_heads": None, "latent": _SIZES | {"query_rank": 28}},
+    "latent with whole queries": {"kv_heads": None, "latent": _SIZES},
+    "latent with equal sizes": {"kv_heads": None, "latent": _SIZES | {"value_size": 16}},
+    "latent with experts": {
+        "kv_heads": None, "latent": _SIZES | {"query_rank": 28},
+        "moe": MOE["deepseek"] | {"groups": 4, "groups_per_token": 2},
+    },
+}  # fmt: skip
+
+
 def highest_allocated(once: Callable[[], None]) -> int:
     """Bytes that `once` holds at its highest moment by the profiler's record, beside what was there before."""
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload import latent
 from ironlaw.workload.blocks import (
     FP32,
     INDEX,
@@ -123,16 +124,30 @@ def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) ->
 
 def attention_half_backward(shape: Shape) -> list[Operation]:
     """`attention_half` in reverse."""
-    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
-    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
-    normed = tokens * model.hidden * w
+    model, layers = shape.model, shape.model.layers
+    mixed = shape.tokens * model.mixed_size * shape.matmul_bytes
     operations = [cast_gradient(shape)] if shape.casts else []
     operations += dropout(shape, Phase.BACKWARD)
     operations += linear_backward(
-        shape, "attention_out", "block", layers, model.query_size, model.hidden,
-        frees=0, bias=model.bias, consumes=branch_gradient(shape),
+        shape, "attention_out", "block", layers, model.mixed_size, model.hidden,
+        frees=mixed if shape.pads_values else 0, bias=model.bias, consumes=branch_gradient(shape),
     )  # fmt: skip
-    operations.append(attention(shape, Phase.BACKWARD))
+    if model.latent is not None:
+        operations += [*latent.unpadded_backward(shape), attention(shape, Phase.BACKWARD)]
+        operations += latent.projections_backward(shape)
+        reader = latent.first_reader(model)
+    else:
+        operations += [attention(shape, Phase.BACKWARD), *projections_backward(shape)]
+        reader = "qkv"
+    return operations + norm_backward(shape, "attention_norm", "block", layers, reader=reader, residual=True)
+
+
+def projections_backward(shape: Shape) -> list[Operation]:
+    """`projections` in reverse."""
+    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
+    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    normed = tokens * model.hidden * w
+    operations = []
     # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
     gathered = tokens * qkv * w
     if model.positions == "rope":
@@ -157,7 +172,6 @@ def attention_half_backward(shape: Shape) -> list[Operation]:
     operations += linear_backward(
         shape, "qkv", "block", layers, model.hidden, qkv, frees=normed, bias=model.has_qkv_bias
     )
-    operations += norm_backward(shape, "attention_norm", "block", layers, reader="qkv", residual=True)
     return operations
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload import latent
 from ironlaw.workload.blocks import (
     FP32,
     INDEX,
@@ -67,11 +68,31 @@ def block(shape: Shape) -> list[Operation]:
 def attention_half(shape: Shape) -> list[Operation]:
     """Norm, attention and its residual addition."""
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
-    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
-    operations = norm(shape, "attention_norm", "block", layers, reader="qkv")
+    if model.latent is not None:
+        operations = norm(shape, "attention_norm", "block", layers, reader=latent.first_reader(model))
+        operations += [*latent.projections(shape), attention(shape, Phase.FORWARD), *latent.unpadded(shape)]
+    else:
+        operations = norm(shape, "attention_norm", "block", layers, reader="qkv")
+        operations += [*projections(shape), attention(shape, Phase.FORWARD)]
     operations += linear(
-        shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias
+        shape, "attention_out", "block", layers, model.mixed_size, model.hidden, keep=False, bias=model.bias
     )
+    if shape.composes_attention:  # the module's variables die when it returns
+        qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
+        dying = shape.rotated_bytes + (0 if shape.keeps_qkv else qkv)
+        if model.latent is not None:
+            dying = latent.dying_after_attention(shape)
+        operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
+    operations += dropout(shape, Phase.FORWARD)
+    operations.append(residual(shape, layers))
+    return operations
+
+
+def projections(shape: Shape) -> list[Operation]:
+    """From the normed residual stream to queries, keys and values with their positions."""
+    model, tokens, layers = shape.model, shape.tokens, shape.model.layers
+    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    operations = linear(shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias)
     if model.qk_norm:
         operations.append(
             replace(
@@ -89,15 +110,6 @@ def attention_half(shape: Shape) -> list[Operation]:
                 shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_saved_bytes(shape), temporary=rotated
             )
         )  # fmt: skip
-    operations.append(attention(shape, Phase.FORWARD))
-    operations += linear(
-        shape, "attention_out", "block", layers, model.query_size, model.hidden, keep=False, bias=model.bias
-    )
-    if shape.composes_attention:  # the module's variables die when it returns
-        dying = shape.rotated_bytes + (0 if shape.keeps_qkv else tokens * qkv * w)
-        operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
-    operations += dropout(shape, Phase.FORWARD)
-    operations.append(residual(shape, layers))
     return operations
 
 

@@ -20,6 +20,7 @@ from ironlaw.units import parse_bytes
 from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.forward import block, embedding, head
+from ironlaw.workload.latent import WIDE
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import layer_groups, moe_block, moe_block_backward
 from ironlaw.workload.operations import Operation
@@ -96,6 +97,8 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
         "ffn_gate": model.ffn_size,
         "ffn_up": model.ffn_size,
     }
+    if model.latent is not None:
+        widths["qkv"] = model.query_size + model.latent.up_size(model.heads)
     kept = effective(shape, policy)
     total = sum(shape.tokens * widths[name] * w for name in kept if name != "attention")
     return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
@@ -111,7 +114,8 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
     for op in _until_all_is_there(shape, kind):
         name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
         op = replace(op, name=name, phase=Phase.BACKWARD)
-        if big and op.name.removesuffix(AGAIN) in kept:
+        result_of = op.name.removesuffix(AGAIN)
+        if big and ("qkv" if result_of in WIDE else result_of) in kept:
             # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
             op = replace(
                 op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
@@ -150,7 +154,8 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
     """
     if not shape.casts:
         return 0
-    names = {"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down"}
+    names = {"qkv", "query_down", "query_up", "latent_down", "latent_up"}
+    names |= {"attention_out", "ffn_gate", "ffn_up", "ffn_down"}
     names |= {"shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "shared_gate"}
     products = [op.matmul for op in forward_of(shape, kind) if op.name in names and op.matmul is not None]
     return sum(n * k * shape.matmul_bytes for _, n, k in products)
