@@ -43,7 +43,10 @@ EXPERTS = {name: LLAMA | {"moe": table} for name, table in MOE.items()} | {
 }
 EXPERTS |= {name: LLAMA | LATENT[name] for name in ("latent", "latent with whole queries", "latent with experts")}
 MODELS |= EXPERTS
-MODELS |= {name: GPT | {"ffn": 112} | FAMILIES[name] for name in ("opt", "gpt-neox", "falcon", "olmo2", "glm4")}
+MODELS |= {
+    name: GPT | {"ffn": 112} | FAMILIES[name]
+    for name in ("opt", "gpt-neox", "falcon", "olmo2", "glm4", "gemma2", "smollm3")
+}
 KEEP: dict[str, Any] = {
     "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),
     "all": "all",

@@ -72,7 +72,8 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     }  # fmt: skip
     if model.moe is not None:
         document["moe"] = _few_experts(model.moe, layout)
-    for key in ("sliding_window", "rope_scaling"):
+    windows = ("sliding_window", "full_every", "full_first", "rope_theta_local")
+    for key in (*windows, "rope_scaling", "rotary_size"):
         document.pop(key, None)
     # The fewest that fill the pipeline; a V needs twice as many.
     micro_batches = 2 if layout.pp == 1 else layout.pp * (2 if layout.schedule in V_SHAPED else 1)
