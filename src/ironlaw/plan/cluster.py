@@ -201,7 +201,7 @@ def _products(jobs: Jobs, where: Setting) -> list[dict[str, Any]]:
     for name, product in block_products(jobs, where.engine).items():
         n, k, m, times, share = (float(column[0]) for column in product)
         if share > 0:
-            forward, backward = (float(seconds[0]) for seconds in product_seconds(jobs, where, product))
+            forward, backward = (float(seconds[0]) for seconds in product_seconds(jobs, where, product, name))
             found.append({
                 "name": name, "m": m, "n": n, "k": k, "times": times, "share_of_layers": share,
                 "flops": 2 * m * n * k * times, "forward_seconds": forward, "backward_seconds": backward,

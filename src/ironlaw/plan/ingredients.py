@@ -114,19 +114,23 @@ def block_products(jobs: Jobs, engine: Engine) -> dict[str, Product]:
     return with_experts(jobs, products) if jobs.has_experts else products
 
 
-def product_seconds(jobs: Jobs, setting: Setting, product: Product) -> tuple[Array, Array]:
-    """Seconds of one linear layer alone: forward; gradients of its input and of its weights together."""
+def product_seconds(jobs: Jobs, setting: Setting, product: Product, name: str = "") -> tuple[Array, Array]:
+    """Seconds of one linear layer alone: forward; gradients of its input and of its weights together.
+
+    The router chooses in 16 bits or more whatever the precision of the rest.
+    """
+    precision = setting.wide_precision if name == "router" else setting.precision
     outputs, inputs, rows, batch, _ = product
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
-    forward, of_input, of_weight = (_matmul(m, n, k, batch, setting, setting.precision) for m, n, k in shapes)
+    forward, of_input, of_weight = (_matmul(m, n, k, batch, setting, precision) for m, n, k in shapes)
     return forward, of_input + of_weight
 
 
 def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
     """Seconds of a block's linear layers, the mean over all blocks: forward, backward."""
     forward, backward = np.zeros(len(jobs)), np.zeros(len(jobs))
-    for product in block_products(jobs, setting.engine).values():
-        there, back = product_seconds(jobs, setting, product)
+    for name, product in block_products(jobs, setting.engine).items():
+        there, back = product_seconds(jobs, setting, product, name)
         forward += there * product[-1]
         backward += back * product[-1]
     return forward, backward
@@ -202,7 +206,7 @@ def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array
     # Rotary kernels, or copies of queries, keys and values into the layout that batched matmuls want.
     heads = 2 * (jobs.query_size + np.where(jobs.biased > 0, 2.0, 1.0) * jobs.key_value_size)
     activation = jobs.visited_ffn * np.where(jobs.gated > 0, 3.0, 2.0)
-    permuted = permutation_elements(jobs) if jobs.has_experts else 0.0
+    permuted = permutation_elements(jobs, setting.engine.rows_sent) if jobs.has_experts else 0.0
     if jobs.has_latent:  # read and written, and in the backward pass one more
         permuted = permuted + 2.5 * latent.norm_elements(jobs, setting.engine)
     moved = (

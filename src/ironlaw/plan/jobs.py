@@ -30,8 +30,8 @@ CP_KINDS = {"ring": 1, "all_gather": 2, "all_to_all": 3}
 DEFAULTS = {
     "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
-    "launches": 0.0, "cp_kind": 0.0, "latent_rank": 0.0, "query_rank": 0.0, "rotary_size": 0.0, "value_size": 0.0,
-    "latent_launches": 0.0,
+    "launches": 0.0, "cp_kind": 0.0, "imbalance": 0.0, "expert_groups": 1.0, "groups_per_token": 1.0,
+    "latent_rank": 0.0, "query_rank": 0.0, "rotary_size": 0.0, "value_size": 0.0, "latent_launches": 0.0,
 }  # fmt: skip
 """Columns that a row of measured runs need not have."""
 
@@ -81,6 +81,9 @@ class Jobs:
     expert_layers: Array  # layers with experts
     capacity: Array  # rows of an expert at most, over the mean; 0: dropless
     launches: Array  # kernels of a block with experts over those of a dense one, less 1
+    imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
+    expert_groups: Array  # equal parts of a layer's experts, ...
+    groups_per_token: Array  # ... of which a token's experts come from so many at most
 
     # latent attention (`latent.py`): all 0 where keys and values are projected as usual
     latent_rank: Array
@@ -368,5 +371,7 @@ def expert_columns(model: ModelConfig) -> dict[str, float]:
     return {
         "experts": moe.experts if moe else 0, "experts_per_token": moe.experts_per_token if moe else 0,
         "expert_ffn": model.expert_ffn_size, "shared_ffn": model.shared_ffn_size, "expert_layers": model.moe_layers,
-        "capacity": (moe.capacity_factor or 0) if moe else 0, "launches": expert_launches(model),
+        "capacity": (moe.capacity_factor or 0) if moe else 0, "launches": expert_launches(model), "imbalance": 0,
+        "expert_groups": moe.groups if moe else 1,
+        "groups_per_token": (moe.groups_per_token or moe.groups) if moe else 1,
     }  # fmt: skip

@@ -39,6 +39,8 @@ def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | No
     columns = {key: float(entry[key]) for key in ("experts", "experts_per_token", "expert_ffn")}
     columns["shared_ffn"] = float(entry.get("shared_ffn", 0))
     columns["expert_layers"] = max((layers - first) // float(entry.get("every", 1)), 1.0)
+    columns |= {"expert_groups": float(entry.get("groups", 1))}
+    columns["groups_per_token"] = float(entry.get("groups_per_token", columns["expert_groups"]))
     dense = float(entry["dense_ffn"]) if "dense_ffn" in entry else None
     head = float(entry["head_size"]) if "head_size" in entry else None
     return KnownExperts(name, columns, dense, head, _latent(*entry["latent"]) if "latent" in entry else {})

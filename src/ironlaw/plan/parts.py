@@ -47,6 +47,19 @@ def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
     return [rank + pp * chunk for chunk in range(virtual)]
 
 
+def rank_of_last(schedule: str, pp: int) -> int:
+    """The pipeline rank of the last stage, which has the output layer and the loss."""
+    return 0 if schedule in V_SHAPED else pp - 1
+
+
+def expert_holders(dp: int, cp: int, ep: int) -> int:
+    """Ranks that hold the same experts: they reduce gradients of these together and share what ZeRO shards of them.
+
+    Ranks of an expert parallel group are taken from dp x cp; each tensor parallel rank has its part of every expert.
+    """
+    return dp * cp // ep
+
+
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
     """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding."""
     stages = layout.pp * layout.virtual_stages

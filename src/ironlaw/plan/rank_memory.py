@@ -21,6 +21,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.parts import (
     EXPERTS,
     bucket_bytes,
+    expert_holders,
     layers_of,
     of_experts,
     of_site,
@@ -108,7 +109,7 @@ class _Rank:
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         chunked = bool(shape.loss_chunk)
-        self.holders = layout.dp * layout.cp // layout.ep if layout.zero else 1  # ranks that share the same experts
+        self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         self.units = {s: units_of(config.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()

@@ -71,7 +71,9 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     inner = width * np.where(jobs.gated > 0, 2.0 + eager, 1.0 + eager) + held.input_bytes
     ffn = tokens * jobs.ffn / tp * inner
     if jobs.has_experts:
-        ffn = ffn + expert_activation_bytes(jobs, inner, held.input_bytes, width)
+        ffn = ffn + expert_activation_bytes(
+            jobs, inner, held.input_bytes, width if engine.keeps_expert_outputs else 0.0
+        )
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
     everything = 2 * residual + 2 * normed + attention + core + ffn + masks
     slack = engine.activation_slack

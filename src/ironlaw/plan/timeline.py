@@ -118,7 +118,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     passes = 2 + jobs.recomputed_share
     tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
-    ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * slow_ep  # rows go out and come back
+    exchange = 2 * passes * parts.ep_layer * slow_ep  # rows go out and come back
+    beside = np.where(parts.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
+    ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = kinds(jobs, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
     repeated = np.where(selective & (share == 0), 1.0, jobs.recomputed_share)

@@ -21,7 +21,6 @@ from torch.distributed.pipelining.schedules import (
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.layout import V_SHAPED
 from ironlaw.plan.parts import layers_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.waiting import within
@@ -34,10 +33,6 @@ def _kind(schedule: str, virtual: int) -> Any:
         "gpipe": ScheduleGPipe, "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
         "dualpipe": ScheduleDualPipeV,
     }[schedule]  # fmt: skip
-
-
-def rank_of_last(schedule: str, pp: int) -> int:
-    return 0 if schedule in V_SHAPED else pp - 1
 
 
 def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
