@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import LATENT, MOE
+from workload_cases import FAMILIES, LATENT, MOE
 
 from ironlaw.catalog.models import model_names
 from ironlaw.config import build_config
@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = (
     | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
     | {name: LLAMA | table for name, table in LATENT.items()}
 )
+CASES |= {name: GPT | family for name, family in FAMILIES.items()}
 
 
 def counted(config: ModelConfig, batch: int, sequence: int) -> tuple[int, int]:

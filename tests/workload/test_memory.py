@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from workload_cases import LATENT, MOE, highest_allocated
+from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = (
     | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
     | {name: LLAMA | table for name, table in LATENT.items()}
 )
+CASES |= {name: GPT | {"ffn": 112} | family for name, family in FAMILIES.items()}
 BATCH, SEQUENCE = 4, 48
 LOSS_SCALARS = 16  # bytes: the total weight that the loss keeps, and the loss itself
 

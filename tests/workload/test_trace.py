@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from workload_cases import FAMILIES as SWITCHED
 from workload_cases import LATENT
 
 from ironlaw.ledger import Kind, Phase
@@ -52,6 +53,7 @@ FAMILIES = {
     "qwen3-dropout": LLAMA | {"dropout": 0.1, "qk_norm": True},
 } | {name: LLAMA | table for name, table in LATENT.items()}
 FAMILIES["latent-dropout"] = LLAMA | LATENT["latent"] | {"dropout": 0.1}
+FAMILIES |= SWITCHED
 DROPPED = tuple(name for name in FAMILIES if "dropout" in name)
 SCALARS = 8  # bytes: the analytic list leaves out the loss and the sum of its weights
 

@@ -68,7 +68,9 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Par
     found = []
     for parameter in model_parameters(model):
         part, _, rest = parameter.name.partition(".")
-        here = {"embedding": first, "positions": first, "final_norm": last, "head": last}
+        here = {
+            "embedding": first, "positions": first, "embedding_norm": first, "final_norm": last, "head": last
+        }  # fmt: skip
         if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
             found += _divided(parameter, model, layout)
     if last and not first and model.tied:
@@ -100,7 +102,7 @@ def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
     if (
         ".qkv." in name
         or name.endswith((".up.weight", ".gate.weight", ".up.bias", ".gate.bias"))
-        or name in ("embedding.weight", "head.weight")
+        or name in ("embedding.weight", "head.weight", "head.bias")
     ):
         return (-(-shape[0] // tp), *shape[1:])
     if name.endswith(("attention.out.weight", ".down.weight")):

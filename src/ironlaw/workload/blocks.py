@@ -77,6 +77,11 @@ class Shape:
         return not self.composes_attention or (self.model.qk_norm and not self.casts)
 
     @property
+    def keeps_stream(self) -> bool:
+        """Whether the residual stream waits for the backward pass: not where only a cast of it is read."""
+        return not (self.casts and self.model.norm_place == "post")
+
+    @property
     def pads_values(self) -> bool:
         """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
         narrower = self.model.size_of_value < self.model.size_of_head
