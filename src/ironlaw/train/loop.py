@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
+from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
-from ironlaw.data.prepare import Dataset
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
