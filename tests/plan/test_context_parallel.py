@@ -11,7 +11,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
 from ironlaw.plan.jobs import CP_KINDS, jobs_of
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.layout_space import layout_of, layouts
+from ironlaw.plan.layout_space import layout_of, layout_table
 from ironlaw.plan.named import engine, engines
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
@@ -119,9 +119,11 @@ def test_the_engine_decides_where_nobody_does_and_the_plan_says_which():
 
 
 def test_the_search_tries_the_kinds_that_the_engine_has():
-    rows = {layout_of(row).cp_kind for row in layouts(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("nemo").cp_kinds)}
+    rows = {layout_of(row).cp_kind for row in layout_table(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("nemo").cp_kinds)}
     assert rows == {None, "ring", "all_gather", "all_to_all"}
-    rows = {layout_of(row).cp_kind for row in layouts(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("torchtitan").cp_kinds)}
+    rows = {
+        layout_of(row).cp_kind for row in layout_table(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("torchtitan").cp_kinds)
+    }
     assert rows == {None, "ring", "all_gather"}
     found = search(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4, keep=5)
     assert found.best and all(c.layout.cp_kind for c in found.best)

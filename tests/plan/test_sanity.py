@@ -11,7 +11,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_jobs
 from ironlaw.plan.jobs import jobs_of_table
-from ironlaw.plan.layout_space import COLUMNS, layouts, savings
+from ironlaw.plan.layout_space import COLUMNS, layout_table, savings
 from ironlaw.plan.named import engine
 from ironlaw.plan.search import hiding, search
 from ironlaw.plan.setting import setting
@@ -40,7 +40,7 @@ def test_no_plan_is_absurd(case):
     name, on, software, precision, sequence, batch = case
     model, cluster = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)}), parse_cluster(on)
     where = setting(cluster, engine(software), precision)
-    rows = list(layouts(model, cluster.count, sequence, batch, {}, cp_kinds=where.engine.cp_kinds))
+    rows = list(layout_table(model, cluster.count, sequence, batch, {}, cp_kinds=where.engine.cp_kinds))
     table = np.array(random.Random(0).sample(rows, min(600, len(rows))), dtype=float)
 
     def planned(table, where):

@@ -3,16 +3,19 @@
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.layout_space import NO_SAVING, layout_of, layouts, savings
+from ironlaw.plan.cluster import least_seconds, plan_cluster, plan_jobs
+from ironlaw.plan.jobs import jobs_of_table
+from ironlaw.plan.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
 from ironlaw.plan.named import engine
-from ironlaw.plan.search import search
+from ironlaw.plan.search import hiding, search
+from ironlaw.plan.setting import setting
 
 TINY = ModelConfig.named("gpt2").model_copy(update={"layers": 6})
 EIGHT = parse_cluster("4xa100-sxm-80gb")
@@ -21,7 +24,7 @@ EIGHT = parse_cluster("4xa100-sxm-80gb")
 def brute_force(cluster, offload=False):
     """Every layout of the space, one at a time: (seconds, layout) of those that fit, fastest first; how many."""
     fitting, count = [], 0
-    for row in layouts(TINY, 4, 1024, 4, {}, cp_kinds=engine("megatron-core").cp_kinds):
+    for row in layout_table(TINY, 4, 1024, 4, {}, cp_kinds=engine("megatron-core").cp_kinds):
         for variant in (NO_SAVING, *savings(TINY, offload=offload)):
             layout = layout_of((*row[:-3], *variant))
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
@@ -74,3 +77,42 @@ def test_gpt3_on_4096_accelerators_takes_seconds():
     assert time.process_time() - start < 10
     assert found.planned > 10_000 and found.best[0].step_seconds <= found.best[-1].step_seconds
     assert found.best[-1].why_slower
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "sequence", "batch"),
+    [
+        ("gpt2", "4xa100-sxm-80gb", 1024, 16),
+        ("llama3-8b", "16xh100-sxm-80gb", 8192, 64),
+        ("mixtral-8x7b", "8xh100-sxm-80gb", 4096, 64),  # nothing fits that saves nothing
+        ("mixtral-8x7b", "64xb200-sxm", 4096, 256),
+        ("llama3-70b", "8xh100-sxm-80gb", 4096, 8),  # nothing fits that does not offload
+        ("llama3-405b", "8xh100-sxm-80gb", 8192, 8),  # nothing fits
+    ],
+)
+def test_the_fastest_alone_is_the_fastest_of_all(name, on, sequence, batch):
+    model, cluster = ModelConfig.named(name), parse_cluster(on)
+    words = {"sequence": sequence, "global_batch": batch, "hybrid": False}
+    every, alone = (search(model, cluster, **words, keep=1, fastest_alone=f) for f in (False, True))
+    assert [c.step_seconds for c in alone.best] == [c.step_seconds for c in every.best]
+    assert alone.planned < every.planned / 2 or cluster.count == 8 or name == "gpt2"
+
+
+def test_no_layout_is_faster_than_its_bound():
+    """What `fastest_alone` leaves unplanned is bounded from below, whatever saves memory."""
+    rng = np.random.default_rng(0)
+    for name, on, software in (
+        ("mixtral-8x7b", "64xh100-sxm-80gb", "nemo"),
+        ("llama3-8b", "32xb200-sxm", "torchtitan"),
+    ):
+        model, cluster = ModelConfig.named(name), parse_cluster(on)
+        where = setting(cluster, engine(software), "bf16")
+        table = layout_table(model, cluster.count, 8192, 256, {}, cp_kinds=where.engine.cp_kinds)
+        table = table[rng.choice(len(table), 2000, replace=False)]
+        for saving in ((0, 1, 0), *savings(model, offload=False), *savings(model, offload=True)):
+            rows = table.astype(float)
+            rows[:, -3:] = saving
+            columns = {column: rows[:, i] for i, column in enumerate(COLUMNS)}
+            jobs = jobs_of_table(model, columns, sequence=8192, global_batch=256)
+            least = least_seconds(jobs, where) * (1 - hiding(rows))
+            assert (least <= plan_jobs(jobs, where).step_seconds).all(), saving

@@ -105,12 +105,12 @@ def plan_layout(ask: Ask, layout: Layout) -> Ledger:
     )  # fmt: skip
 
 
-def search_layouts(ask: Ask, *, keep: int, hybrid: bool = True) -> Found:
+def search_layouts(ask: Ask, *, keep: int, hybrid: bool = True, fastest_alone: bool = False) -> Found:
     """All layouts of what was asked, ranked; with hybrid sharding unless told otherwise."""
     return search(
         ask.model, ask.cluster, sequence=ask.work.sequence, global_batch=ask.work.global_batch,
         precision=ask.precision, engine=ask.engine, optimizer=ask.optimizer, keep=keep, excluded=ask.excluded,
-        hybrid=hybrid,
+        hybrid=hybrid, fastest_alone=fastest_alone,
     )  # fmt: skip
 
 
@@ -139,7 +139,8 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
 def _best(ask: Ask, count: int) -> float | None:
     """Step seconds of the best layout on that many accelerators; None where none fits or can be formed."""
     try:
-        found = search_layouts(replace(ask, cluster=replace(ask.cluster, count=count)), keep=1, hybrid=False)
+        other = replace(ask, cluster=replace(ask.cluster, count=count))
+        found = search_layouts(other, keep=1, hybrid=False, fastest_alone=True)
     except UserError:
         return None
     return found.best[0].step_seconds if found.best else None
@@ -174,7 +175,7 @@ def _with_more_memory(ask: Ask) -> str | None:
     for _, other in sorted(larger, key=lambda pair: (pair[0], pair[1].name)):
         swapped = Cluster(other, ask.cluster.count, node(other.default_node))
         try:
-            if search_layouts(replace(ask, cluster=swapped), keep=1).best:
+            if search_layouts(replace(ask, cluster=swapped), keep=1, fastest_alone=True).best:
                 return other.name
         except UserError:
             continue

@@ -24,7 +24,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.allocator import UNUSABLE_BYTES, under_pressure
 from ironlaw.plan.context_parallel import SAYS, default_kind
 from ironlaw.plan.engine import Engine
-from ironlaw.plan.ingredients import Parts, block_products, product_seconds, step_parts
+from ironlaw.plan.ingredients import Parts, block_parts, block_products, product_seconds, step_parts
 from ironlaw.plan.intervals import distance, interval_factors
 from ironlaw.plan.jobs import Array, Jobs, jobs_of
 from ironlaw.plan.layout import Layout, budget_bytes
@@ -67,6 +67,15 @@ def plan_jobs(jobs: Jobs, where: Setting) -> Outcome:
     offloaded = host_bytes(jobs, where.engine, layers) if (jobs.offload > 0).any() else np.zeros(len(jobs))
     host = where.host.memory_bytes if where.host else 0.0
     return Outcome(seconds, peak, times, parts, where.memory_bytes - UNUSABLE_BYTES, offloaded, host)
+
+
+def least_seconds(jobs: Jobs, where: Setting) -> Array:
+    """Seconds that no step falls below, whatever it shards, recomputes or offloads: blocks, output layer, bubble."""
+    first, kind = jobs.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
+    zeros = np.zeros(len(first))
+    # Sharded in full and nothing done about it: no gradients are accumulated, none travel.
+    bare = replace(jobs.take(first), zero=zeros + 3, shard=zeros, recompute=zeros, every=zeros + 1, offload=zeros)
+    return assemble(block_parts(bare, where), bare, where.engine).step_seconds[kind]
 
 
 def plan_cluster(

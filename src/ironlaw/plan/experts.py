@@ -116,12 +116,27 @@ class ExpertTraffic:
     gather: Array
     gather_layer: Array
     scatter_layer: Array
-    exchange: Array  # rows of a micro-batch, one way
+
+
+def exchange_of_rows(jobs: Jobs, setting: Setting) -> Array:
+    """Seconds of moving a micro-batch's rows to their experts, or back; the mean over all layers."""
+    fabric, island, split = setting.fabric, float(setting.fabric.island_ranks), jobs.expert_tp
+
+    def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
+        return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
+
+    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
+    rows = jobs.tokens * jobs.experts_per_token * jobs.hidden * setting.engine.element_bytes * row_factor(jobs)
+    sent = rows / jobs.stream_shards
+    exchange = np.where(jobs.ep > 1, seconds("all_to_all", sent, jobs.ep, np.clip(island // split, 1.0, jobs.ep)), 0.0)
+    gathered = seconds("all_gather", sent * split, split, np.minimum(split, island))
+    exchange = exchange + np.where((jobs.sp > 0) & is_exchanged(jobs), gathered, 0.0)
+    return np.asarray(jobs.expert_share * exchange)
 
 
 def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
-    """Reduction and gathering of experts over the ranks that hold the same ones, and the exchange of rows."""
-    fabric, island, width = setting.fabric, float(setting.fabric.island_ranks), setting.engine.element_bytes
+    """Reduction and gathering of experts over the ranks that hold the same ones."""
+    fabric, island = setting.fabric, float(setting.fabric.island_ranks)
     wide = setting.engine.held.gather_bytes
     layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
@@ -131,12 +146,6 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
     def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
         return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
 
-    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
-    rows = jobs.tokens * jobs.experts_per_token * jobs.hidden * width * row_factor(jobs)
-    sent = rows / jobs.stream_shards
-    exchange = np.where(jobs.ep > 1, seconds("all_to_all", sent, jobs.ep, np.clip(island // split, 1.0, jobs.ep)), 0.0)
-    gathered = seconds("all_gather", sent * split, split, np.minimum(split, island))
-    exchange = exchange + np.where((jobs.sp > 0) & is_exchanged(jobs), gathered, 0.0)
     return ExpertTraffic(
         local=local,
         layer=layer,
@@ -146,5 +155,4 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
         gather=seconds("all_gather", local * wide, sharing, inside),
         gather_layer=seconds("all_gather", layer * wide, sharing, inside),
         scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, sharing, inside),
-        exchange=np.asarray(jobs.expert_share * exchange),
     )

@@ -9,14 +9,22 @@ runs need not evaluate the operations again. Ranks are placed tp, cp, dp, pp fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
 from ironlaw.plan.context_parallel import exchange_seconds, kinds
-from ironlaw.plan.experts import Product, expert_traffic, permutation_elements, spared_collectives, with_experts
+from ironlaw.plan.experts import (
+    Product,
+    exchange_of_rows,
+    expert_traffic,
+    permutation_elements,
+    spared_collectives,
+    with_experts,
+)
 from ironlaw.plan.jobs import CP_KINDS, Array, Jobs
 from ironlaw.plan.setting import Setting
 from ironlaw.plan.sharded_memory import kept_activation_bytes
@@ -76,6 +84,8 @@ def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
     Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
     """
     spread = np.broadcast_arrays(*columns)
+    if len(spread[0]) <= 64:  # finding out which are alike takes longer
+        return np.asarray(function(*spread))
     row_number = np.zeros(len(spread[0]), dtype=np.int64)
     for column in spread:
         if column[0] != column.min() or column[0] != column.max():
@@ -248,12 +258,56 @@ def _offloaded(jobs: Jobs, setting: Setting, owned: Array) -> dict[str, Array]:
 def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) -> Parts:
     """Every ingredient of the step time."""
     layers = layers or stage_layers(jobs, setting.engine.partition)
+    # Layouts of a search share their blocks, or their state: each kind is worked out once.
+    first, kind = jobs.distinct(OF_THE_BATCH)
+    found = _state(jobs.take(first), setting, layers.take(first))
+    state: dict[str, Any] = {name: column[kind] for name, column in found.items()}
+    host: dict[str, Any] = _offloaded(jobs, setting, owned_parameters(jobs, layers))
+    return replace(block_parts(jobs, setting), **state | host)
+
+
+def block_parts(jobs: Jobs, setting: Setting) -> Parts:
+    """The same without what gradients, weights and their update take: that is zero."""
+    island = float(setting.fabric.island_ranks)
+    first, kind = jobs.distinct(OF_THE_LAYOUT)
+    blocks: dict[str, Any] = {name: column[kind] for name, column in _blocks(jobs.take(first), setting).items()}
+    near, far = blocks.pop("message_inside"), blocks.pop("message_across")
+    stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
+    none = np.zeros(len(jobs))
+    return Parts(
+        pp_message=np.where(jobs.pp > 1, np.where(stage_fills_island, far, near), 0.0),
+        tp_crosses=jobs.tp > island,
+        cp_crosses=jobs.tp * jobs.cp > island,
+        dp_crosses=jobs.tp * jobs.cp * jobs.dp > island,
+        pp_crosses=jobs.accelerators > island,
+        ep_crosses=jobs.expert_tp * jobs.ep > island,
+        **blocks,
+        **dict.fromkeys(OF_STATE, none),
+    )
+
+
+OF_STATE = (
+    "dp_reduce", "dp_gather", "fsdp_gather_layer", "fsdp_scatter_layer", "optimizer", "host_update", "host_gradients",
+    "host_layer",
+)  # fmt: skip
+
+
+OF_THE_LAYOUT = frozenset(
+    ("dp", "zero", "shard", "pp", "virtual", "schedule", "recompute", "every", "offload", "global_batch")
+)
+"""Columns on which no seconds of a block and micro-batch hang."""
+
+OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "flash", "window", "recompute", "every"))
+"""Columns on which no seconds of gradients, weights and their update hang."""
+
+
+def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
+    """Of one block and one micro-batch, of the output layer, and of a message between stages in and across islands."""
     island = float(setting.fabric.island_ranks)
     matmul_forward, matmul_backward = _matmuls(jobs, setting)
     attention_forward, attention_backward, scores = _attention(jobs, setting)
     streaming_forward, streaming_backward, shard_forward, shard_backward = _streaming(jobs, setting)
     hardware, width = setting.hardware, setting.engine.element_bytes
-
     vocab = jobs.vocab / jobs.tp
     head = sum(
         _matmul(m, n, k, 1.0, setting, setting.wide_precision)
@@ -266,27 +320,55 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     # loss: 16-bit logits to fp32, log-sum-exp, gradient back to 16 bits
     loss = np.asarray(streaming_seconds(jobs.tokens * vocab * (width * 2 + FP32 * 4), hardware))
     embedding = np.asarray(streaming_seconds(jobs.tokens * jobs.hidden * width * 6 / jobs.stream_shards, hardware))
-
-    block = jobs.local_block_parameters
-    ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
-    unit = block + ends / jobs.layers  # what ZeRO-3 gathers at a time, embedding and output layer spread out
-    local = layers.largest_parameters
     stream_bytes = jobs.tokens * jobs.hidden * width
+    message = stream_bytes / jobs.stream_shards
     tp_inside = np.minimum(jobs.tp, island)
+    one, two = np.ones(len(jobs)), np.full(len(jobs), 2.0)
+    accumulated = jobs.local_block_parameters * (width + 2 * FP32)
+    return {
+        "layer_matmul_forward": matmul_forward,
+        "layer_matmul_backward": matmul_backward,
+        "layer_attention_forward": attention_forward,
+        "layer_attention_backward": attention_backward,
+        "layer_scores_forward": scores,
+        "layer_streaming_forward": streaming_forward,
+        "layer_streaming_backward": streaming_backward,
+        "layer_shard_forward": shard_forward,
+        "layer_shard_backward": shard_backward,
+        "layer_accumulate": np.asarray(streaming_seconds(accumulated, hardware)),
+        "tp_collective": np.where(
+            jobs.sp > 0,
+            _collective("all_gather", stream_bytes, jobs.tp, tp_inside, setting)
+            + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
+            _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
+        ),
+        "tp_collectives": 2.0 - spared_collectives(jobs),
+        "cp_layer": exchange_seconds(jobs, setting, kinds(jobs, setting.engine)),
+        "head_matmul": np.asarray(head),
+        "head_streaming": loss,
+        "embedding": embedding,
+        "message_inside": _collective("send_recv", message, two, two, setting),
+        "message_across": _collective("send_recv", message, two, one, setting),
+        "ep_layer": exchange_of_rows(jobs, setting) if jobs.has_experts else np.zeros(len(jobs)),
+    }
+
+
+def _state(jobs: Jobs, setting: Setting, layers: StageLayers) -> dict[str, Array]:
+    """Of reducing gradients, gathering weights and updating them."""
+    island = float(setting.fabric.island_ranks)
+    ends = (jobs.embedding_parameters + np.where(jobs.tied > 0, 0, jobs.hidden * jobs.vocab)) / jobs.tp
+    # What ZeRO-3 gathers at a time, embedding and output layer spread out.
+    unit = jobs.local_block_parameters + ends / jobs.layers
+    local = layers.largest_parameters
     # Gradients are averaged over context parallel ranks too.
     replicas = jobs.dp * jobs.cp
     replicas_inside = np.maximum(1.0, island // jobs.tp)
-    message = stream_bytes / jobs.stream_shards
-    stage_fills_island = jobs.tp * jobs.cp * jobs.dp >= island
-    two = np.full(len(jobs), 2.0)
-
     gradient = setting.engine.gradient_communication_bytes
     sharing = jobs.shard_ranks
     all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
     scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
     wide = setting.engine.held.gather_bytes
     gather = _collective("all_gather", local * wide, sharing, replicas_inside, setting)
-    owned = owned_parameters(jobs, layers)
     unit_dense, apart = unit, None
     if jobs.has_experts:
         # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
@@ -307,52 +389,21 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     across = _collective("all_reduce", shard * gradient, jobs.copies, copies_inside, setting)
     whole = setting.engine.pipeline_keeps & (jobs.pp > 1)
     in_pieces = (jobs.zero >= 2) & ~whole
-    once = np.where(in_pieces, across, np.where(jobs.zero > 0, scatter + across, all_reduce))
-    return Parts(
-        layer_matmul_forward=matmul_forward,
-        layer_matmul_backward=matmul_backward,
-        layer_attention_forward=attention_forward,
-        layer_attention_backward=attention_backward,
-        layer_scores_forward=scores,
-        layer_streaming_forward=streaming_forward,
-        layer_streaming_backward=streaming_backward,
-        layer_shard_forward=shard_forward,
-        layer_shard_backward=shard_backward,
-        layer_accumulate=np.asarray(streaming_seconds(block * (width + 2 * FP32), hardware)),
-        tp_collective=np.where(
-            jobs.sp > 0,
-            _collective("all_gather", stream_bytes, jobs.tp, tp_inside, setting)
-            + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
-            _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
-        ),
-        tp_collectives=2.0 - spared_collectives(jobs),
-        cp_layer=exchange_seconds(jobs, setting, kinds(jobs, setting.engine)),
-        head_matmul=np.asarray(head),
-        head_streaming=loss,
-        embedding=embedding,
-        pp_message=np.where(
-            jobs.pp > 1, _collective("send_recv", message, two, np.where(stage_fills_island, 1.0, 2.0), setting), 0.0
-        ),
-        dp_reduce=once,
-        dp_gather=np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
-        ep_layer=apart.exchange if apart else np.zeros(len(jobs)),
-        ep_crosses=jobs.expert_tp * jobs.ep > island,
-        fsdp_gather_layer=np.where(
+    update = _update(jobs, setting, layers, owned_parameters(jobs, layers))
+    return {
+        "dp_reduce": np.where(in_pieces, across, np.where(jobs.zero > 0, scatter + across, all_reduce)),
+        "dp_gather": np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
+        "fsdp_gather_layer": np.where(
             fsdp,
             _collective("all_gather", unit_dense * wide, sharing, replicas_inside, setting)
             + (apart.gather_layer if apart else 0.0),
             0.0,
         ),
-        fsdp_scatter_layer=np.where(
+        "fsdp_scatter_layer": np.where(
             in_pieces,
             _collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, setting)
             + (apart.scatter_layer if apart else 0.0),
             0.0,
         ),
-        tp_crosses=jobs.tp > island,
-        cp_crosses=jobs.tp * jobs.cp > island,
-        dp_crosses=jobs.tp * jobs.cp * jobs.dp > island,
-        pp_crosses=jobs.accelerators > island,
-        optimizer=np.where(jobs.offloads_optimizer, 0.0, _update(jobs, setting, layers, owned)),
-        **_offloaded(jobs, setting, owned),
-    )  # fmt: skip
+        "optimizer": np.where(jobs.offloads_optimizer, 0.0, update),
+    }

@@ -22,6 +22,12 @@ def expert_launches(model: ModelConfig) -> float:
     """Kernels of a block with experts over those of a dense one, less 1; 0 for a dense model."""
     if model.moe is None:
         return 0.0
+    return _expert_launches(model.model_dump_json())
+
+
+@lru_cache(maxsize=16)
+def _expert_launches(document: str) -> float:
+    model = ModelConfig.model_validate_json(document)  # not hashable itself
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context))
     dense = len(block(shape)) + len(block_backward(shape))
     return (len(moe_block(shape)) + len(moe_block_backward(shape))) / dense - 1

@@ -1,8 +1,8 @@
 """Every layout whose numbers divide: what a search plans, as rows of numbers, and why the others cannot be formed.
 
     walls = {}
-    rows = list(layouts(model, 64, sequence=8192, global_batch=1024, ruled_out=walls))
-    layout_of(rows[0])                  # the row as a Layout
+    table = layout_table(model, 64, sequence=8192, global_batch=1024, ruled_out=walls)
+    layout_of(table[0])                 # the row as a Layout
     savings(model, offload=False)       # what may be put in place of a row's end to save memory for time
 
 A row has the columns `COLUMNS`; whether it fits, and how long it takes, is found out later.
@@ -10,8 +10,11 @@ A row has the columns `COLUMNS`; whether it fits, and how long it takes, is foun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+
+import numpy as np
+import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.jobs import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
@@ -79,7 +82,7 @@ def grids(
         _count(ruled_out, reason, 1)
 
 
-def layouts(
+def layout_table(
     model: ModelConfig,
     count: int,
     sequence: int,
@@ -88,15 +91,16 @@ def layouts(
     widest_tp: int = MAX_TP,
     groups: bool = True,
     cp_kinds: tuple[str, ...] = ("ring",),
-) -> Iterator[tuple[int, ...]]:
+) -> npt.NDArray[np.int64]:
     """Rows of `COLUMNS`: every combination that can run, without what saves memory for time (`savings`).
 
     `cp_kinds`: ways of context parallel attention that are tried."""
+    parts = [np.zeros((0, len(COLUMNS)), dtype=np.int64)]
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
         experts = _expert_parallel(model, dp * cp, tp, ruled_out)
-        # (ZeRO and groups, sequence parallelism, expert parallelism), the same for every micro-batch and schedule
+        # The same for every micro-batch and schedule.
         ways = [
             (zero, shard, sp, kind, ep, etp)
             for (zero, shard), sp, kind, (ep, etp) in product(
@@ -112,10 +116,26 @@ def layouts(
             accumulation = per_replica // micro_batch
             allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
             _count(ruled_out, SCHEDULE_WALL, (len(chunks) - len(allowed)) * len(ways))
-            yield from (
-                (dp, zero, shard, tp, sp, pp, v, schedule, cp, kind, ep, etp, micro_batch, *NO_SAVING)
-                for (zero, shard, sp, kind, ep, etp), (v, schedule) in product(ways, allowed)
-            )
+            if ways and allowed:
+                fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}
+                parts.append(_rows(fixed | dict(zip(COLUMNS[-3:], NO_SAVING, strict=True)), ways, allowed))
+    return np.concatenate(parts)
+
+
+_WAY = ("zero", "shard", "sp", "cp_kind", "ep", "etp")
+_PIPELINE = ("virtual", "schedule")
+
+
+def _rows(
+    fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.int64]:
+    """Every way with every pipeline, the columns of `fixed` the same in all rows."""
+    rows = np.empty((len(ways) * len(pipelines), len(COLUMNS)), dtype=np.int64)
+    for name, value in fixed.items():
+        rows[:, COLUMNS.index(name)] = value
+    rows[:, [COLUMNS.index(name) for name in _WAY]] = np.repeat(np.array(ways), len(pipelines), axis=0)
+    rows[:, [COLUMNS.index(name) for name in _PIPELINE]] = np.tile(np.array(pipelines), (len(ways), 1))
+    return rows
 
 
 def _count(ruled_out: dict[str, int], wall: str, number: int) -> None:
@@ -196,8 +216,11 @@ _CP_KIND_NAMES = {number: word for word, number in CP_KINDS.items()}
 _SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
 
 
-def layout_of(row: tuple[int, ...]) -> Layout:
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, kind, ep, etp, micro_batch, recompute, every, offload = row
+def layout_of(row: Iterable[float]) -> Layout:
+    """The layout of a row of `COLUMNS`."""
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, kind, ep, etp, micro_batch, recompute, every, offload = (
+        int(value) for value in row
+    )
     return Layout(
         dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
         schedule=_SCHEDULE_NAMES[schedule], cp=cp, cp_kind=_CP_KIND_NAMES.get(kind), ep=ep, etp=etp or None,

@@ -22,12 +22,12 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.allocator import UNUSABLE_BYTES
-from ironlaw.plan.cluster import DEFAULT_ENGINE, Outcome, plan_jobs
+from ironlaw.plan.cluster import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.intervals import interval_factors
 from ironlaw.plan.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.layout_space import COLUMNS, MAX_TP, layout_of, layouts, savings
+from ironlaw.plan.layout_space import COLUMNS, MAX_TP, layout_of, layout_table, savings
 from ironlaw.plan.named import engine as engine_named
 from ironlaw.plan.setting import Setting, setting
 from ironlaw.plan.sharded_memory import peak_memory
@@ -42,6 +42,7 @@ HIDING_IN_BUBBLE = 0.03
 the bubble: 1.7% there."""
 
 CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
+FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned at first, and bounded at once
 
 
 @dataclass(frozen=True)
@@ -88,33 +89,39 @@ def search(
     keep: int = 20,
     excluded: Callable[[Layout], str | None] | None = None,
     hybrid: bool = True,
+    fastest_alone: bool = False,
 ) -> Found:
     """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
 
     `excluded` gives the reason why a layout must not be considered; those are counted as ruled out by it.
     Without `hybrid` no groups of replicas that share one sharded copy: a third of the work for hardly less speed.
+    With `fastest_alone` only layouts that may be the fastest are planned: the ranking holds it and others of the `keep`
+    fastest, and neither the counts nor `safest` mean anything.
     """
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     where = setting(cluster, chosen, precision, update_cost(optimizer, model))
     walls: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    rows = list(layouts(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds))
-    if excluded is not None and rows:
+    table = layout_table(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds)
+    if excluded is not None and len(table):
         refused: dict[str, int] = {}
-        rows = _permitted(rows, excluded, refused)
+        table = _permitted(table, excluded, refused)
         walls |= refused
-        if not rows:
+        if not len(table):
             reasons = "; or ".join(refused)
             raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
-    if not rows:
+    if not len(table):
         reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
-    table = np.array(rows, dtype=float)
-    table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")]  # alike ones share more of their shapes
+    table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")].astype(float)  # alike ones share shapes
     hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)
-    bound = np.concatenate([hunt.plan(part) for part in _chunks(table)])
+    hunt.fastest_alone = fastest_alone
+    if fastest_alone:
+        hunt.plan_fastest(table)
+        return hunt.found()
+    bound = np.concatenate([hunt.plan(part) for part in _chunks(table, CHUNK)])
     hunt.plan_savings(table, bound, savings(model, offload=False))
     if not hunt.best and where.host is not None:
         hunt.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
@@ -127,8 +134,8 @@ def hiding(rows: np.ndarray) -> np.ndarray:
     return np.where((zero >= 2) & (schedule >= SCHEDULES["zb"]), HIDING_IN_BUBBLE, HIDING)
 
 
-def _chunks(table: np.ndarray) -> Iterator[np.ndarray]:
-    return (table[start : start + CHUNK] for start in range(0, len(table), CHUNK))
+def _chunks(table: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (table[start : start + size] for start in range(0, len(table), size))
 
 
 @dataclass
@@ -149,6 +156,31 @@ class _Hunt:
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
+    fastest_alone: bool = False
+
+    def plan_fastest(self, table: np.ndarray) -> None:
+        """Plan rows and their variants in the order of what they take at least, until that is more than the best.
+
+        The bound is of blocks, output layer and bubble alone: what is left out can only add.
+        """
+        parts = _chunks(table, MANY)
+        least = np.concatenate([least_seconds(self._jobs(part), self.where) for part in parts]) * (1 - hiding(table))
+        order = np.argsort(least, kind="stable")
+        for offload in (False, True) if self.where.host is not None else (False,):
+            start, step = 0, FEW
+            while start < len(order) and not (self.best and least[order[start]] >= self.best[0][0]):
+                index = order[start : start + step]
+                bound = least[index] if offload else self.plan(table[index])
+                self.plan_savings(table[index], bound, savings(self.model, offload))
+                start, step = start + step, min(2 * step, CHUNK)
+            if self.best:
+                return
+
+    def _jobs(self, table: np.ndarray) -> Jobs:
+        columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
+        return jobs_of_table(
+            self.model, columns, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
+        )
 
     @property
     def memory_upper(self) -> float:
@@ -162,7 +194,7 @@ class _Hunt:
 
         Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
         """
-        outcome = plan_jobs(_jobs(self.model, part, self.sequence, self.global_batch, self.flash), self.where)
+        outcome = plan_jobs(self._jobs(part), self.where)
         fits = outcome.fits
         self.planned += len(part)
         self.fitting += int(fits.sum())
@@ -214,8 +246,7 @@ class _Hunt:
             return np.zeros(0, dtype=bool)
         saving = rows.copy()
         saving[:, -3:] = variant
-        jobs = _jobs(self.model, saving, self.sequence, self.global_batch, self.flash)
-        over = peak_memory(jobs, self.where.engine).total - (self.where.memory_bytes - UNUSABLE_BYTES)
+        over = peak_memory(self._jobs(saving), self.where.engine).total - (self.where.memory_bytes - UNUSABLE_BYTES)
         if not self.best and over.min() > 0:
             least = int(over.argmin())
             self.plan(saving[least : least + 1])
@@ -225,14 +256,15 @@ class _Hunt:
         spread = np.repeat(rows, len(variants), axis=0)
         spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
         if self.excluded is not None:
-            kept = _permitted([tuple(int(v) for v in row) for row in spread], self.excluded, self.walls)
-            spread = np.array(kept, dtype=float).reshape(-1, len(COLUMNS))
+            spread = _permitted(spread, self.excluded, self.walls)
         if len(spread):
             self.plan(spread)
 
     def _worst_wanted(self) -> float:
         """Seconds from which on neither the ranking nor the safest layout can change."""
         ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
+        if self.fastest_alone:
+            return self.best[0][0] if self.best else np.inf
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> Found:
@@ -258,22 +290,15 @@ def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
     return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
 
 
-def _permitted(
-    rows: list[tuple[int, ...]], excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]
-) -> list[tuple[int, ...]]:
+def _permitted(rows: np.ndarray, excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]) -> np.ndarray:
     kept = []
-    for row in rows:
+    for index, row in enumerate(rows):
         reason = excluded(layout_of(row))
         if reason is None:
-            kept.append(row)
+            kept.append(index)
         else:
             ruled_out[reason] = ruled_out.get(reason, 0) + 1
-    return kept
-
-
-def _jobs(model: ModelConfig, table: np.ndarray, sequence: int, global_batch: int, flash: bool) -> Jobs:
-    columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-    return jobs_of_table(model, columns, sequence=sequence, global_batch=global_batch, flash=flash)
+    return rows[kept]
 
 
 _TERMS = {
@@ -299,4 +324,4 @@ def _candidate(entry: Entry, winner: dict[str, float]) -> Candidate:
     seconds, peak, row, terms = entry
     losses = sorted(((terms[word] - winner[word], word) for word in terms), reverse=True)
     worse = [f"{word} +{1e3 * loss:.1f} ms" for loss, word in losses if loss > 1e-3 * seconds][:2]
-    return Candidate(layout_of(tuple(int(v) for v in row)), seconds, peak, ", ".join(worse), terms)
+    return Candidate(layout_of(row), seconds, peak, ", ".join(worse), terms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,9 @@ class StageLayers:
     counts: Array  # jobs x stages, zero beyond a job's last stage
     head_stage: Array  # index of the stage that holds the output layer
     largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides any
+
+    def take(self, index: Any) -> StageLayers:
+        return StageLayers(**{name: column[index] for name, column in vars(self).items()})
 
 
 def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
