@@ -170,6 +170,10 @@ def test_counts_published_in_round_numbers():
         (QWEN3_MOE, "qwen3-30b-a3b"),
         (OLMOE, "olmoe-1b-7b"),
         (DEEPSEEK, "deepseek-moe-16b"),
+        (DEEPSEEK_V2_LITE, "deepseek-v2-lite"),
+        (DEEPSEEK_V2, "deepseek-v2"),
+        (DEEPSEEK_V3, "deepseek-v3"),
+        (KIMI_K2, "kimi-k2"),
     ],
 )
 def test_the_catalogue_has_the_same_shapes(fields, name):

@@ -33,6 +33,10 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "olmoe-1b-7b": 6_919_161_856,
     "deepseek-moe-16b": 16_375_728_128,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,  # the checkpoint's 671,026,419,200 without the biases of the experts' choice
+    "kimi-k2": 1_026_408_209_408,  # the report says 1.04 T
 }
 SMALL = {"layers": 3, "hidden": 24, "heads": 4, "vocab": 50, "context": 12}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -49,6 +53,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope": {"positions": "rope"},
     "head size": {"head_size": 10},
     "qk norm": {"qk_norm": True, "norm": "rmsnorm", "positions": "rope"},
+    "latent": {
+        "norm": "rmsnorm", "positions": "rope", "bias": False,
+        "latent": {"query_rank": 10, "key_value_rank": 6, "plain_size": 8, "rotary_size": 4, "value_size": 7},
+    },
+    "latent with whole queries": {
+        "norm": "rmsnorm", "positions": "rope", "bias": False,
+        "latent": {"key_value_rank": 6, "plain_size": 8, "rotary_size": 4, "value_size": 12},
+    },
     "llama": {
         "kv_heads": 2, "gated_ffn": True, "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False,
         "activation": "silu",
@@ -75,7 +87,8 @@ def test_catalogued_models_have_their_published_size(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("mixtral-8x7b", 12.9), ("mixtral-8x22b", 39), ("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22),
-     ("olmoe-1b-7b", 1.3), ("deepseek-moe-16b", 2.8), ("qwen2-57b-a14b", 14), ("llama3-8b", 8.03)],
+     ("olmoe-1b-7b", 1.3), ("deepseek-moe-16b", 2.8),
+     ("deepseek-v2", 21.4), ("deepseek-v3", 37.6), ("kimi-k2", 32.9), ("qwen2-57b-a14b", 14), ("llama3-8b", 8.03)],
 )  # fmt: skip
 def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
     """As rounded by their authors, each in the source that the catalogue names."""

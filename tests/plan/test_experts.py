@@ -1,5 +1,6 @@
 """Mixtures of experts on clusters: what expert parallelism divides, moves and costs; dense models are left alone."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,7 +13,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster import plan_cluster, plan_jobs
 from ironlaw.plan.emit import TRAINERS, emit
-from ironlaw.plan.experts import IMBALANCE
+from ironlaw.plan.experts import IMBALANCE, places_of_a_token, rows_sent_per_token
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.launches import expert_launches, usual_expert_launches
 from ironlaw.plan.layout import parse_layout
@@ -124,10 +125,11 @@ def test_folding_takes_expert_ranks_from_tensor_parallel_ones():
     assert folded.reason_invalid(MIXTRAL, **checked) is None
     assert "cannot be taken" in split.reason_invalid(MIXTRAL, **checked)
     jobs, plans = outcome(MIXTRAL, str(folded), "dp=1 tp=8 sp=1", on="8xh100-sxm-80gb")
-    # Own tokens' rows only: in and out of an expert are kept for T k / 8 rows of 4096, inner width whole instead.
+    # Own tokens' rows only: T k / 8 rows of 4096 are kept as they went in (Megatron's experts weigh inside and keep
+    # none as they came out), inner width whole instead.
     rows = SEQUENCE * 2 * IMBALANCE / 8
     inner = 3 * (rows * 14336 - SEQUENCE * 2 * 14336 / 8)
-    stream = 2 * MIXTRAL.hidden * (rows - SEQUENCE * 2)
+    stream = MIXTRAL.hidden * (rows - SEQUENCE * 2)
     saved = 2 * MIXTRAL.layers * (inner + stream)
     assert plans.peak.activations[0] - plans.peak.activations[1] == pytest.approx(saved, rel=1e-6)
     # No gathering of tokens before the experts and no scattering after them: half of the collectives.
@@ -323,3 +325,62 @@ def test_rows_of_measured_runs_with_experts(tmp_path):
     runs, rejected = read_runs(folded)
     assert runs[0].columns["etp"] == 1 and any("etp = 1" in note for note in runs[0].assumed)
     assert "cannot be taken" in rejected[0][2]
+
+
+def places(experts, per_token, parts, groups=1, groups_per_token=1):
+    moe = MIXTRAL.moe.model_copy(
+        update={
+            "experts": experts, "experts_per_token": per_token, "groups": groups, "groups_per_token": groups_per_token,
+        }
+    )  # fmt: skip
+    jobs = jobs_of(MIXTRAL.model_copy(update={"moe": moe}), [parse_layout("dp=64")], sequence=SEQUENCE, global_batch=64)
+    return float(places_of_a_token(jobs, np.array([float(parts)]))[0])
+
+
+def test_places_of_a_token_are_those_of_random_choices():
+    """By counting: every choice equally likely, a token once per part of the experts that holds some of its own."""
+    assert places(8, 2, 8) == pytest.approx(2)  # an expert per rank: no two choices meet
+    assert places(8, 2, 2) == pytest.approx(1 + 4 / 7)  # the second of 7 others, 4 of them in the other half
+    assert places(8, 2, 1) == pytest.approx(1)
+    rng = np.random.default_rng(0)
+    scores = rng.random((20_000, 256))
+    chosen = np.argsort(scores, axis=1)[:, :8]
+    drawn = np.mean([len(set(row // 32)) for row in chosen])
+    assert places(256, 8, 8) == pytest.approx(drawn, rel=0.01)
+    # DeepSeek-V3: four of eight groups, here a node each (arXiv 2412.19437, section 2.1.2).
+    allowed = np.argsort(rng.random((20_000, 8)), axis=1)[:, 4:]
+    for row, out in zip(scores, allowed, strict=True):
+        row.reshape(8, 32)[out] = 2.0
+    drawn = np.mean([len(set(row // 32)) for row in np.argsort(scores, axis=1)[:, :8]])
+    assert places(256, 8, 8, groups=8, groups_per_token=4) == pytest.approx(drawn, rel=0.01)
+    assert places(256, 8, 64, groups=8, groups_per_token=4) == pytest.approx(32 * (1 - (1 - 1 / 32) ** 8), rel=0.05)
+
+
+def test_who_sends_a_token_once_per_rank_sends_less():
+    """Qwen3 30B: 8 of 128 experts over 8 ranks are on 5.3 of them; over two nodes, twice at most."""
+    qwen = ModelConfig.named("qwen3-30b-a3b")
+    layouts = [parse_layout(f"dp=16 zero=1 ep={ep}") for ep in (8, 16)]
+    jobs = jobs_of(qwen, layouts, sequence=SEQUENCE, global_batch=64)
+    cluster, flex = parse_cluster("16xh100-sxm-80gb"), engine("nemo")
+    plain = replace(flex, rows_sent="choices")
+    once, every = (rows_sent_per_token(jobs, setting(cluster, e, "bf16")) / IMBALANCE for e in (flex, plain))
+    np.testing.assert_allclose(every, 8)
+    np.testing.assert_allclose(once, [8 * (1 - 0.335), 2 * (1 - 0.0033)], rtol=0.01)
+    seconds = [plan_jobs(jobs, setting(cluster, e, "bf16")).parts.ep_layer for e in (flex, plain)]
+    assert (seconds[0] < 0.75 * seconds[1]).all()
+
+
+def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
+    """NVIDIA's scripts force random choices; others train. An expert is whole on its rank there."""
+    header = "id,group,framework,model,layers,hidden,heads,kv_heads,ffn,gated_ffn,vocab,seq,global_batch,micro_batch,"
+    header += "accelerator,accelerators,tp,pp,ep,zero,recompute,precision,step_seconds\n"
+    cells = "a,g,{},Mixtral 8x22B,56,6144,48,8,16384,true,32000,4096,256,1,h100-sxm-80gb,128,2,8,8,1,none,bf16,5\n"
+    columns = []
+    for name in ("NeMo", "Megatron-LM"):
+        path = tmp_path / "runs.csv"
+        path.write_text(header + cells.format(name), encoding="utf-8")
+        (run,), _ = read_runs(path)
+        columns.append(run)
+    assert columns[0].columns["imbalance"] == 1 and columns[0].columns["etp"] == 1
+    assert any("imbalance = 1" in word for word in columns[0].assumed)
+    assert columns[1].columns["imbalance"] == 0 and columns[1].columns["etp"] == 0

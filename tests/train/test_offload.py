@@ -23,8 +23,8 @@ from ironlaw.train.lane import Arrival
 from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.workload.blocks import Shape
-from ironlaw.workload.moe import layer_groups
-from ironlaw.workload.recompute import forward_of, unfolded
+from ironlaw.workload.kinds import forward_of, layer_groups
+from ironlaw.workload.recompute import unfolded
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import MOE
+from workload_cases import FAMILIES, LATENT, MOE
 
 from ironlaw.catalog.models import model_names
 from ironlaw.config import build_config
@@ -29,22 +29,27 @@ LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 72, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
-    "gpt": GPT,
-    "gpt untied": GPT | {"tied": False},
-    "gpt without biases": GPT | {"bias": False},
-    "gpt qkv bias only": GPT | {"bias": False, "qkv_bias": True},
-    "gpt grouped": GPT | {"kv_heads": 1},
-    "gpt gated": GPT | {"gated_ffn": True, "ffn": 56},
-    "llama": LLAMA,
-    "llama tied": LLAMA | {"tied": True},
-    "llama all heads": LLAMA | {"kv_heads": 4},
-    "llama with biases": LLAMA | {"bias": True},
-    "qwen": LLAMA | {"qk_norm": True, "head_size": 20},
-    "windowed": LLAMA | {"sliding_window": 9},
-    "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True, "moe": MOE["mixtral"]},
-    "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
-} | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
+CASES: dict[str, dict[str, Any]] = (
+    {
+        "gpt": GPT,
+        "gpt untied": GPT | {"tied": False},
+        "gpt without biases": GPT | {"bias": False},
+        "gpt qkv bias only": GPT | {"bias": False, "qkv_bias": True},
+        "gpt grouped": GPT | {"kv_heads": 1},
+        "gpt gated": GPT | {"gated_ffn": True, "ffn": 56},
+        "llama": LLAMA,
+        "llama tied": LLAMA | {"tied": True},
+        "llama all heads": LLAMA | {"kv_heads": 4},
+        "llama with biases": LLAMA | {"bias": True},
+        "qwen": LLAMA | {"qk_norm": True, "head_size": 20},
+        "windowed": LLAMA | {"sliding_window": 9},
+        "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True, "moe": MOE["mixtral"]},
+        "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
+    }
+    | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
+    | {name: LLAMA | table for name, table in LATENT.items()}
+)
+CASES |= {name: GPT | family for name, family in FAMILIES.items()}
 
 
 def counted(config: ModelConfig, batch: int, sequence: int) -> tuple[int, int]:
@@ -83,7 +88,8 @@ def test_flops_equal_the_counter(name: str, batch: int, sequence: int) -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_catalogued_models_too(name: str) -> None:
     # Two layers tell everything that 126 do, and the counter takes minutes for those.
-    config = ModelConfig.named(name, layers=2)
+    config = ModelConfig.named(name)
+    config = config.model_copy(update={"layers": 2 if config.moe is None else config.moe.dense_layers + 2})
     assert planned(config, 1, 512) == counted(config, 1, 512)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from workload_cases import MOE, highest_allocated
+from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
@@ -21,22 +21,27 @@ LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
-    "gpt": GPT,
-    "gpt untied": GPT | {"tied": False},
-    "gpt without biases": GPT | {"bias": False},
-    "gpt exact gelu": GPT | {"activation": "gelu"},
-    "gpt of many words": GPT | {"vocab": 2000, "layers": 1},
-    "gpt of wide blocks": GPT | {"ffn": 700, "vocab": 60},
-    "llama": LLAMA,
-    "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60},
-    "llama tied": LLAMA | {"tied": True},
-    "llama all heads": LLAMA | {"kv_heads": 4},
-    "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
-    "windowed": LLAMA | {"sliding_window": 9},
-    "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True},
-    "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
-} | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
+CASES: dict[str, dict[str, Any]] = (
+    {
+        "gpt": GPT,
+        "gpt untied": GPT | {"tied": False},
+        "gpt without biases": GPT | {"bias": False},
+        "gpt exact gelu": GPT | {"activation": "gelu"},
+        "gpt of many words": GPT | {"vocab": 2000, "layers": 1},
+        "gpt of wide blocks": GPT | {"ffn": 700, "vocab": 60},
+        "llama": LLAMA,
+        "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60},
+        "llama tied": LLAMA | {"tied": True},
+        "llama all heads": LLAMA | {"kv_heads": 4},
+        "qwen": LLAMA | {"qk_norm": True, "head_size": 24},
+        "windowed": LLAMA | {"sliding_window": 9},
+        "olmoe": LLAMA | {"qk_norm": True, "qk_norm_whole": True},
+        "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
+    }
+    | {name: LLAMA | {"moe": table} for name, table in MOE.items()}
+    | {name: LLAMA | table for name, table in LATENT.items()}
+)
+CASES |= {name: GPT | {"ffn": 112} | family for name, family in FAMILIES.items()}
 BATCH, SEQUENCE = 4, 48
 LOSS_SCALARS = 16  # bytes: the total weight that the loss keeps, and the loss itself
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import MOE, highest_allocated
+from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
@@ -41,7 +41,9 @@ EXPERTS = {name: LLAMA | {"moe": table} for name, table in MOE.items()} | {
     "experts of two matrices": GPT | {"bias": False, "moe": MOE["sparse at times"]},
     "experts and dropout": LLAMA | {"dropout": 0.1, "moe": MOE["qwen2-moe"] | {"capacity_factor": 1.1}},
 }
+EXPERTS |= {name: LLAMA | LATENT[name] for name in ("latent", "latent with whole queries", "latent with experts")}
 MODELS |= EXPERTS
+MODELS |= {name: GPT | {"ffn": 112} | FAMILIES[name] for name in ("opt", "gpt-neox", "falcon", "olmo2", "glm4")}
 KEEP: dict[str, Any] = {
     "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),
     "all": "all",

@@ -9,6 +9,8 @@ import psutil
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from workload_cases import FAMILIES as SWITCHED
+from workload_cases import LATENT
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -49,7 +51,9 @@ FAMILIES = {
     "gpt-dropout-qk-norm": {"dropout": 0.1, "qk_norm": True},
     "llama-dropout": LLAMA | {"dropout": 0.1},
     "qwen3-dropout": LLAMA | {"dropout": 0.1, "qk_norm": True},
-}
+} | {name: LLAMA | table for name, table in LATENT.items()}
+FAMILIES["latent-dropout"] = LLAMA | LATENT["latent"] | {"dropout": 0.1}
+FAMILIES |= SWITCHED
 DROPPED = tuple(name for name in FAMILIES if "dropout" in name)
 SCALARS = 8  # bytes: the analytic list leaves out the loss and the sum of its weights
 

@@ -25,6 +25,18 @@ MOE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_SIZES = {"key_value_rank": 20, "plain_size": 12, "rotary_size": 4, "value_size": 10}
+LATENT: dict[str, dict[str, Any]] = {
+    "latent": {"kv_heads": None, "latent": _SIZES | {"query_rank": 28}},
+    "latent with whole queries": {"kv_heads": None, "latent": _SIZES},
+    "latent with equal sizes": {"kv_heads": None, "latent": _SIZES | {"value_size": 16}},
+    "latent with experts": {
+        "kv_heads": None, "latent": _SIZES | {"query_rank": 28},
+        "moe": MOE["deepseek"] | {"groups": 4, "groups_per_token": 2},
+    },
+}  # fmt: skip
+
+
 def highest_allocated(once: Callable[[], None]) -> int:
     """Bytes that `once` holds at its highest moment by the profiler's record, beside what was there before."""
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -43,3 +55,84 @@ def highest_allocated(once: Callable[[], None]) -> int:
         held += size
         peak = max(peak, held)
     return peak
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {"activation": "relu"},
+    "nemotron": {"activation": "relu2", "positions": "rope", "rotary_size": 8, "bias": False, "tied": False},
+    "starcoder2": {"positions": "rope", "kv_heads": 2},
+    "gated relu": {"activation": "relu", "gated_ffn": True},
+    "gpt-neox": {"positions": "rope", "rotary_size": 4, "parallel_norms": 2, "activation": "gelu", "tied": False},
+    "gpt-j": {
+        "positions": "rope",
+        "rotary_size": 8,
+        "parallel_norms": 1,
+        "qkv_bias": False,
+        "out_bias": False,
+        "head_bias": True,
+        "tied": False,
+    },
+    "falcon": {"positions": "rope", "parallel_norms": 1, "kv_heads": 1, "bias": False, "activation": "gelu"},
+    "cohere": {
+        "positions": "rope",
+        "parallel_norms": 1,
+        "kv_heads": 2,
+        "bias": False,
+        "norm_bias": False,
+        "gated_ffn": True,
+        "activation": "silu",
+        "logit_scale": 0.0625,
+    },
+    "olmo": {
+        "positions": "rope",
+        "norm_weight": False,
+        "bias": False,
+        "gated_ffn": True,
+        "activation": "silu",
+        "tied": False,
+    },
+    "olmo2": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "norm_place": "post",
+        "qk_norm": True,
+        "qk_norm_whole": True,
+        "bias": False,
+        "gated_ffn": True,
+        "activation": "silu",
+        "tied": False,
+    },
+    "gemma": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "bias": False,
+        "gated_ffn": True,
+        "kv_heads": 1,
+        "head_size": 24,
+        "embedding_scale": 8.0,
+    },
+    "glm4": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "norm_place": "sandwich",
+        "bias": False,
+        "qkv_bias": True,
+        "rotary_size": 8,
+        "gated_ffn": True,
+        "activation": "silu",
+        "tied": False,
+    },
+    "granite": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "bias": False,
+        "gated_ffn": True,
+        "activation": "silu",
+        "embedding_scale": 12.0,
+        "residual_scale": 0.22,
+        "logit_scale": 0.125,
+        "attention_scale": 0.0156,
+    },
+    "embedding norm": {"embedding_norm": True},
+}
+"""What each switch of `model/switches.py` changes, in a model that has it. Sizes are the tests' own."""

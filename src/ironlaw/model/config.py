@@ -1,25 +1,24 @@
-"""The shape of a decoder-only transformer. One type covers the GPT-2 and the Llama families, dense or with experts."""
+"""The shape of a decoder-only transformer. One type covers the families of `docs/model.md`, dense or with experts."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ironlaw.catalog.models import model_figures
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.switches import Switches
 from ironlaw.model.yarn import score_factor
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Switches):
     """Dimensions and choices of a decoder. Defaults are GPT-2's; `named("llama3-8b")` fills in a catalogued one.
 
-    Lengths are in elements: `hidden` per token, `context` and `sliding_window` in tokens.
+    Lengths are in elements: `hidden` per token, `context` and `sliding_window` in tokens. `Switches` has more fields.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     name: str = "custom"
     layers: int = Field(gt=0)
@@ -29,7 +28,7 @@ class ModelConfig(BaseModel):
     head_size: int | None = Field(None, gt=0)  # hidden / heads unless the model says otherwise (Qwen3)
     ffn: int | None = Field(None, gt=0)  # inner width of the feed-forward network; 4 x hidden unless given
     gated_ffn: bool = False  # three matrices (SwiGLU) instead of two
-    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"] = "gelu_tanh"  # relu2: squared (Nemotron)
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
@@ -62,12 +61,19 @@ class ModelConfig(BaseModel):
                 f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}: "
                 f"use kv_heads = {_nearest_divisor(self.heads, self.key_value_heads)}"
             )
-        if self.positions == "rope" and self.size_of_head % 2:
-            raise ValueError(f"rotary positions need an even head size, this one is {self.size_of_head}")
+        if self.positions == "rope" and self.size_of_rotary % 2:
+            part = "rotary_size" if self.rotary_size else "head size"
+            raise ValueError(f"rotary positions need an even {part}, this one is {self.size_of_rotary}")
+        if self.size_of_rotary > self.size_of_head:
+            raise ValueError(f"rotary_size = {self.rotary_size} is more than the head size {self.size_of_head}")
         if self.qk_norm_whole and not self.qk_norm:
             raise ValueError("qk_norm_whole needs qk_norm = true")
+        if self.dropout and (self.norm_place != "pre" or self.parallel_norms):
+            raise ValueError("dropout goes with norm_place = 'pre' and one branch after the other: use dropout = 0")
         if self.moe is not None:
-            if self.bias:
+            if self.parallel_norms or self.norm_place != "pre":
+                raise ValueError("experts go with norm_place = 'pre' and without parallel_norms")
+            if self.has_ffn_bias:
                 raise ValueError("experts have no biases: use bias = false (qkv_bias = true keeps those of attention)")
             if not self.moe_layers:
                 raise ValueError(
@@ -83,7 +89,9 @@ class ModelConfig(BaseModel):
             raise ValueError("latent attention has its own sizes: leave kv_heads and head_size out")
         if self.positions != "rope" or self.norm != "rmsnorm":
             raise ValueError('latent attention goes with positions = "rope" and norm = "rmsnorm"')
-        if self.bias or self.has_qkv_bias or self.qk_norm:
+        if self.parallel_norms or self.norm_place != "pre" or self.rotary_size:
+            raise ValueError("latent attention goes with norm_place = 'pre', without parallel_norms or rotary_size")
+        if self.bias or self.has_qkv_bias or self.has_out_bias or self.qk_norm:
             raise ValueError("latent attention has no biases and norms of its own: bias = false, qk_norm = false")
 
     @classmethod
@@ -110,11 +118,13 @@ class ModelConfig(BaseModel):
     @property
     def size_of_rotary(self) -> int:
         """Of a head, the part that rotary positions turn."""
-        return self.latent.rotary_size if self.latent is not None else self.size_of_head
+        return self.latent.rotary_size if self.latent is not None else self.rotary_size or self.size_of_head
 
     @property
     def score_scale(self) -> float | None:
         """What attention scores are multiplied by; None: one over the root of the head size."""
+        if self.attention_scale is not None:
+            return self.attention_scale
         factor = score_factor(self.rope_scaling) if self.latent is not None else 1.0
         return None if factor == 1.0 else factor / math.sqrt(self.size_of_head)
 
@@ -125,6 +135,14 @@ class ModelConfig(BaseModel):
     @property
     def has_qkv_bias(self) -> bool:
         return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_out_bias(self) -> bool:
+        return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def has_ffn_bias(self) -> bool:
+        return self.bias if self.ffn_bias is None else self.ffn_bias
 
     @property
     def query_size(self) -> int:
@@ -142,8 +160,12 @@ class ModelConfig(BaseModel):
         return self.heads * self.size_of_value
 
     @property
+    def norm_tensors(self) -> int:
+        return (1 + (self.norm == "layernorm" and self.norm_bias)) * self.norm_weight
+
+    @property
     def norm_parameters(self) -> int:
-        return self.hidden * (2 if self.norm == "layernorm" else 1)
+        return self.hidden * self.norm_tensors
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
@@ -158,20 +180,21 @@ class ModelConfig(BaseModel):
 
     @property
     def attention_parameters(self) -> int:
-        """Of one block's attention, and of both norms of the block."""
+        """Of one block's attention, and of all norms of the block."""
+        norms = self.norms_per_block * self.norm_parameters
         if self.latent is not None:
-            return self.latent.parameters(self.hidden, self.heads) + 2 * self.norm_parameters
+            return self.latent.parameters(self.hidden, self.heads) + norms
         qkv = self.query_size + 2 * self.key_value_size
         attention = self.hidden * qkv + self.query_size * self.hidden
-        attention += qkv * self.has_qkv_bias + self.hidden * self.bias
+        attention += qkv * self.has_qkv_bias + self.hidden * self.has_out_bias
         attention += sum(self.qk_norm_sizes) * self.qk_norm
-        return attention + 2 * self.norm_parameters
+        return attention + norms
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one transformer block with a dense feed-forward network."""
         mlp = self.ffn_matrices * self.hidden * self.ffn_size
-        mlp += ((self.ffn_matrices - 1) * self.ffn_size + self.hidden) * self.bias
+        mlp += ((self.ffn_matrices - 1) * self.ffn_size + self.hidden) * self.has_ffn_bias
         return self.attention_parameters + mlp
 
     @property
@@ -211,12 +234,13 @@ class ModelConfig(BaseModel):
 
     @property
     def embedding_parameters(self) -> int:
-        """Token embedding and learned positions; the output layer counts separately when it is not tied."""
-        return self.hidden * (self.vocab + (self.context if self.positions == "learned" else 0))
+        """Token embedding, learned positions, and their norm; the output layer counts apart when it is not tied."""
+        table = self.hidden * (self.vocab + (self.context if self.positions == "learned" else 0))
+        return table + self.norm_parameters * self.embedding_norm
 
     @property
     def head_parameters(self) -> int:
-        return 0 if self.tied else self.hidden * self.vocab
+        return (0 if self.tied else self.hidden * self.vocab) + self.vocab * self.head_bias
 
     @property
     def parameters(self) -> int:
@@ -239,15 +263,16 @@ class ModelConfig(BaseModel):
     @property
     def parameter_tensors(self) -> int:
         """How many tensors hold the parameters: what an optimizer walks over. One for all experts' same matrix."""
-        norm = 2 if self.norm == "layernorm" else 1
-        attention = 2 * norm + 2 + self.has_qkv_bias + self.bias + 2 * self.qk_norm
+        norm = self.norm_tensors
+        attention = 2 + self.has_qkv_bias + self.has_out_bias + 2 * self.qk_norm
         if self.latent is not None:
-            attention = 2 * norm + (7 if self.latent.query_rank else 5)
-        dense = attention + self.ffn_matrices * (1 + self.bias)
+            attention = 7 if self.latent.query_rank else 5
+        attention += self.norms_per_block * norm
+        dense = attention + self.ffn_matrices * (1 + self.has_ffn_bias)
         experts = attention + 1 + self.ffn_matrices
         if self.moe and self.moe.shared_experts:
             experts += self.ffn_matrices + self.moe.shared_gate
-        ends = 1 + (self.positions == "learned") + norm + (not self.tied)
+        ends = 1 + (self.positions == "learned") + norm * (1 + self.embedding_norm) + (not self.tied) + self.head_bias
         return self.dense_layers * dense + self.moe_layers * experts + ends
 
 

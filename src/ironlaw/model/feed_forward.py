@@ -12,6 +12,11 @@ from ironlaw.model.linear import Linear
 def activate(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "relu2":
+        x = F.relu(x)
+        return x * x  # `square` would make two copies on its way back
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
@@ -20,9 +25,9 @@ class FeedForward(nn.Module):
         super().__init__()
         width = width or config.ffn_size
         self.activation = config.activation
-        self.up = Linear(config.hidden, width, bias=config.bias)
-        self.gate = Linear(config.hidden, width, bias=config.bias) if config.gated_ffn else None
-        self.down = Linear(width, config.hidden, bias=config.bias)
+        self.up = Linear(config.hidden, width, bias=config.has_ffn_bias)
+        self.gate = Linear(config.hidden, width, bias=config.has_ffn_bias) if config.gated_ffn else None
+        self.down = Linear(width, config.hidden, bias=config.has_ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:

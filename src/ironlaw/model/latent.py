@@ -36,6 +36,11 @@ class LatentAttention(nn.Module):
         self.latent_up = Linear(latent.key_value_rank, latent.up_size(config.heads), bias=False)
         self.out = Linear(config.mixed_size, config.hidden, bias=False)
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Its products before attention, in order, the wide ones as a recomputation policy calls them."""
+        return (*(("query_down",) if self.latent.query_rank else ()), "qkv", "latent_down", "qkv")
+
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
     ) -> Tensor:
@@ -57,6 +62,8 @@ class LatentAttention(nn.Module):
     def pads(self, x: Tensor, dropout: float) -> bool:
         """Whether values get zeros to be as wide as keys: the CPU's fused attention wants that, and so do ranks that
         gather keys and values as one tensor."""
+        if self.latent.value_size == self.latent.head_size:
+            return False
         return (x.device.type == "cpu" and not dropout) or self.place is not WHOLE
 
     def query(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

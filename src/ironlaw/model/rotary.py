@@ -53,7 +53,12 @@ def _yarn(frequency: Tensor, theta: float, scaling: Mapping[str, float]) -> Tens
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on (B, S, heads, R), first half against second half (the Hugging Face convention)."""
-    first, second = x.chunk(2, dim=-1)
+    """Rotary positions on (B, S, heads, D), first half against second half (the Hugging Face convention).
+
+    Tables (S, R/2) narrower than D/2 turn the first R elements only.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)  # (S, 1, R/2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)

@@ -1,4 +1,4 @@
-"""The decoder as torch modules: GPT-2 and Llama are the same blocks with other choices in ModelConfig.
+"""The decoder as torch modules: every family is the same blocks with other choices in ModelConfig.
 
 Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads, D head size, V vocabulary.
 `workload/transformer.py` lists what these modules compute, operation by operation; change both together
@@ -30,8 +30,8 @@ from ironlaw.model.rotary import rotary_tables, rotate
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
     size = size or config.hidden
     if config.norm == "layernorm":
-        return nn.LayerNorm(size, eps=config.norm_eps)
-    return nn.RMSNorm(size, eps=config.norm_eps)
+        return nn.LayerNorm(size, config.norm_eps, elementwise_affine=config.norm_weight, bias=config.norm_bias)
+    return nn.RMSNorm(size, config.norm_eps, elementwise_affine=config.norm_weight)
 
 
 class Attention(nn.Module):
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.config = config
         # One matrix for query, key and value: one large matmul instead of three small ones.
         self.qkv = Linear(config.hidden, config.query_size + 2 * config.key_value_size, bias=config.has_qkv_bias)
-        self.out = Linear(config.query_size, config.hidden, bias=config.bias)
+        self.out = Linear(config.query_size, config.hidden, bias=config.has_out_bias)
         if config.qk_norm:
             query_size, key_size = config.qk_norm_sizes
             self.query_norm = nn.RMSNorm(query_size, eps=config.norm_eps)
@@ -63,11 +63,10 @@ class Attention(nn.Module):
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if isinstance(mask, BlockMask):
-            mixed = flexible(*heads_first, mask)
+            mixed = flexible(*heads_first, mask, config.score_scale)
         else:
-            mixed = self.place.attend(
-                *heads_first, mask, config.dropout if self.training else 0.0, draw
-            )  # (B, A, S, D)
+            dropout = config.dropout if self.training else 0.0
+            mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
         return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
@@ -86,19 +85,37 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.layer = layer
-        self.attention_norm = build_norm(config)
+        self.residual_scale = config.residual_scale
+        before, after = config.norm_place != "post", config.norm_place != "pre"
+        self.attention_norm = build_norm(config) if before else None
         self.attention = Attention(config) if config.latent is None else LatentAttention(config)
-        self.ffn_norm = build_norm(config)
+        self.attention_after = build_norm(config) if after else None
+        self.parallel = config.parallel_norms
+        self.ffn_norm = build_norm(config) if before and self.parallel != 1 else None
         experts = config.moe is not None and config.moe.in_layer(layer)
         self.ffn = MixtureOfExperts(config) if experts else FeedForward(config)
+        self.ffn_after = build_norm(config) if after else None
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
     ) -> Tensor:
         draw = draw.of_layer(self.layer) if draw is not None else None
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask, draw), draw, "attention")
-        return x + self._drop(self.ffn(self.ffn_norm(x)), draw, "ffn")
+        read = x if self.attention_norm is None else self.attention_norm(x)
+        mixed = x + self._branch(self.attention(read, rotary, mask, draw), self.attention_after, draw, "attention")
+        if self.ffn_norm is not None:
+            read = self.ffn_norm(x if self.parallel else mixed)
+        elif not self.parallel:
+            read = mixed
+        return mixed + self._branch(self.ffn(read), self.ffn_after, draw, "ffn")
+
+    def _branch(self, x: Tensor, norm: nn.Module | None, draw: Draw | None, site: str) -> Tensor:
+        """What a branch adds to the residual stream."""
+        if norm is not None:
+            x = norm(x.float())
+        if self.residual_scale != 1.0:
+            x = x * self.residual_scale
+        return self._drop(x, draw, site)
 
     def _drop(self, x: Tensor, draw: Draw | None, site: str) -> Tensor:
         if draw is None or not self.training:
@@ -130,9 +147,10 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.context, config.hidden) if config.positions == "learned" else None
+        self.embedding_norm = build_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm: nn.Module | None = build_norm(config)
-        self.head = Linear(config.hidden, config.vocab, bias=False)
+        self.head = Linear(config.hidden, config.vocab, bias=config.head_bias)
         if config.tied:
             self.head.weight = self.embedding.weight
         if config.positions == "rope":
@@ -177,6 +195,8 @@ class Transformer(nn.Module):
         if self.final_norm is None:
             return attach_balance_losses(x, self, balance_weight * self.loss_factor) if self.config.moe else x
         x = self.final_norm(x)
+        if self.config.logit_scale != 1.0:
+            x = x * self.config.logit_scale  # before the output layer, which is linear: logits are many more
         if targets is None:
             return self.head(x)
         loss = self.loss(x, targets.flatten(), reduction)
@@ -192,12 +212,14 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor, sequence: int, documents: Tensor | None = None) -> Tensor:
         assert self.embedding is not None
         x = self.embedding(tokens)  # (B, S, H)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
         if self.positions is not None and documents is not None:
             rows = self.place.stream_positions(sequence)
             x = x + self.positions(positions_within(documents)[:, rows])  # counted anew in every document
         elif self.positions is not None:
             x = x + self.place.weight(self.positions)[self.place.stream_positions(sequence)]
-        return x
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def attention_mask(
         self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None

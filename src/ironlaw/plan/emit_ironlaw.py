@@ -9,6 +9,7 @@ import tomli_w
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.layout import SPLIT_BACKWARD, Layout
+from ironlaw.plan.parts import expert_holders
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
 
@@ -28,7 +29,7 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
             return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
         if layout.ep > 1 and layout.shard is not None:
             return "Ironlaw's own trainer has no expert parallelism inside hybrid sharding: leave out shard"
-        holders = layout.dp * layout.cp // layout.ep
+        holders = expert_holders(layout.dp, layout.cp, layout.ep)
         if layout.ep > 1 and layout.zero and model.hidden % holders:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
     if model.key_value_heads % layout.tp:

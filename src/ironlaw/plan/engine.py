@@ -53,7 +53,8 @@ class Engine:
     fsdp_hidden: float = 0.9
     pp_hidden: float = 0.5
     cp_hidden: float = 0.5
-    ep_hidden: float = 0.0  # of the rows' exchange: Megatron's option for it is off by default
+    ep_hidden: float = 0.0  # of the rows' exchange inside an island: Megatron's option for it is off by default
+    ep_hidden_across: float = 0.0  # the same of an exchange that leaves the island
     island_slowdown: float = 1.0  # collectives in a run over those of a benchmark, inside an island
     network_slowdown: float = 1.0  # the same across the network
     pressure_slowdown: float = 1.0  # of a step whose peak nearly fills the device: the allocator frees and retries
@@ -87,6 +88,10 @@ class Engine:
     recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
 
     cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
+    rows_sent: str = "choices"  # to experts: a token once per "choices", or once per "ranks" that hold some of them
+    keeps_expert_outputs: bool = True  # for the gradient of the weights that they are added up with
+    default_etp: int = 0  # ranks that an expert is split over, where a run with ep does not say; 0: as many as tp
+    default_imbalance: float = 0.0  # of the load of experts, where a run does not say; 0: that of training
     low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
     narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
 

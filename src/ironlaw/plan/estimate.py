@@ -13,13 +13,14 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.memory import BLOCKS, peak_memory
+from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload, without_update
 from ironlaw.plan.recompute import solve
 from ironlaw.plan.record import time_interval
 from ironlaw.plan.supply import data_supply
 from ironlaw.plan.supported import check_supported
 from ironlaw.plan.timing import MeasuredMachine, measured_precision
+from ironlaw.workload.kinds import is_block
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import model_parameters
@@ -170,7 +171,7 @@ def _offload(
         return None
     seconds = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0.0)
     for op, count in operations:
-        if op.group in BLOCKS and op.phase in seconds:
+        if is_block(op.group) and op.phase in seconds:
             seconds[op.phase] += machine.time(op, precision).seconds * count / config.accumulation
     return plan_offload(config, shape, host_of_machine(machine.profile), seconds)
 

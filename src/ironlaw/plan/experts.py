@@ -34,7 +34,8 @@ FP32 = 4.0
 IMBALANCE = 1.1
 """Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures how
 far the fullest expert is off), and no published figure is per rank and micro-batch. In a run's metrics,
-`expert_load_busiest_over_mean` is an upper bound of it."""
+`expert_load_busiest_over_mean` is an upper bound of it. Published speeds of a vendor are of random choices, which are
+even (`moe_router_force_load_balancing` in the scripts they come from): `default_imbalance` of the engine."""
 
 Product = tuple[Array, Array, Array, Array, Array]
 """Outputs, inputs, rows, products side by side, share of the layers."""
@@ -42,7 +43,8 @@ Product = tuple[Array, Array, Array, Array, Array]
 
 def row_factor(jobs: Jobs) -> Array:
     """Rows that a rank computes over an even share: its capacity, or the imbalance where ranks wait for each other."""
-    dropless = np.where(jobs.ep > 1, IMBALANCE, 1.0)
+    busiest = np.where(jobs.imbalance > 0, jobs.imbalance, IMBALANCE)
+    dropless = np.where(jobs.ep > 1, busiest, 1.0)
     return np.where(jobs.capacity > 0, jobs.capacity, dropless)
 
 
@@ -86,21 +88,64 @@ def with_experts(jobs: Jobs, products: dict[str, Product]) -> dict[str, Product]
     }
 
 
-def permutation_elements(jobs: Jobs) -> Array:
-    """Elements read and written by sorting rows to experts and back, in one direction."""
-    return np.asarray(jobs.expert_share * jobs.hidden * jobs.tokens * (4 * rows_per_token(jobs) + 1))
+def places_of_a_token(jobs: Jobs, places: Array) -> Array:
+    """Of so many equal parts of a layer's experts, how many a token's choices fall into: the mean over even choices.
+
+    Where they come from some groups of experts only, the parts are those of these groups.
+    """
+    limited = jobs.groups_per_token < jobs.expert_groups
+    held = np.minimum(places, jobs.expert_groups)  # parts of whole groups
+    of_groups = held * (1 - _missed(jobs.expert_groups, jobs.expert_groups / held, jobs.groups_per_token))
+    open_share = np.where(limited, of_groups / held, 1.0)
+    pool, among = jobs.experts * open_share, np.maximum(places * open_share, 1.0)
+    return np.asarray(among * (1 - _missed(pool, pool / among, jobs.experts_per_token)))
 
 
-def expert_activation_bytes(jobs: Jobs, inner: Array, input_bytes: float, width: float) -> Array:
+def _missed(pool: Array, part: Array, draws: Array) -> Array:
+    """Chance that none of `draws` different ones out of `pool` is among `part` of them."""
+    chance = np.ones(len(pool))
+    for drawn in range(int(draws.max(initial=0))):
+        left = np.maximum(pool - part - drawn, 0.0) / np.maximum(pool - drawn, 1.0)
+        chance = np.where(drawn < draws, chance * left, chance)
+    return chance
+
+
+def rows_sent_per_token(jobs: Jobs, setting: Setting) -> Array:
+    """Times that a token travels to its experts and back over what is slowest on the way.
+
+    Once per choice, or once per rank that holds some of its experts; where the exchange leaves the island once per
+    island, inside which it is handed on (DeepEP and its like: arXiv 2412.19437, section 3.2.2).
+    """
+    if setting.engine.rows_sent == "choices":
+        return jobs.experts_per_token * row_factor(jobs)
+    island, ranks = float(setting.fabric.island_ranks), jobs.ep * jobs.expert_tp
+    places = np.where(ranks > island, np.maximum(ranks / island, 1.0), jobs.ep)
+    return places_of_a_token(jobs, places) * row_factor(jobs)
+
+
+def permutation_elements(jobs: Jobs, rows_sent: str) -> Array:
+    """Elements read and written by sorting rows to experts and back, in one direction.
+
+    Tokens are copied to rows and rows added up to tokens; rows that arrive by choices from other ranks are sorted by
+    expert once more, and back, where a rank has several.
+    """
+    rows = rows_per_token(jobs)
+    sorted_again = (jobs.ep > 1) & (jobs.ep < jobs.experts) & (rows_sent == "choices")
+    return np.asarray(
+        jobs.expert_share * jobs.hidden * jobs.tokens * (3 * rows + 1 + np.where(sorted_again, 4 * rows, 0))
+    )
+
+
+def expert_activation_bytes(jobs: Jobs, inner: Array, input_bytes: float, output_bytes: float) -> Array:
     """What experts keep for the backward pass beyond a dense network of the model's `ffn`, per rank and mean layer.
 
     `inner`: bytes that such a network keeps per element of its inner width. Rows are kept as they went in, at
-    `input_bytes` per element, and as they came out, at `width`.
+    `input_bytes` per element, and as they came out, at `output_bytes`.
     """
     rows = rows_per_token(jobs)
     split = rows * jobs.expert_ffn / jobs.expert_tp + (jobs.shared_ffn - jobs.ffn) / jobs.tp
     scores = FP32 * jobs.experts / jobs.stream_shards
-    kept = split * inner + rows * jobs.hidden * (input_bytes + width) + scores
+    kept = split * inner + rows * jobs.hidden * (input_bytes + output_bytes) + scores
     return np.asarray(jobs.expert_share * jobs.tokens * kept)
 
 
@@ -126,7 +171,7 @@ def exchange_of_rows(jobs: Jobs, setting: Setting) -> Array:
         return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
 
     # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
-    rows = jobs.tokens * jobs.experts_per_token * jobs.hidden * setting.engine.element_bytes * row_factor(jobs)
+    rows = jobs.tokens * rows_sent_per_token(jobs, setting) * jobs.hidden * setting.engine.element_bytes
     sent = rows / jobs.stream_shards
     exchange = np.where(jobs.ep > 1, seconds("all_to_all", sent, jobs.ep, np.clip(island // split, 1.0, jobs.ep)), 0.0)
     gathered = seconds("all_gather", sent * split, split, np.minimum(split, island))

@@ -9,6 +9,7 @@ from ironlaw.config import RunConfig
 from ironlaw.ledger import MemoryLine, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.offload import held_operations
+from ironlaw.workload.kinds import is_block
 from ironlaw.workload.moe import routing_buffer_bytes
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
@@ -27,10 +28,6 @@ class Peak:
     gradient_bytes: int
 
 
-BLOCKS = ("block", "moe_block")
-"""Groups of operations that are folded over layers."""
-
-
 def in_execution_order(operations: Sequence[Operation], layers: int | Sequence[str]) -> Iterator[Operation]:
     """Unfold the layers: each run of block operations of one phase is walked layer by layer.
 
@@ -40,9 +37,9 @@ def in_execution_order(operations: Sequence[Operation], layers: int | Sequence[s
     start = 0
     while start < len(operations):
         first, end = operations[start], start
-        blocks = first.group in BLOCKS
+        blocks = is_block(first.group)
         while end < len(operations) and operations[end].phase == first.phase and (
-            operations[end].group in BLOCKS if blocks else operations[end].group == first.group
+            is_block(operations[end].group) if blocks else operations[end].group == first.group
         ):  # fmt: skip
             end += 1
         if not blocks:
@@ -79,7 +76,7 @@ def highest(operations: Iterable[Operation], gradients_held: int = 0) -> Peak:
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
-    return model.context * model.size_of_head * FP32 if model.positions == "rope" else 0
+    return model.context * model.size_of_rotary * FP32 if model.positions == "rope" else 0
 
 
 def batch_bytes(config: RunConfig) -> int:

@@ -19,11 +19,11 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.workload.blocks import FP32, Policy, Shape
-from ironlaw.workload.moe import GROUP, layer_groups
+from ironlaw.workload.kinds import forward_of, has_experts, is_block, layer_groups
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_operations
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.recompute import dropped, forward_of, unfolded
+from ironlaw.workload.recompute import dropped, unfolded
 
 if TYPE_CHECKING:
     from ironlaw.plan.setting import Host
@@ -114,14 +114,14 @@ def held_operations(shape: Shape) -> Iterator[Operation]:
         return
     model = shape.model
     small = sum(small for _, small in saved_by_layer(shape)[:-2])
-    sizes = {GROUP: model.moe_block_parameters, "block": model.block_parameters}
-    gradients = sum(sizes[kind] for kind in layer_groups(model)[:-2]) * FP32
+    sizes = (model.block_parameters, model.moe_block_parameters)
+    gradients = sum(sizes[has_experts(kind)] for kind in layer_groups(model)[:-2]) * FP32
     before = [_memory("other blocks", Phase.FORWARD, saved=small)]
     after = [_memory("other blocks", Phase.BACKWARD, gradient=gradients, frees=small)]
     for op in unfolded(_last_two(shape)):
         yield from before
         before = []
-        if op.phase is Phase.BACKWARD and op.group in sizes:
+        if op.phase is Phase.BACKWARD and is_block(op.group):
             yield from after
             after = []
         yield op
@@ -133,10 +133,8 @@ def _last_two(shape: Shape) -> Shape:
     kinds = layer_groups(model)[-2:]
     moe = model.moe
     if moe is not None:
-        if GROUP not in kinds:
-            moe = None
-        else:
-            moe = moe.model_copy(update={"dense_layers": 0, "every": 3 - kinds.count(GROUP)})
+        having = sum(map(has_experts, kinds))
+        moe = moe.model_copy(update={"dense_layers": 0, "every": 3 - having}) if having else None
         policies = tuple(policies[i] for i in sorted(range(len(policies)), key=lambda i: kinds[i]))
     return replace(shape, model=model.model_copy(update={"layers": 2, "moe": moe}), recompute=policies)
 

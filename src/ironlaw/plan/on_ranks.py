@@ -22,8 +22,8 @@ from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.estimate import add_totals, choose_precision, common_facts, solved_shape, training_shape
-from ironlaw.plan.layout import V_SHAPED, Layout
-from ironlaw.plan.parts import bucket_bytes, of_site, stage_parameters, stages_of
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.parts import bucket_bytes, expert_holders, of_site, rank_of_last, stage_parameters, stages_of
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_passes import Pass, passes, play
 from ironlaw.plan.rank_work import RankMachine, StageWork, local_shape, stage_work
@@ -136,7 +136,7 @@ def _place(layout: Layout, dimension: str) -> tuple[int, int]:
     if dimension == "ep":
         return layout.ep, layout.tp
     if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
-        return layout.dp * layout.cp // layout.ep, layout.tp * layout.ep
+        return expert_holders(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
     stride = 1
     for name in ("tp", "shard", "replicate", "pp"):
         if name == dimension:
@@ -243,7 +243,7 @@ def _pipelined(
     after = [sum(t.seconds for t in talk if t.dimension not in ("pp", "world") and not _inside(t, layout))
              for talk in talks]  # fmt: skip
     tied = _tied_seconds(config, layout, ranks, fabric)
-    after = [extra + tied * (rank in (0, pipeline_end(layout))) for rank, extra in enumerate(after)]
+    after = [extra + tied * (rank in (0, rank_of_last(layout.schedule, layout.pp))) for rank, extra in enumerate(after)]
     met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
     phases, told = [], []
     for rank, talk in enumerate(talks):
@@ -274,14 +274,9 @@ def _pipelined(
     return phases, told
 
 
-def pipeline_end(layout: Layout) -> int:
-    """The rank of the last stage."""
-    return 0 if layout.schedule in V_SHAPED else layout.pp - 1
-
-
 def _tied_seconds(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric) -> float:
     """The gradients of a tied weight, sent both ways at once between the first stage and the last."""
-    if not config.model.tied or pipeline_end(layout) == 0:
+    if not config.model.tied or rank_of_last(layout.schedule, layout.pp) == 0:
         return 0.0
     weight = next(p for p in stage_parameters(config.model, layout, 0) if p.name == "embedding.weight")
     shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1

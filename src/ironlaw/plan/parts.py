@@ -47,6 +47,19 @@ def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
     return [rank + pp * chunk for chunk in range(virtual)]
 
 
+def rank_of_last(schedule: str, pp: int) -> int:
+    """The pipeline rank of the last stage, which has the output layer and the loss."""
+    return 0 if schedule in V_SHAPED else pp - 1
+
+
+def expert_holders(dp: int, cp: int, ep: int) -> int:
+    """Ranks that hold the same experts: they reduce gradients of these together and share what ZeRO shards of them.
+
+    Ranks of an expert parallel group are taken from dp x cp; each tensor parallel rank has its part of every expert.
+    """
+    return dp * cp // ep
+
+
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
     """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding."""
     stages = layout.pp * layout.virtual_stages
@@ -55,7 +68,9 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Par
     found = []
     for parameter in model_parameters(model):
         part, _, rest = parameter.name.partition(".")
-        here = {"embedding": first, "positions": first, "final_norm": last, "head": last}
+        here = {
+            "embedding": first, "positions": first, "embedding_norm": first, "final_norm": last, "head": last
+        }  # fmt: skip
         if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
             found += _divided(parameter, model, layout)
     if last and not first and model.tied:
@@ -87,7 +102,7 @@ def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
     if (
         ".qkv." in name
         or name.endswith((".up.weight", ".gate.weight", ".up.bias", ".gate.bias"))
-        or name in ("embedding.weight", "head.weight")
+        or name in ("embedding.weight", "head.weight", "head.bias")
     ):
         return (-(-shape[0] // tp), *shape[1:])
     if name.endswith(("attention.out.weight", ".down.weight")):

@@ -21,6 +21,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.parts import (
     EXPERTS,
     bucket_bytes,
+    expert_holders,
     layers_of,
     of_experts,
     of_site,
@@ -31,15 +32,14 @@ from ironlaw.plan.parts import (
 from ironlaw.plan.rank_passes import Pass, passes
 from ironlaw.plan.rank_work import sharded
 from ironlaw.plan.traffic import matrix_elements
-from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
+from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import layer_groups, moe_block_backward
+from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
 from ironlaw.workload.parameters import Parameter
-from ironlaw.workload.recompute import again, dropped, forward_of, weight_copies
+from ironlaw.workload.recompute import again, dropped, weight_copies
 from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 COMPONENTS = (
@@ -108,7 +108,7 @@ class _Rank:
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         chunked = bool(shape.loss_chunk)
-        self.holders = layout.dp * layout.cp // layout.ep if layout.zero else 1  # ranks that share the same experts
+        self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         self.units = {s: units_of(config.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
@@ -164,7 +164,7 @@ class _Rank:
         walk.now["weights"] = sum(p.elements for p in mine) * FP32
         model = config.model
         if model.positions == "rope":
-            walk.now["weights"] += model.context * model.size_of_head * FP32
+            walk.now["weights"] += model.context * model.size_of_rotary * FP32
         walk.now["optimizer"] = state_bytes(mine, config.optimizer)
         if config.train.average_decay is not None:
             walk.now["average"] = walk.now["weights"]
@@ -264,7 +264,7 @@ class _Rank:
 
     def _block_backward(self, kind: str, policy: Policy) -> list[Operation]:
         shape = self.shape
-        operations = moe_block_backward(shape) if kind == MOE_GROUP else block_backward(shape)
+        operations = backward_of(shape, kind)
         return operations if policy is None else again(shape, policy, kind) + operations
 
     def _forward(self, stage: int, micro_batch: int) -> None:

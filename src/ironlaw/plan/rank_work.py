@@ -21,10 +21,10 @@ from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.links import RankCosts
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.memory import BLOCKS
 from ironlaw.plan.parts import layers_of, of_site, stage_parameters
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.workload.blocks import Division
+from ironlaw.workload.kinds import is_block
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import Parameter
@@ -78,7 +78,7 @@ def stage_operations(shape: Shape, layout: Layout, stage: int) -> Iterator[tuple
     layers = len(layers_of(model.layers, stages, layout.virtual_stages)[stage])
     ends = {"embedding": stage == 0, "head": stage == stages - 1}
     for op in training_operations(shape):
-        if op.group in BLOCKS:
+        if is_block(op.group):
             times = op.repeat * layers / model.layers  # of mixtures of experts, as if every stage had its share
         else:
             times = op.repeat if ends.get(op.group, True) else 0

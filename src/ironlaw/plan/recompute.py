@@ -16,9 +16,9 @@ from itertools import combinations, pairwise
 from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.workload.blocks import FP32, Policy, Shape
-from ironlaw.workload.moe import layer_groups
+from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import KEEPABLE, again, effective, forward_of, keepable, kept_bytes
+from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
 
 
 @dataclass(frozen=True)

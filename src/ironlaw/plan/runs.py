@@ -201,7 +201,10 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
     virtual = cells.given("virtual_stages", 1)
     if pp * virtual > layers:
         cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
-    etp = _expert_tp(cells, ep, dp * cp, tp)
+    etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
+    imbalance = words.number(cells.row, "imbalance", 1)
+    if imbalance is None and ep > 1 and engine.default_imbalance:
+        imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
     batch = words.whole(cells.row, "global_batch")
     micro = words.whole(cells.row, "micro_batch")
     if micro is None and batch is None:
@@ -220,14 +223,17 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
     return {
         "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,
         "zero": cells.assume("zero", engine.default_zero, "the engine's default") if zero is None else zero,
-        "ep": ep, "etp": etp,
+        "ep": ep, "etp": etp, "imbalance": imbalance or 0.0,
         "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
     }  # fmt: skip
 
 
-def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float) -> float:
-    """Ranks that an expert is split over, 0 for tp: what the row says, else what leaves enough ranks for ep."""
+def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float, usual: int) -> float:
+    """Ranks that an expert is split over, 0 for tp: what the row says, else the engine's `usual`, else what leaves
+    enough ranks for ep."""
     said = words.whole(cells.row, "etp") or 0.0
+    if not said and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
+        return cells.assume("etp", usual, "the engine's default")
     if not replicas * tp / (said or tp) % ep:
         return said
     if not said and not replicas * tp % ep:
@@ -289,11 +295,11 @@ def _named_experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]
     if known.head_size:
         named["head_size"] = known.head_size
     if known.latent:
-        named["kv_heads"] = 1.0
+        named |= known.latent | {"kv_heads": columns["heads"]}
     cells.assumed.append(
         f"experts = {named['experts']:g}, {named['experts_per_token']:g} per token, of width {named['expert_ffn']:g} "
         f"in {named['expert_layers']:g} layers (its name says {known.name}"
-        + (", whose attention is planned with one key/value head)" if known.latent else ")")
+        + (", whose attention is latent)" if known.latent else ")")
     )
     return named
 

@@ -118,7 +118,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     passes = 2 + jobs.recomputed_share
     tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
-    ep_exposed = 2 * passes * parts.ep_layer * (1 - engine.ep_hidden) * slow_ep  # rows go out and come back
+    exchange = 2 * passes * parts.ep_layer * slow_ep  # rows go out and come back
+    beside = np.where(parts.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
+    ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = kinds(jobs, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
     repeated = np.where(selective & (share == 0), 1.0, jobs.recomputed_share)
@@ -128,7 +130,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share)
+    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share + jobs.latent_launches)
     exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
     across_nodes = (jobs.pp > 1) & parts.pp_crosses
     host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, jobs.tp, 0.0)

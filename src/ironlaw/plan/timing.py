@@ -9,6 +9,7 @@ from typing import cast
 
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
+from ironlaw.workload.kinds import has_experts
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.transformer import Precision, Shape, optimizer_operations, training_operations
 
@@ -72,7 +73,7 @@ class MeasuredMachine:
         precision = measured_precision(precision, profile)
         if op.matmul is not None:
             seconds = profile.product(precision, op.kernel).at(*op.matmul) * op.batch
-            if op.batch > 1 and op.group == "moe_block" and precision == "fp32" and profile.onednn:
+            if op.batch > 1 and has_experts(op.group) and precision == "fp32" and profile.onednn:
                 # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
                 seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
             bound = "compute"

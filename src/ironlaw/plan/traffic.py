@@ -32,6 +32,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.parts import (
     EXPERTS,
     bucket_bytes,
+    expert_holders,
     is_plain,
     layers_of,
     of_site,
@@ -267,7 +268,7 @@ class _Stage:
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
         """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
         layout = self.layout
-        if layout.dp * layout.cp == layout.ep:
+        if expert_holders(layout.dp, layout.cp, layout.ep) == 1:
             return
         elements = sum(p.elements for p in tensors)
         reduced = elements * self.gradient_bytes

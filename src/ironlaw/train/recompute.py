@@ -13,6 +13,7 @@ from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ironlaw.ledger import Ledger
+from ironlaw.model.latent import LatentAttention
 from ironlaw.model.moe import MixtureOfExperts, expert_layers
 from ironlaw.observe.profile import RECOMPUTE_SCOPE
 from ironlaw.workload.blocks import Policy
@@ -115,13 +116,15 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
     experts = list(expert_layers(block))
     if experts:
         ffn = ()  # whose rows are never kept
+    attention = getattr(block, "attention", None)
+    projections = attention.linears if isinstance(attention, LatentAttention) else ("qkv",)
     options: dict[str, Any] = {
         "use_reentrant": False,
         # Without dropout nothing is drawn: saving the generators of every block would be time for nothing.
         "preserve_rng_state": any(isinstance(m, nn.Dropout) for m in block.modules()),
     }
     if policy:
-        options["context_fn"] = partial(_contexts, policy, ("qkv", "attention_out", *ffn), experts)
+        options["context_fn"] = partial(_contexts, policy, (*projections, "attention_out", *ffn), experts)
     else:
         options["context_fn"] = partial(_unselective, experts)
     checkpointed: Callable[..., Any] = partial(checkpoint, forward, **options)

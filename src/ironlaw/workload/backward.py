@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload import latent
 from ironlaw.workload.blocks import (
     FP32,
     INDEX,
     Shape,
     attention,
-    dropout,
     elementwise,
     qk_norm_saved_bytes,
 )
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.layers import cast_gradient, linear_backward, norm_backward
+from ironlaw.workload.forward import scaled
+from ironlaw.workload.layers import cast_gradient, joining, linear_backward, norm_backward
 from ironlaw.workload.operations import Operation
 
 
@@ -45,9 +46,15 @@ def full_head_backward(shape: Shape) -> list[Operation]:
             )
         )  # fmt: skip
     operations += linear_backward(
-        shape, "head", "head", 1, model.hidden, model.vocab, frees=tokens * model.hidden * w, bias=False
+        shape, "head", "head", 1, model.hidden, model.vocab, frees=tokens * model.hidden * w, bias=model.head_bias
     )
-    operations += norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)
+    return operations + final_norm_backward(shape)
+
+
+def final_norm_backward(shape: Shape) -> list[Operation]:
+    operations = norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)
+    if shape.model.logit_scale != 1.0:
+        operations.insert(len(operations) - 1, scaled(shape, "logit_scale", "head", Phase.BACKWARD))
     return operations
 
 
@@ -62,14 +69,14 @@ def chunked_head_backward(shape: Shape) -> list[Operation]:
         "loss", Kind.LOSS, Phase.BACKWARD, "head", "add_in_place", elements=hidden + table,
         bytes_moved=2 * (hidden * w + table * FP32), temporary_bytes=hidden * w, gradient_bytes=table * FP32,
     )  # fmt: skip
-    return [kept, scale, *norm_backward(shape, "final_norm", "head", 1, reader="head", residual=False)]
+    return [kept, scale, *final_norm_backward(shape)]
 
 
 def block_backward(shape: Shape) -> list[Operation]:
     """Exactly `block` in reverse: what was saved there is freed here."""
     model, layers = shape.model, shape.model.layers
     operations = [cast_gradient(shape)] if shape.casts else []
-    operations += dropout(shape, Phase.BACKWARD)
+    operations += joining(shape, Phase.BACKWARD)
     operations += feed_forward_backward(shape, model.ffn_size, "ffn", consumes=branch_gradient(shape))
     first = "ffn_gate" if model.gated_ffn else "ffn_up"
     operations += norm_backward(shape, "ffn_norm", "block", layers, reader=first, residual=True)
@@ -80,38 +87,43 @@ def branch_gradient(shape: Shape) -> int:
     """Bytes of a branch's own copy of the gradient of the residual stream.
 
     That gradient stays alive beside the branch, so dy of the branch frees nothing; in reduced precision, and after
-    dropout, the branch works on its own copy.
+    dropout or a factor, the branch works on its own copy.
     """
-    return shape.tokens * shape.model.hidden * shape.matmul_bytes if shape.casts or shape.model.dropout else 0
+    own = shape.casts or shape.model.dropout or shape.model.residual_scale != 1.0
+    return shape.tokens * shape.model.hidden * shape.matmul_bytes if own else 0
 
 
 def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) -> list[Operation]:
     """`feed_forward` in reverse. `consumes`: bytes of the gradient of its output that die with their last use."""
     model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
     inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    relu = model.activation == "relu"  # which keeps its result until its own turn
     operations = linear_backward(
         shape, f"{name}_down", "block", layers, width, model.hidden,
-        frees=inner * w, bias=model.bias, consumes=consumes,
+        frees=0 if relu and not model.gated_ffn else inner * w, bias=model.has_ffn_bias, consumes=consumes,
     )  # fmt: skip
     if model.gated_ffn:
         operations.append(
             elementwise(
                 shape, "gate_product", "multiply_backward", inner, 6, backward=True,
-                temporary=2 * inner * w, frees_saved=2 * inner * w, frees_temporary=inner * w,
+                temporary=2 * inner * w, frees_saved=(1 if relu else 2) * inner * w, frees_temporary=inner * w,
             )
         )  # fmt: skip
         operations += linear_backward(
             shape, f"{name}_up", "block", layers, model.hidden, width,
-            frees=normed if shape.casts else 0, bias=model.bias,
+            frees=normed if shape.casts else 0, bias=model.has_ffn_bias,
         )  # fmt: skip
+    made = inner * w * (2 if model.activation == "relu2" else 1)  # one gradient for each factor
     operations.append(
         elementwise(
             shape, "activation", f"{model.activation}_backward", inner, 3, backward=True,
-            temporary=inner * w, frees_saved=inner * w, frees_temporary=inner * w,
+            temporary=made, frees_saved=inner * w, frees_temporary=made,
         )
     )  # fmt: skip
     first = f"{name}_gate" if model.gated_ffn else f"{name}_up"
-    operations += linear_backward(shape, first, "block", layers, model.hidden, width, frees=normed, bias=model.bias)
+    operations += linear_backward(
+        shape, first, "block", layers, model.hidden, width, frees=normed, bias=model.has_ffn_bias
+    )
     if model.gated_ffn:
         operations.append(
             elementwise(
@@ -123,16 +135,35 @@ def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) ->
 
 def attention_half_backward(shape: Shape) -> list[Operation]:
     """`attention_half` in reverse."""
+    operations = [cast_gradient(shape)] if shape.casts else []
+    operations += joining(shape, Phase.BACKWARD)
+    operations += attention_branch_backward(shape, branch_gradient(shape))
+    reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
+    return operations + norm_backward(
+        shape, "attention_norm", "block", shape.model.layers, reader=reader, residual=True
+    )
+
+
+def attention_branch_backward(shape: Shape, consumes: int) -> list[Operation]:
+    """`attention_branch` in reverse; `consumes` as in `feed_forward_backward`."""
+    model, layers = shape.model, shape.model.layers
+    mixed = shape.tokens * model.mixed_size * shape.matmul_bytes
+    operations = linear_backward(
+        shape, "attention_out", "block", layers, model.mixed_size, model.hidden,
+        frees=mixed if shape.pads_values else 0, bias=model.has_out_bias, consumes=consumes,
+    )  # fmt: skip
+    if model.latent is not None:
+        operations += [*latent.unpadded_backward(shape), attention(shape, Phase.BACKWARD)]
+        return operations + latent.projections_backward(shape)
+    return [*operations, attention(shape, Phase.BACKWARD), *projections_backward(shape)]
+
+
+def projections_backward(shape: Shape) -> list[Operation]:
+    """`projections` in reverse."""
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
     normed = tokens * model.hidden * w
-    operations = [cast_gradient(shape)] if shape.casts else []
-    operations += dropout(shape, Phase.BACKWARD)
-    operations += linear_backward(
-        shape, "attention_out", "block", layers, model.query_size, model.hidden,
-        frees=0, bias=model.bias, consumes=branch_gradient(shape),
-    )  # fmt: skip
-    operations.append(attention(shape, Phase.BACKWARD))
+    operations = []
     # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
     gathered = tokens * qkv * w
     if model.positions == "rope":
@@ -154,17 +185,20 @@ def attention_half_backward(shape: Shape) -> list[Operation]:
             temporary=gathered, frees_saved=gathered if shape.keeps_qkv else 0, frees_temporary=gathered,
         )
     )  # fmt: skip
-    operations += linear_backward(
+    return operations + linear_backward(
         shape, "qkv", "block", layers, model.hidden, qkv, frees=normed, bias=model.has_qkv_bias
     )
-    operations += norm_backward(shape, "attention_norm", "block", layers, reader="qkv", residual=True)
-    return operations
 
 
 def embedding_backward(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     full, table = tokens * model.hidden * FP32, model.vocab * model.hidden * FP32
     operations = []
+    if model.embedding_norm:
+        fp32 = replace(shape, precision="fp32")
+        operations += norm_backward(fp32, "embedding_norm", "embedding", 1, reader="", residual=False)
+    if model.embedding_scale != 1.0:
+        operations.append(scaled(shape, "embedding_scale", "embedding", Phase.BACKWARD))
     if model.positions == "learned":
         positions = model.context * model.hidden * FP32
         operations.append(

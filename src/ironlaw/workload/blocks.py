@@ -77,6 +77,22 @@ class Shape:
         return not self.composes_attention or (self.model.qk_norm and not self.casts)
 
     @property
+    def keeps_stream(self) -> bool:
+        """Whether the residual stream waits for the backward pass: not where only a cast of it is read."""
+        return not (self.casts and self.model.norm_place == "post")
+
+    @property
+    def pads_values(self) -> bool:
+        """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
+        narrower = self.model.size_of_value < self.model.size_of_head
+        return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division != Division())
+
+    @property
+    def value_width(self) -> int:
+        """Of a head's value as attention takes it."""
+        return self.model.size_of_head if self.pads_values else self.model.size_of_value
+
+    @property
     def rotated_bytes(self) -> int:
         """Rotated copies of query and key."""
         model = self.model
@@ -103,10 +119,12 @@ def attention_saved_bytes(shape: Shape) -> int:
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
     their product; and the output, copied back to (B, S, A, D).
     """
-    model, width = shape.model, shape.tokens * shape.model.query_size
+    model = shape.model
     if shape.composes_attention:
         scores = shape.micro_batch * model.heads * shape.sequence**2
-        return 3 * (width + scores) * FP32 + width * shape.matmul_bytes
+        copies = shape.tokens * (2 * model.query_size + model.mixed_size)
+        return (copies + 3 * scores) * FP32 + shape.tokens * model.mixed_size * shape.matmul_bytes
+    width = shape.tokens * model.heads * shape.value_width
     return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
@@ -114,7 +132,7 @@ def rotary_saved_bytes(shape: Shape) -> int:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
-    tables = 2 * shape.sequence * shape.model.size_of_head * shape.matmul_bytes if shape.casts else 0
+    tables = 2 * shape.sequence * shape.model.size_of_rotary * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
 
@@ -171,10 +189,12 @@ def attention(shape: Shape, phase: Phase) -> Operation:
     backward = phase is Phase.BACKWARD
     # Forward: QK^T and PV. Backward: the two gradients of each. A flash kernel recomputes the scores on top; that
     # is work of the implementation, not of the model, and is not counted.
-    flops = (2 if backward else 1) * 2 * shape.micro_batch * model.query_size * pairs
+    flops = (2 if backward else 1) * shape.micro_batch * (model.query_size + model.mixed_size) * pairs
     w, tokens = shape.matmul_bytes, shape.tokens
-    inputs = tokens * (model.query_size + 2 * model.key_value_size) * w
-    outputs = tokens * model.query_size * w
+    values = model.key_value_heads * shape.value_width
+    inputs = tokens * (model.query_size + model.key_value_size + values) * w
+    outputs = tokens * model.heads * shape.value_width * w
+    padded = tokens * values * w if shape.pads_values else 0  # a copy, which waits for the backward pass
     # Composed: scores before the softmax, and their gradients.
     working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
     return Operation(
@@ -184,6 +204,6 @@ def attention(shape: Shape, phase: Phase) -> Operation:
         bytes_moved=(2 * inputs + 2 * outputs) if backward else inputs + outputs,
         saved_bytes=0 if backward else attention_saved_bytes(shape),
         temporary_bytes=working + (inputs if backward else 0),
-        frees_saved_bytes=(attention_saved_bytes(shape) + rotary_saved_bytes(shape)) if backward else 0,
+        frees_saved_bytes=(attention_saved_bytes(shape) + rotary_saved_bytes(shape) + padded) if backward else 0,
         frees_temporary_bytes=working + (outputs if backward else 0),
     )  # fmt: skip

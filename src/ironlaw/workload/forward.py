@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload import latent
 from ironlaw.workload.blocks import (
     FP32,
     INDEX,
     Shape,
     attention,
-    dropout,
     elementwise,
     norm_saved_bytes,
     qk_norm_saved_bytes,
     rotary_saved_bytes,
 )
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.layers import linear, norm, residual
+from ironlaw.workload.layers import joining, linear, norm, residual
 from ironlaw.workload.operations import Operation
 
 
@@ -50,28 +50,67 @@ def embedding(shape: Shape) -> list[Operation]:
                 saved_bytes=tokens * INDEX if shape.documents else 0,  # which position each token has
             )
         )  # fmt: skip
+    if model.embedding_scale != 1.0:
+        operations.append(scaled(shape, "embedding_scale", "embedding", Phase.FORWARD))
+    if model.embedding_norm:  # keeps what it is given; its result is the stream
+        operations += norm(replace(shape, precision="fp32"), "embedding_norm", "embedding", 1, reader="")
+    if not shape.keeps_stream:
+        operations[0] = replace(operations[0], saved_bytes=0, temporary_bytes=full)
     return on_rank(shape, operations)
 
 
+def scaled(shape: Shape, name: str, group: str, phase: Phase) -> Operation:
+    """The residual stream times a number, which takes its place."""
+    elements = shape.tokens * shape.model.hidden
+    return Operation(
+        name, Kind.ELEMENTWISE, phase, group, "multiply", elements=elements, bytes_moved=2 * elements * FP32,
+        temporary_bytes=elements * FP32, frees_temporary_bytes=elements * FP32,
+    )  # fmt: skip
+
+
 def block(shape: Shape) -> list[Operation]:
-    """One block with a dense feed-forward network."""
+    """One block with a dense feed-forward network. Other orders than GPT-2's: `arrangements.py`."""
     model, layers = shape.model, shape.model.layers
     operations = attention_half(shape)
     operations += norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
     operations += feed_forward(shape, model.ffn_size, "ffn")
-    operations += dropout(shape, Phase.FORWARD)
+    operations += joining(shape, Phase.FORWARD)
     operations.append(residual(shape, layers))
     return on_rank(shape, operations)
 
 
 def attention_half(shape: Shape) -> list[Operation]:
     """Norm, attention and its residual addition."""
+    reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
+    operations = norm(shape, "attention_norm", "block", shape.model.layers, reader=reader)
+    operations += attention_branch(shape) + joining(shape, Phase.FORWARD)
+    return [*operations, residual(shape, shape.model.layers)]
+
+
+def attention_branch(shape: Shape, keep: bool = False) -> list[Operation]:
+    """From the normed input to what the output layer gives; `keep`: a norm after it saves that."""
     model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
-    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
-    operations = norm(shape, "attention_norm", "block", layers, reader="qkv")
+    if model.latent is not None:
+        operations = [*latent.projections(shape), attention(shape, Phase.FORWARD), *latent.unpadded(shape)]
+    else:
+        operations = [*projections(shape), attention(shape, Phase.FORWARD)]
     operations += linear(
-        shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias
+        shape, "attention_out", "block", layers, model.mixed_size, model.hidden, keep=keep, bias=model.has_out_bias
     )
+    if shape.composes_attention:  # the module's variables die when it returns
+        qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
+        dying = shape.rotated_bytes + (0 if shape.keeps_qkv else qkv)
+        if model.latent is not None:
+            dying = latent.dying_after_attention(shape)
+        operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
+    return operations
+
+
+def projections(shape: Shape) -> list[Operation]:
+    """From the normed residual stream to queries, keys and values with their positions."""
+    model, tokens, layers = shape.model, shape.tokens, shape.model.layers
+    qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    operations = linear(shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias)
     if model.qk_norm:
         operations.append(
             replace(
@@ -89,33 +128,34 @@ def attention_half(shape: Shape) -> list[Operation]:
                 shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_saved_bytes(shape), temporary=rotated
             )
         )  # fmt: skip
-    operations.append(attention(shape, Phase.FORWARD))
-    operations += linear(
-        shape, "attention_out", "block", layers, model.query_size, model.hidden, keep=False, bias=model.bias
-    )
-    if shape.composes_attention:  # the module's variables die when it returns
-        dying = shape.rotated_bytes + (0 if shape.keeps_qkv else tokens * qkv * w)
-        operations[-1] = replace(operations[-1], frees_temporary_bytes=dying)
-    operations += dropout(shape, Phase.FORWARD)
-    operations.append(residual(shape, layers))
     return operations
 
 
-def feed_forward(shape: Shape, width: int, name: str) -> list[Operation]:
-    """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision."""
+def feed_forward(shape: Shape, width: int, name: str, keep: bool = False) -> list[Operation]:
+    """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision.
+
+    `keep`: a norm after it saves its result.
+    """
     model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
-    inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    inner, normed, bias = shape.tokens * width, shape.tokens * model.hidden * w, model.has_ffn_bias
     first = f"{name}_gate" if model.gated_ffn else f"{name}_up"
-    operations = linear(shape, first, "block", layers, model.hidden, width, keep=True, bias=model.bias)
-    operations.append(elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w))
+    # relu keeps its result, which the next product keeps too; the others keep what they are given.
+    relu = model.activation == "relu"
+    operations = linear(shape, first, "block", layers, model.hidden, width, keep=not relu, bias=bias)
+    dying = inner * w if relu else 0
+    operations.append(
+        elementwise(
+            shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w, frees_temporary=dying
+        )
+    )
     if model.gated_ffn:
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
             operations.append(
                 elementwise(shape, f"{name}_up_cast", "cast", shape.tokens * model.hidden, 3, saved=normed)
             )
-        operations += linear(shape, f"{name}_up", "block", layers, model.hidden, width, keep=True, bias=model.bias)
+        operations += linear(shape, f"{name}_up", "block", layers, model.hidden, width, keep=True, bias=bias)
         operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w))
-    return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=False, bias=model.bias)
+    return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=keep, bias=bias)
 
 
 def head(shape: Shape) -> list[Operation]:
@@ -126,11 +166,25 @@ def head(shape: Shape) -> list[Operation]:
     return on_rank(shape, operations)
 
 
+def final_norm(shape: Shape) -> list[Operation]:
+    """The last norm, as the output layer reads it."""
+    operations = norm(shape, "final_norm", "head", 1, reader="head")
+    if shape.model.logit_scale != 1.0:
+        operations.insert(1, scaled(shape, "logit_scale", "head", Phase.FORWARD))
+    if not shape.keeps_stream:  # the norm is the first to keep what it is given
+        stream = shape.tokens * shape.model.hidden * FP32
+        first = operations[0]
+        operations[0] = replace(
+            first, saved_bytes=first.saved_bytes + stream, frees_temporary_bytes=first.frees_temporary_bytes + stream
+        )
+    return operations
+
+
 def full_head(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     logits = tokens * model.vocab
-    operations = norm(shape, "final_norm", "head", 1, reader="head")
-    operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=False)
+    operations = final_norm(shape)
+    operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=model.head_bias)
     if shape.casts:
         operations.append(
             Operation(
@@ -157,9 +211,9 @@ def chunked_head(shape: Shape) -> list[Operation]:
     hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
-    operations = norm(replace(shape, precision="fp32"), "final_norm", "head", 1, reader="head")
+    operations = final_norm(replace(shape, precision="fp32"))
     gradients = hidden * w + table * FP32
-    operations[-1] = replace(operations[-1], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32)
+    operations[0] = replace(operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32)
     if shape.casts:
         operations.append(
             Operation(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.blocks import FP32, Shape, norm_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.operations import Operation
 
 
@@ -73,6 +73,22 @@ def residual(shape: Shape, repeat: int) -> Operation:
         elements=elements, bytes_moved=elements * (2 * FP32 + shape.matmul_bytes),
         saved_bytes=elements * FP32, frees_temporary_bytes=elements * shape.matmul_bytes,
     )  # fmt: skip
+
+
+def joining(shape: Shape, phase: Phase) -> list[Operation]:
+    """What a branch goes through before it joins the residual stream: a factor, dropout; mostly nothing."""
+    elements = shape.tokens * shape.model.hidden
+    branch, backward = elements * shape.matmul_bytes, phase is Phase.BACKWARD
+    dropped = dropout(shape, phase)
+    if shape.model.residual_scale == 1.0:
+        return dropped
+    if shape.model.norm_place != "pre":  # norms give fp32, and their gradient is the stream's own
+        branch = elements * FP32
+    freed = 0 if backward and not dropped and not (shape.casts and shape.model.norm_place == "pre") else branch
+    scaled = elementwise(
+        shape, "residual_scale", "multiply", elements, 2, backward=backward, temporary=branch, frees_temporary=freed
+    )
+    return [*dropped, scaled] if backward else [scaled, *dropped]
 
 
 def linear_backward(

@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.model.config import ModelConfig
 from ironlaw.workload.backward import attention_half_backward, branch_gradient, feed_forward_backward
-from ironlaw.workload.blocks import FP32, INDEX, Shape, dropout, elementwise, norm_saved_bytes
+from ironlaw.workload.blocks import FP32, INDEX, Shape, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import attention_half, feed_forward
-from ironlaw.workload.layers import cast_gradient, norm_backward, residual
+from ironlaw.workload.layers import cast_gradient, joining, norm_backward, residual
 from ironlaw.workload.operations import Operation
 
 GROUP = "moe_block"
@@ -30,7 +29,7 @@ def moe_block(shape: Shape) -> list[Operation]:
     operations += _route(shape) + _experts(shape)
     if _shared(shape):
         operations += _shared_experts(shape)
-    operations += dropout(shape, Phase.FORWARD)
+    operations += joining(shape, Phase.FORWARD)
     operations.append(residual(shape, shape.model.layers))
     return _of_moe_layers(shape, on_rank(shape, operations))
 
@@ -38,17 +37,12 @@ def moe_block(shape: Shape) -> list[Operation]:
 def moe_block_backward(shape: Shape) -> list[Operation]:
     """`moe_block` in reverse: what was saved there is freed here."""
     operations = [cast_gradient(shape)] if shape.casts else []
-    operations += dropout(shape, Phase.BACKWARD)
+    operations += joining(shape, Phase.BACKWARD)
     if _shared(shape):
         operations += _shared_experts_backward(shape)
     operations += _experts_backward(shape) + _route_backward(shape)
     operations += norm_backward(replace(shape, precision="fp32"), "ffn_norm", "block", 1, reader="", residual=True)
     return _of_moe_layers(shape, on_rank(shape, operations + attention_half_backward(shape)))
-
-
-def layer_groups(model: ModelConfig) -> list[str]:
-    """Of each layer, the group of its operations."""
-    return [GROUP if model.moe and model.moe.in_layer(layer) else "block" for layer in range(model.layers)]
 
 
 def routing_buffer_bytes(shape: Shape) -> int:

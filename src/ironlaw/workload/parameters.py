@@ -31,18 +31,26 @@ def model_parameters(model: ModelConfig) -> list[Parameter]:
     result = [Parameter("embedding.weight", (model.vocab, model.hidden), embedding=True)]
     if model.positions == "learned":
         result.append(Parameter("positions.weight", (model.context, model.hidden), embedding=True))
+    if model.embedding_norm:
+        result += _norm(model, "embedding_norm")
     for layer in range(model.layers):
         result += _block(model, f"blocks.{layer}", experts=model.moe is not None and model.moe.in_layer(layer))
     result += _norm(model, "final_norm")
     if not model.tied:
         result.append(Parameter("head.weight", (model.vocab, model.hidden)))
+    if model.head_bias:
+        result.append(Parameter("head.bias", (model.vocab,)))
     return result
 
 
 def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
-    result = _norm(model, f"{name}.attention_norm")
+    result = [] if model.norm_place == "post" else _norm(model, f"{name}.attention_norm")
     result += (_attention if model.latent is None else _latent_attention)(model, f"{name}.attention")
-    result += _norm(model, f"{name}.ffn_norm")
+    if model.norm_place != "pre":
+        result += _norm(model, f"{name}.attention_after")
+        result += _norm(model, f"{name}.ffn_after")
+    if model.norm_place != "post" and model.parallel_norms != 1:
+        result += _norm(model, f"{name}.ffn_norm")
     if experts:
         return result + _experts(model, f"{name}.ffn")
     return result + _feed_forward(model, f"{name}.ffn", model.ffn_size)
@@ -51,7 +59,7 @@ def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
 def _attention(model: ModelConfig, name: str) -> list[Parameter]:
     qkv = model.query_size + 2 * model.key_value_size
     result = _linear(f"{name}.qkv", qkv, model.hidden, model.has_qkv_bias)
-    result += _linear(f"{name}.out", model.hidden, model.query_size, model.bias)
+    result += _linear(f"{name}.out", model.hidden, model.query_size, model.has_out_bias)
     if model.qk_norm:
         query, key = model.qk_norm_sizes
         result.append(Parameter(f"{name}.query_norm.weight", (query,)))
@@ -76,8 +84,8 @@ def _latent_attention(model: ModelConfig, name: str) -> list[Parameter]:
 def _feed_forward(model: ModelConfig, name: str, width: int) -> list[Parameter]:
     result = []
     for which in ("up", "gate") if model.gated_ffn else ("up",):
-        result += _linear(f"{name}.{which}", width, model.hidden, model.bias)
-    return result + _linear(f"{name}.down", model.hidden, width, model.bias)
+        result += _linear(f"{name}.{which}", width, model.hidden, model.has_ffn_bias)
+    return result + _linear(f"{name}.down", model.hidden, width, model.has_ffn_bias)
 
 
 def _experts(model: ModelConfig, name: str) -> list[Parameter]:
@@ -97,7 +105,7 @@ def _experts(model: ModelConfig, name: str) -> list[Parameter]:
 
 
 def _norm(model: ModelConfig, name: str) -> list[Parameter]:
-    parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    parts = ("weight", "bias")[: model.norm_tensors]
     return [Parameter(f"{name}.{part}", (model.hidden,)) for part in parts]
 
 

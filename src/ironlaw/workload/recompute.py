@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.units import parse_bytes
-from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
+from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
-from ironlaw.workload.forward import block, embedding, head
-from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import layer_groups, moe_block, moe_block_backward
+from ironlaw.workload.forward import embedding, head
+from ironlaw.workload.kinds import backward_of, forward_of, has_experts, layer_groups
+from ironlaw.workload.latent import WIDE
 from ironlaw.workload.operations import Operation
 
 Keepable = Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"]
@@ -72,14 +72,9 @@ def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
 
 def keepable(model: ModelConfig, kind: str = "block") -> frozenset[str]:
     """By the group of a block's operations. What experts compute is never kept: rows by expert, not by token."""
-    if kind == MOE_GROUP:
+    if has_experts(kind):
         return frozenset(KEEPABLE) - {"ffn_gate", "ffn_up"}
     return frozenset(KEEPABLE) if model.gated_ffn else frozenset(KEEPABLE) - {"ffn_gate"}
-
-
-def forward_of(shape: Shape, kind: str) -> list[Operation]:
-    """The forward pass of one block of a kind."""
-    return moe_block(shape) if kind == MOE_GROUP else block(shape)
 
 
 def effective(shape: Shape, policy: frozenset[str]) -> frozenset[str]:
@@ -96,6 +91,8 @@ def kept_bytes(shape: Shape, policy: frozenset[str]) -> int:
         "ffn_gate": model.ffn_size,
         "ffn_up": model.ffn_size,
     }
+    if model.latent is not None:
+        widths["qkv"] = model.query_size + model.latent.up_size(model.heads)
     kept = effective(shape, policy)
     total = sum(shape.tokens * widths[name] * w for name in kept if name != "attention")
     return total + (attention_saved_bytes(shape) if "attention" in kept else 0)
@@ -111,7 +108,8 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
     for op in _until_all_is_there(shape, kind):
         name, big = f"{op.name}{AGAIN}", op.kind in (Kind.MATMUL, Kind.ATTENTION)
         op = replace(op, name=name, phase=Phase.BACKWARD)
-        if big and op.name.removesuffix(AGAIN) in kept:
+        result_of = op.name.removesuffix(AGAIN)
+        if big and ("qkv" if result_of in WIDE else result_of) in kept:
             # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
             op = replace(
                 op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
@@ -126,11 +124,11 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
 def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
     """The operations of a block's forward pass up to the last that makes or keeps something for the backward pass."""
     operations = forward_of(shape, kind)
-    # Dropout after the last product keeps its noise, and oneDNN's layer its input when it is done: both only after the
-    # product has run again.
-    to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts)
+    # A norm after the last product keeps its input, dropout its noise, and oneDNN's layer its input when it is done:
+    # all only after the product has run again.
+    to_the_end = bool(shape.model.dropout) or (shape.onednn and not shape.casts) or shape.model.norm_place != "pre"
     last = "ffn_down"
-    if kind == MOE_GROUP:
+    if has_experts(kind):
         assert shape.model.moe is not None
         # Combining, and scaling the shared experts, keep what the last product gave.
         last = "shared_ffn_down" if shape.model.shared_ffn_size else "combine"
@@ -150,7 +148,8 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
     """
     if not shape.casts:
         return 0
-    names = {"qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down"}
+    names = {"qkv", "query_down", "query_up", "latent_down", "latent_up"}
+    names |= {"attention_out", "ffn_gate", "ffn_up", "ffn_down"}
     names |= {"shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "shared_gate"}
     products = [op.matmul for op in forward_of(shape, kind) if op.name in names and op.matmul is not None]
     return sum(n * k * shape.matmul_bytes for _, n, k in products)
@@ -166,6 +165,11 @@ def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operat
 
 def _generator_bytes(shape: Shape) -> int:
     return GENERATOR_BYTES if shape.model.dropout else 0
+
+
+def _kept_input_bytes(shape: Shape) -> int:
+    """Of the input that a recomputed block keeps and nobody else would."""
+    return 0 if shape.keeps_stream else shape.tokens * shape.model.hidden * FP32
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
@@ -189,7 +193,7 @@ def unfolded(shape: Shape) -> Iterator[Operation]:
     chosen: Sequence[Policy] = shape.recompute or (None,) * shape.model.layers
     layers = list(zip(kinds, chosen, strict=True))
     forward = {kind: forward_of(shape, kind) for kind in set(kinds)}
-    backward = {kind: moe_block_backward(shape) if kind == MOE_GROUP else block_backward(shape) for kind in forward}
+    backward = {kind: backward_of(shape, kind) for kind in forward}
     second: dict[tuple[str, Policy], list[Operation]] = {}
     drops: dict[tuple[str, Policy], Operation] = {}
     for kind, policy in set(layers):
@@ -210,5 +214,5 @@ def unfolded(shape: Shape) -> Iterator[Operation]:
         yield from second.get(layer, ())
         yield from backward[layer[0]]
         if layer in second:
-            yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape))
+            yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape) + _kept_input_bytes(shape))
     yield from embedding_backward(shape)

@@ -83,6 +83,7 @@ class Lifetime:
     died: int | None = None
     gradient: bool = False
     output: bool = False
+    padding: int = 0  # of each row of its tensor, how many zeros at the end a padding has put there
     merged: bool = False  # shares the bytes of another storage, because it is written in place
 
 
@@ -171,11 +172,13 @@ class Recorder(TorchDispatchMode):
         index = len(self.records)
         if base_name(func) not in NO_KERNEL:
             for call in calls_of(func, args, kwargs, out, self.phase):
+                if call.attention is not None:
+                    call = self._without_padding(call, args)
                 if origin.scope == "attention" and call.kind is Kind.MATMUL:
                     call = replace(call, kind=Kind.ATTENTION)
                 self.records.append(Record(call, self.phase, base_name(func), origin))
         for tensor in written:
-            born = Lifetime(tensor.untyped_storage().nbytes(), index)
+            born = Lifetime(tensor.untyped_storage().nbytes(), index, padding=_zeros_at_the_end(func, args))
             if self._remember(tensor, born):
                 self.lifetimes.append(born)
                 if self.phase is Phase.BACKWARD and base_name(func) == "add":
@@ -190,6 +193,15 @@ class Recorder(TorchDispatchMode):
             return self._running[-1]
         node = torch._C._current_autograd_node()
         return self._origins.get(node._sequence_nr(), Origin()) if node is not None else Origin()
+
+    def _without_padding(self, call: Call, args: tuple[Any, ...]) -> Call:
+        """Zeros that make values as wide as keys are no work of the model."""
+        value = args[3 if call.kernel.endswith("backward") else 2]
+        life = self._lifetime(value)
+        if life is None or not life.padding or call.flops is None:
+            return call
+        whole = args[1].shape[-1] + value.shape[-1]
+        return replace(call, flops=call.flops * (whole - life.padding) // whole)
 
     def _lifetime(self, tensor: Tensor) -> Lifetime | None:
         known = self._alive.get(tensor.untyped_storage()._cdata)
@@ -208,3 +220,11 @@ class Recorder(TorchDispatchMode):
 
         self._alive[key] = (weakref.ref(storage, freed), lifetime)
         return True
+
+
+def _zeros_at_the_end(func: Any, args: tuple[Any, ...]) -> int:
+    """How far this call pads the last dimension with zeros, and nothing else."""
+    if base_name(func) != "constant_pad_nd":
+        return 0
+    pads, value = args[1], args[2] if len(args) > 2 else 0
+    return int(pads[1]) if pads[1] > 0 and not value and not any(p for i, p in enumerate(pads) if i != 1) else 0

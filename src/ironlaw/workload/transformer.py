@@ -10,13 +10,14 @@ V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.backward import block_backward, embedding_backward, head_backward
+from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, INDEX, Precision, Shape, attention_score_pairs
-from ironlaw.workload.forward import block, embedding, head
-from ironlaw.workload.moe import layer_groups, moe_block, moe_block_backward
+from ironlaw.workload.forward import embedding, head
+from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
 from ironlaw.workload.recompute import recomputed_operations
@@ -35,17 +36,13 @@ __all__ = [
 
 def training_operations(shape: Shape) -> list[Operation]:
     """Every call of one micro-batch, forward then backward, in the order of execution (layers folded)."""
-    dense, dense_backward = block(shape), block_backward(shape)
-    if shape.model.moe is not None:
-        dense, dense_backward = (
-            [replace(op, repeat=shape.model.dense_layers) for op in half if shape.model.dense_layers]
-            for half in (dense, dense_backward)
-        )
-        dense += moe_block(shape)
-        dense_backward = moe_block_backward(shape) + dense_backward
-    forward = embedding(shape) + dense + head(shape)
-    backward = head_backward(shape) + recomputed_operations(shape) + dense_backward + embedding_backward(shape)
-    return forward + backward
+    forward, backward = embedding(shape), head_backward(shape) + recomputed_operations(shape)
+    kinds = Counter(layer_groups(shape.model))
+    for kind, layers in kinds.items():
+        forward += [replace(op, repeat=layers) for op in forward_of(shape, kind)]
+    for kind, layers in reversed(kinds.items()):
+        backward += [replace(op, repeat=layers) for op in backward_of(shape, kind)]
+    return forward + head(shape) + backward + embedding_backward(shape)
 
 
 def optimizer_operations(model: ModelConfig, *, accumulation: int = 1) -> list[Operation]:

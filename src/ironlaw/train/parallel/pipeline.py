@@ -21,7 +21,6 @@ from torch.distributed.pipelining.schedules import (
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.layout import V_SHAPED
 from ironlaw.plan.parts import layers_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.waiting import within
@@ -36,10 +35,6 @@ def _kind(schedule: str, virtual: int) -> Any:
     }[schedule]  # fmt: skip
 
 
-def rank_of_last(schedule: str, pp: int) -> int:
-    return 0 if schedule in V_SHAPED else pp - 1
-
-
 def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
     """The part of `model` that is one stage; parts keep their names, so that a checkpoint knows them."""
     part = Transformer.__new__(Transformer)
@@ -49,6 +44,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     first, last = stage == 0, stage == stages - 1
     part.embedding = model.embedding if first else None
     part.positions = model.positions if first else None
+    part.embedding_norm = model.embedding_norm if first else None
     part.blocks = nn.ModuleList()
     for layer in layers_of(len(model.blocks), stages, virtual)[stage]:
         part.blocks.add_module(str(layer), model.blocks[layer])
@@ -59,6 +55,7 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
         rows, columns = model.head.weight.shape
         head = Linear(columns, rows, bias=False, device="meta")
         head.weight = nn.Parameter(model.head.weight.detach().clone())
+        head.bias = model.head.bias
     part.head = head  # type: ignore[assignment]
     for name, buffer in model.named_buffers(recurse=False):
         part.register_buffer(name, buffer, persistent=False)
@@ -73,7 +70,7 @@ def joined(parts: dict[int, Transformer]) -> Transformer:
     roof = Transformer.__new__(Transformer)
     nn.Module.__init__(roof)
     roof.config = some.config
-    for name in ("embedding", "positions", "final_norm", "head"):
+    for name in ("embedding", "positions", "embedding_norm", "final_norm", "head"):
         setattr(roof, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
     roof.blocks = nn.ModuleList()
     for part in parts.values():

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.plan.layout import SPLIT_BACKWARD, Layout
+from ironlaw.plan.parts import expert_holders
 from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
 
@@ -184,7 +185,7 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
         raise UserError("communication.local_steps does not train a mixture of experts: use gradients of every step")
     if layout.ep > 1 and layout.shard is not None:
         raise UserError("layout.shard with layout.ep is planned but not trained here: leave out shard, or use ep = 1")
-    holders = dp * layout.cp // layout.ep
+    holders = expert_holders(dp, layout.cp, layout.ep)
     if layout.ep > 1 and layout.zero > 0 and config.model.hidden % holders:
         raise UserError(
             f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {holders} "
@@ -255,7 +256,7 @@ def start(
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
     experts = None
     if config.ep > 1:
-        holders = config.dp * config.cp // config.ep  # of the same experts
+        holders = expert_holders(config.dp, config.cp, config.ep)
         copies = (1, holders) if sharded else (holders, 1)
         of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
         experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)

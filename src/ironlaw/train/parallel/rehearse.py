@@ -27,6 +27,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit_ironlaw import recomputation
 from ironlaw.plan.estimate import training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
+from ironlaw.plan.parts import expert_holders
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_work import local_shape
 from ironlaw.plan.traffic import Sent, Settings, Table, merged, traffic
@@ -87,7 +88,7 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
 
 def _holders(layout: Layout) -> int:
     """Ranks that shard the same experts, by the hidden size."""
-    return layout.dp * layout.cp // layout.ep if layout.ep > 1 and layout.zero else 1
+    return expert_holders(layout.dp, layout.cp, layout.ep) if layout.ep > 1 and layout.zero else 1
 
 
 def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ironlaw.data.batch import IGNORED
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
+from ironlaw.plan.parts import rank_of_last
 from ironlaw.train.parallel import early, pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
@@ -213,7 +214,7 @@ class DistributedStep:
             copy.grad.copy_(ours.grad)
             return
         group = self.ranks.group("pp")
-        peer = dist.get_global_rank(group, pipeline.rank_of_last(layout.schedule, layout.pp) if first else 0)
+        peer = dist.get_global_rank(group, rank_of_last(layout.schedule, layout.pp) if first else 0)
         mine = _local(ours.grad)
         other = torch.empty_like(mine)
         # Ready first: gloo sends when the other has said so, and what is said after a message waits behind it.

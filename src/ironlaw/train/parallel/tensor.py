@@ -183,9 +183,10 @@ def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.P
             if block.ffn.shared_gate is not None:
                 found += block.ffn.shared_gate.parameters()
         if sequence_parallel:
-            found += [*block.attention_norm.parameters(), *block.ffn_norm.parameters()]
+            norms = (block.attention_norm, block.attention_after, block.ffn_norm, block.ffn_after)
+            found += [p for norm in norms if norm is not None for p in norm.parameters()]
     if sequence_parallel and model.final_norm is not None:
         found += model.final_norm.parameters()
-    if sequence_parallel and model.embedding is not None and model.positions is not None:
-        found += model.positions.parameters()
+    if sequence_parallel and model.embedding is not None:
+        found += [p for part in (model.positions, model.embedding_norm) if part is not None for p in part.parameters()]
     return [parameter for parameter in found if isinstance(parameter, torch.nn.Parameter)]

@@ -121,7 +121,7 @@ def _draw_constructors(config: ModelConfig) -> None:
     for layer in range(config.layers):
         Block(config, layer)
     build_norm(config)
-    nn.Linear(config.hidden, config.vocab, bias=False)
+    nn.Linear(config.hidden, config.vocab, bias=config.head_bias)
 
 
 def pieces(name: str, whole: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,49 @@
+"""What sets families of decoders apart beyond GPT-2 and Llama, one switch each. All are off unless asked for."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Switches(BaseModel):
+    """The less common fields of `ModelConfig`, which adds the dimensions; model names are examples."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    # Norms stand before each branch of a block, after it (OLMo 2), or both (Gemma 2, GLM 4).
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"
+    # Attention and feed-forward network read the same stream, through one norm (GPT-J, Cohere) or one each (GPT-NeoX).
+    parallel_norms: Literal[0, 1, 2] = 0  # 0: one branch after the other
+    norm_bias: bool = True  # of a layernorm (not in Cohere, MPT)
+    norm_weight: bool = True  # norms without parameters otherwise (OLMo)
+    embedding_norm: bool = False  # BLOOM
+    # Biases of attention's output layer and of the feed-forward network; same as `bias` unless given.
+    out_bias: bool | None = None
+    ffn_bias: bool | None = None
+    head_bias: bool = False  # of the output layer of the model (Phi, GPT-J)
+    rotary_size: int | None = Field(None, gt=0)  # of a head's elements, how many positions turn; all unless given (Phi)
+    # Factors on what the embedding gives, on what a branch adds, on the logits; and on the scores of attention in place
+    # of 1 / sqrt(head size) (Gemma, Granite, Cohere).
+    embedding_scale: float = Field(1.0, gt=0)
+    residual_scale: float = Field(1.0, gt=0)
+    logit_scale: float = Field(1.0, gt=0)
+    attention_scale: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_block(self) -> Self:
+        if self.parallel_norms and self.norm_place != "pre":
+            raise ValueError(f"parallel_norms = {self.parallel_norms} goes with norm_place = 'pre'")
+        if not self.norm_weight and self.norm_place != "pre":
+            raise ValueError("norm_weight = false goes with norm_place = 'pre'")
+        if self.logit_scale != 1.0 and self.head_bias:
+            raise ValueError("logit_scale goes without head_bias: it scales what the output layer reads")
+        if self.embedding_norm and not self.norm_weight:
+            raise ValueError("embedding_norm needs norms with parameters: norm_weight = true")
+        return self
+
+    @property
+    def norms_per_block(self) -> int:
+        """Over the residual stream: before and after branches."""
+        return self.parallel_norms or {"pre": 2, "post": 2, "sandwich": 4}[self.norm_place]

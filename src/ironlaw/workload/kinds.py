@@ -1,0 +1,55 @@
+"""Kinds of layers: the groups into which a decoder's blocks fold, and the operations of one block of each.
+
+A group is named `block`, or `moe_block` where a layer has experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.arrangements import arranged, arranged_backward
+from ironlaw.workload.backward import block_backward
+from ironlaw.workload.blocks import Shape
+from ironlaw.workload.division import on_rank
+from ironlaw.workload.forward import block
+from ironlaw.workload.moe import GROUP as MOE_GROUP
+from ironlaw.workload.moe import moe_block, moe_block_backward
+from ironlaw.workload.operations import Operation
+
+
+def layer_groups(model: ModelConfig) -> list[str]:
+    """Of each layer, the group of its operations."""
+    return [MOE_GROUP if model.moe and model.moe.in_layer(layer) else "block" for layer in range(model.layers)]
+
+
+def is_block(group: str) -> bool:
+    return group.startswith(("block", MOE_GROUP))
+
+
+def has_experts(kind: str) -> bool:
+    return kind.startswith(MOE_GROUP)
+
+
+def forward_of(shape: Shape, kind: str) -> list[Operation]:
+    """The forward pass of one block of a kind."""
+    if has_experts(kind):
+        return moe_block(shape)
+    return _grouped(kind, on_rank(shape, arranged(shape)) if _is_arranged(shape.model) else block(shape))
+
+
+def backward_of(shape: Shape, kind: str) -> list[Operation]:
+    """`forward_of` in reverse."""
+    if has_experts(kind):
+        return moe_block_backward(shape)
+    arrangement = _is_arranged(shape.model)
+    return _grouped(kind, on_rank(shape, arranged_backward(shape)) if arrangement else block_backward(shape))
+
+
+def _is_arranged(model: ModelConfig) -> bool:
+    return bool(model.parallel_norms) or model.norm_place != "pre"
+
+
+def _grouped(kind: str, operations: Iterable[Operation]) -> list[Operation]:
+    return [op if op.group == kind else replace(op, group=kind) for op in operations]
