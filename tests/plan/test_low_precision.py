@@ -108,7 +108,7 @@ def test_the_plan_says_what_it_holds():
 
 
 def test_a_tensor_is_cast_once_by_one_library_and_in_every_pass_by_the_other():
-    """Bytes per element, read 2 and written in 8 bits: Transformer Engine's two arrangements on Hopper are 2 + 1 + 1."""
+    """Bytes per element, read 2, written in 8 bits: Transformer Engine's two arrangements on Hopper are 2 + 1 + 1."""
     engine_of = {name: engine(name).computing_in("fp8", "hopper") for name in ("nemo", "torchtitan")}
     assert vars(engine_of["nemo"].casts) == {
         "inputs": 4.0, "weights": 0.0, "gradients": 4.0, "inputs_again": 0.0, "weights_again": 0.0,
@@ -121,7 +121,7 @@ def test_a_tensor_is_cast_once_by_one_library_and_in_every_pass_by_the_other():
     jobs = jobs_of(LLAMA, [parse_layout("dp=8 zero=1")], sequence=8192, global_batch=8)
     casting = where("nemo", "fp8")
     bare = replace(casting, engine=replace(casting.engine, casts=Casts()))
-    product = block_products(jobs)["ffn_down"]
+    product = block_products(jobs, casting.engine)["ffn_down"]
     with_casts, without = (product_seconds(jobs, w, product) for w in (casting, bare))
     moved = 4 * 8192 * 14336, 4 * 8192 * 4096
     for there, plain, size in zip(with_casts, without, moved, strict=True):
