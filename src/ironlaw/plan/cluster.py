@@ -198,7 +198,7 @@ def _facts(
 def _products(jobs: Jobs, where: Setting) -> list[dict[str, Any]]:
     """The first job's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
     found = []
-    for name, product in block_products(jobs).items():
+    for name, product in block_products(jobs, where.engine).items():
         n, k, m, times, share = (float(column[0]) for column in product)
         if share > 0:
             forward, backward = (float(seconds[0]) for seconds in product_seconds(jobs, where, product, name))
@@ -280,7 +280,8 @@ def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
     full = at(jobs.recompute) == 2
     replicas = at(jobs.global_batch) * at(jobs.sequence)
     head_flops = 6 * at(jobs.hidden) * at(jobs.vocab) * replicas
-    attention_flops = 6 * at(jobs.layers) * at(jobs.attended) * at(jobs.query_size) * replicas
+    widths = at(jobs.query_size) + at(jobs.mixed_size)
+    attention_flops = 3 * at(jobs.layers) * at(jobs.attended) * widths * replicas
     block_flops = at(jobs.model_flops()) - head_flops - attention_flops
     matmul = (at(parts.layer_matmul_forward), at(parts.layer_matmul_backward))
     attention = (at(parts.layer_attention_forward), at(parts.layer_attention_backward))

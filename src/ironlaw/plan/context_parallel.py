@@ -48,9 +48,13 @@ def kinds(jobs: Jobs, engine: Engine) -> Array:
     return np.where(jobs.cp_kind > 0, jobs.cp_kind, np.where(jobs.window > 0, windowed, plain))
 
 
-def _widths(jobs: Jobs) -> tuple[Array, Array]:
-    """Query and key/value widths of a rank's heads."""
-    return jobs.query_size / jobs.tp, np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size)
+def _widths(jobs: Jobs) -> tuple[Array, Array, Array]:
+    """Of a rank's heads: queries, keys and values together, what attention gives."""
+    key_value = np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size)
+    both = 2 * key_value
+    if jobs.has_latent:
+        both = key_value + np.maximum(jobs.values_size / jobs.tp, jobs.value_head)
+    return jobs.query_size / jobs.tp, both, jobs.mixed_size / jobs.tp
 
 
 def exchange_seconds(jobs: Jobs, setting: Setting, kind: Array) -> Array:
@@ -58,19 +62,19 @@ def exchange_seconds(jobs: Jobs, setting: Setting, kind: Array) -> Array:
     if not (jobs.cp > 1).any():
         return np.zeros(len(jobs))
     width, cp = setting.engine.element_bytes, jobs.cp
-    query, key_value = _widths(jobs)
+    query, key_value, mixed = _widths(jobs)
     inside = np.clip(float(setting.fabric.island_ranks) // jobs.tp, 1.0, cp)
 
     def seconds(name: str, size: Array, ranks: Array, near: Array) -> Array:
         return np.asarray(collective_seconds(name, size, ranks, near, fabric=setting.fabric))
 
-    block = 2 * jobs.tokens * key_value * width
+    block = jobs.tokens * key_value * width
     two = np.full(len(jobs), 2.0)
     # A ring across islands goes at the pace of its slowest link.
     ring = (cp - 1) * seconds("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0))
     gather = seconds("all_gather", block * cp, cp, inside)
-    swap = seconds("all_to_all", jobs.tokens * (query + 2 * key_value) * width, cp, inside)
-    swap = swap + seconds("all_to_all", jobs.tokens * query * width, cp, inside)
+    swap = seconds("all_to_all", jobs.tokens * (query + key_value) * width, cp, inside)
+    swap = swap + seconds("all_to_all", jobs.tokens * mixed * width, cp, inside)
     found = np.where(kind == CP_KINDS["ring"], ring, np.where(kind == CP_KINDS["all_gather"], gather, swap))
     return np.where(cp > 1, found, 0.0)
 
@@ -91,9 +95,9 @@ def buffer_bytes(jobs: Jobs, engine: Engine) -> Array:
     if not (jobs.cp > 1).any():
         return np.zeros(len(jobs))
     kind = kinds(jobs, engine)
-    query, key_value = _widths(jobs)
-    block = 2 * jobs.tokens * key_value
+    query, key_value, mixed = _widths(jobs)
+    block = jobs.tokens * key_value
     # Ring: a block and its gradients, received while others are at work. All-to-all: one side of every exchange.
     elements = np.where(kind == CP_KINDS["all_gather"], 2 * block * jobs.cp, 4 * block)
-    elements = np.where(kind == CP_KINDS["all_to_all"], 2 * jobs.tokens * query + block, elements)
+    elements = np.where(kind == CP_KINDS["all_to_all"], jobs.tokens * (query + mixed) + block, elements)
     return np.where(jobs.cp > 1, elements * engine.element_bytes, 0.0)

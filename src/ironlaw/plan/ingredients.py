@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
+from ironlaw.plan import latent
 from ironlaw.plan.context_parallel import exchange_seconds, kinds
+from ironlaw.plan.engine import Engine
 from ironlaw.plan.experts import (
     Product,
     exchange_of_rows,
@@ -95,17 +97,20 @@ def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
     return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
 
 
-def block_products(jobs: Jobs) -> dict[str, Product]:
+def block_products(jobs: Jobs, engine: Engine) -> dict[str, Product]:
     """The linear layers of a block on one rank and micro-batch, gate and up as one; experts in place of the network."""
     tokens, hidden, tp, ones = jobs.tokens, jobs.hidden, jobs.tp, np.ones(len(jobs))
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
     up = jobs.ffn * np.where(jobs.gated > 0, 2.0, 1.0) / tp
     products = {
         "qkv": (qkv, hidden, tokens, ones, ones),
-        "attention_out": (hidden, jobs.query_size / tp, tokens, ones, ones),
+        "attention_out": (hidden, jobs.mixed_size / tp, tokens, ones, ones),
         "ffn_up": (up, hidden, tokens, ones, ones),
         "ffn_down": (hidden, jobs.ffn / tp, tokens, ones, ones),
     }
+    if jobs.has_latent:
+        products["qkv"] = (qkv, hidden, tokens, ones, np.where(jobs.latent_rank > 0, 0.0, 1.0))
+        products |= latent.products(jobs, engine)
     return with_experts(jobs, products) if jobs.has_experts else products
 
 
@@ -118,13 +123,21 @@ def product_seconds(jobs: Jobs, setting: Setting, product: Product, name: str = 
     outputs, inputs, rows, batch, _ = product
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
     forward, of_input, of_weight = (_matmul(m, n, k, batch, setting, precision) for m, n, k in shapes)
-    return forward, of_input + of_weight
+    backward = of_input + of_weight
+    if precision != setting.wide_precision:
+        casts, hardware = setting.engine.casts, setting.hardware
+        entering, weights = rows * inputs * batch, outputs * inputs * batch
+        there = casts.inputs * entering + casts.weights * weights
+        back = casts.gradients * rows * outputs * batch + casts.inputs_again * entering + casts.weights_again * weights
+        forward = forward + np.asarray(streaming_seconds(there, hardware))
+        backward = backward + np.asarray(streaming_seconds(back, hardware))
+    return forward, backward
 
 
 def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
     """Seconds of a block's linear layers, the mean over all blocks: forward, backward."""
     forward, backward = np.zeros(len(jobs)), np.zeros(len(jobs))
-    for name, product in block_products(jobs).items():
+    for name, product in block_products(jobs, setting.engine).items():
         there, back = product_seconds(jobs, setting, product, name)
         forward += there * product[-1]
         backward += back * product[-1]
@@ -134,10 +147,9 @@ def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
 def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting, precision: str) -> Array:
     hardware = setting.hardware
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
-    cast = precision not in ("bf16", "fp16", "fp32", "tf32")
 
     def seconds(m: Array, n: Array, k: Array, b: Array) -> Array:
-        alone = matmul_seconds(m, n, k, b, precision, hardware=hardware, include_cast=cast, sustained=True)
+        alone = matmul_seconds(m, n, k, b, precision, hardware=hardware, sustained=True)
         return newer * np.asarray(alone)
 
     return _unique(seconds, m, n, k, np.broadcast_to(np.asarray(batch, dtype=float), m.shape))
@@ -158,23 +170,27 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
     swapped = kind == CP_KINDS["all_to_all"]
     heads, calls = np.where(swapped, jobs.cp, 1.0), np.where(swapped, 1.0, 1 / jobs.cp)
 
+    # FlashAttention-2 wants values as wide as keys: trainers add zeros.
+    value = jobs.head_size if setting.engine.attention_kernel == "flash2" else jobs.value_head
+
     def flash(direction: str) -> Array:
-        def seconds(b: Array, s: Array, h: Array, kv: Array, d: Array, w: Array) -> Array:
+        def seconds(b: Array, s: Array, h: Array, kv: Array, d: Array, w: Array, v: Array) -> Array:
             return np.asarray(
                 attention_seconds(
-                    b, s, h, kv, d, True, precision, hardware=hardware, direction=direction, window=w, sustained=True
+                    b, s, h, kv, d, True, precision, hardware=hardware, direction=direction, window=w, sustained=True,
+                    value_size=v,
                 )
-            )
+            )  # fmt: skip
 
         kv = np.maximum(local_kv / heads, 1.0)
-        columns = (jobs.micro_batch, jobs.sequence, local_heads / heads, kv, jobs.head_size, window)
+        columns = (jobs.micro_batch, jobs.sequence, local_heads / heads, kv, jobs.head_size, window, value)
         return _unique(seconds, *columns) * calls
 
     # Materialised scores: every (query, key) pair is computed, masked or not.
     batch = jobs.micro_batch * local_heads
     rows = jobs.sequence / jobs.cp
     standard = _matmul(rows, jobs.sequence, jobs.head_size, batch, setting, precision)
-    standard = standard + _matmul(rows, jobs.head_size, jobs.sequence, batch, setting, precision)
+    standard = standard + _matmul(rows, jobs.value_head, jobs.sequence, batch, setting, precision)
     pairs = batch * rows * jobs.sequence
     # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
     traffic = streaming_seconds(pairs * (4 * setting.engine.element_bytes + 1), hardware)
@@ -198,6 +214,8 @@ def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array
     heads = 2 * (jobs.query_size + np.where(jobs.biased > 0, 2.0, 1.0) * jobs.key_value_size)
     activation = jobs.visited_ffn * np.where(jobs.gated > 0, 3.0, 2.0)
     permuted = permutation_elements(jobs, setting.engine.rows_sent) if jobs.has_experts else 0.0
+    if jobs.has_latent:  # read and written, and in the backward pass one more
+        permuted = permuted + 2.5 * latent.norm_elements(jobs, setting.engine)
     moved = (
         # Two norms (read, write) and two residual additions (read two, write one).
         stream * (2 * 2 + 2 * 3) + permuted,
@@ -346,7 +364,7 @@ def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
             + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
             _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
         ),
-        "tp_collectives": 2.0 - spared_collectives(jobs),
+        "tp_collectives": 2.0 - spared_collectives(jobs) - latent.spared_collectives(jobs, setting.engine),
         "cp_layer": exchange_seconds(jobs, setting, kinds(jobs, setting.engine)),
         "head_matmul": np.asarray(head),
         "head_streaming": loss,

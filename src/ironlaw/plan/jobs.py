@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.launches import expert_launches
+from ironlaw.plan import latent
+from ironlaw.plan.launches import expert_launches, latent_launches
 from ironlaw.plan.layout import Layout
 
 Array = npt.NDArray[np.float64]
@@ -30,6 +31,7 @@ DEFAULTS = {
     "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
     "launches": 0.0, "cp_kind": 0.0, "imbalance": 0.0, "expert_groups": 1.0, "groups_per_token": 1.0,
+    "latent_rank": 0.0, "query_rank": 0.0, "rotary_size": 0.0, "value_size": 0.0, "latent_launches": 0.0,
 }  # fmt: skip
 """Columns that a row of measured runs need not have."""
 
@@ -82,6 +84,13 @@ class Jobs:
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
     expert_groups: Array  # equal parts of a layer's experts, ...
     groups_per_token: Array  # ... of which a token's experts come from so many at most
+
+    # latent attention (`latent.py`): all 0 where keys and values are projected as usual
+    latent_rank: Array
+    query_rank: Array  # 0: queries straight from the residual stream
+    rotary_size: Array  # of a head, the part that positions turn
+    value_size: Array  # of a head's value; 0: as wide as its key
+    latent_launches: Array  # kernels that such attention adds, over those of a usual block
 
     def __len__(self) -> int:
         return int(self.layers.size)
@@ -145,6 +154,24 @@ class Jobs:
         return self.kv_heads * self.head_size
 
     @property
+    def has_latent(self) -> bool:
+        """Whether attention of any of the jobs is latent: the arithmetic of others stays as it is."""
+        return bool((self.latent_rank > 0).any())
+
+    @property
+    def value_head(self) -> Array:
+        return np.where(self.value_size > 0, self.value_size, self.head_size)
+
+    @property
+    def mixed_size(self) -> Array:
+        """Width of what attention gives to its output layer."""
+        return self.heads * self.value_head
+
+    @property
+    def values_size(self) -> Array:
+        return self.kv_heads * self.value_head
+
+    @property
     def recomputed_share(self) -> Array:
         """Share of the blocks that are recomputed in full."""
         return np.where(self.recompute == RECOMPUTE["full"], 1 / self.every, 0.0)
@@ -178,7 +205,9 @@ class Jobs:
         """Parameters of one transformer block, all ranks together; with experts, the mean over all layers."""
         qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
-        weights = self.hidden * qkv + self.query_size * self.hidden + matrices * self.hidden * self.ffn
+        weights = latent.projection_weights(self) + self.mixed_size * self.hidden + matrices * self.hidden * self.ffn
+        if self.has_latent:
+            weights = weights + np.where(self.latent_rank > 0, self.query_rank + self.latent_rank, 0.0)  # their norms
         biases = qkv + 2 * self.hidden + (matrices - 1) * self.ffn
         dense = weights + biases * self.biased + 2 * self.hidden * (1 + self.biased)
         if not self.has_experts:
@@ -224,9 +253,11 @@ class Jobs:
 
     @property
     def copied_parameters(self) -> Array:
-        """Of a block, on one rank: what it holds more than its part where key/value heads are fewer than tp."""
+        """Of a block, on one rank: what it holds more than its part where key/value heads are fewer than tp, and of
+        narrow vectors, which are computed whole."""
         part = self.key_value_size / self.tp
-        return 2 * self.hidden * (np.maximum(part, self.head_size) - part)
+        copied = 2 * self.hidden * (np.maximum(part, self.head_size) - part)
+        return copied + latent.narrow_weights(self) * (1 - 1 / self.tp) if self.has_latent else copied
 
     @property
     def local_block_parameters(self) -> Array:
@@ -254,13 +285,12 @@ class Jobs:
 
     def model_flops(self) -> Array:
         """Matrix FLOPs of one step, forward and backward; masked scores of causal attention are not counted."""
-        qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
-        linear = self.hidden * (qkv + self.query_size + matrices * self.visited_ffn)
+        linear = latent.projection_weights(self) + self.hidden * (self.mixed_size + matrices * self.visited_ffn)
         if self.has_experts:
             linear = linear + self.hidden * self.experts * self.expert_share
         per_token = 2 * (self.layers * linear + self.hidden * self.vocab)
-        attention = 2 * self.layers * self.attended * self.query_size
+        attention = self.layers * self.attended * (self.query_size + self.mixed_size)
         return 3 * (per_token + attention) * self.global_batch * self.sequence
 
     def hardware_flops(self) -> Array:
@@ -268,12 +298,12 @@ class Jobs:
 
         With full recomputation this is equation 3 of arXiv 2104.04473.
         """
-        qkv = self.query_size + 2 * self.key_value_size
         matrices = np.where(self.gated > 0, 3.0, 2.0)
-        linear = 2 * self.hidden * (qkv + self.query_size + matrices * self.visited_ffn)
+        linear = 2 * latent.projection_weights(self) + 2 * self.hidden * (self.mixed_size + matrices * self.visited_ffn)
         if self.has_experts:
             linear = linear + 2 * self.hidden * self.experts * self.expert_share  # the router
-        attention = np.where(self.flash > 0, 2 * self.attended, 4 * self.sequence) * self.query_size
+        attention = np.where(self.flash > 0, 2 * self.attended, 4 * self.sequence)
+        attention = attention * (self.query_size + self.mixed_size) / 2
         again = self.recomputed_share
         linear_passes = 3 + again
         attention_passes = 3 + np.where(self.recompute == 1, 1.0, again)
@@ -319,9 +349,20 @@ def jobs_of_table(
         "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.key_value_heads,
         "head_size": model.size_of_head, "ffn": model.ffn_size, "gated": model.gated_ffn, "vocab": model.vocab,
         "tied": model.tied, "biased": model.bias, "sequence": sequence, "global_batch": global_batch,
-        "flash": flash, "window": window if window < sequence else 0, **expert_columns(model),
+        "flash": flash, "window": window if window < sequence else 0, **expert_columns(model), **latent_columns(model),
     }  # fmt: skip
     return Jobs(**{name: np.full(count, float(value)) for name, value in shared.items()}, **columns)
+
+
+def latent_columns(model: ModelConfig) -> dict[str, float]:
+    """The columns of latent attention; zeros for any other."""
+    sizes = model.latent
+    if sizes is None:
+        return dict.fromkeys(("latent_rank", "query_rank", "rotary_size", "value_size", "latent_launches"), 0.0)
+    return {
+        "latent_rank": sizes.key_value_rank, "query_rank": sizes.query_rank or 0, "rotary_size": sizes.rotary_size,
+        "value_size": sizes.value_size, "latent_launches": latent_launches(model),
+    }  # fmt: skip
 
 
 def expert_columns(model: ModelConfig) -> dict[str, float]:

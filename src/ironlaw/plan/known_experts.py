@@ -12,6 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ironlaw.model.latent_config import LatentConfig
+from ironlaw.plan.launches import usual_latent_launches
+
 
 @dataclass(frozen=True)
 class KnownExperts:
@@ -21,7 +24,7 @@ class KnownExperts:
     columns: dict[str, float]  # experts, experts_per_token, expert_ffn, shared_ffn, expert_layers
     dense_ffn: float | None  # width of the layers without experts; None: there are none
     head_size: float | None
-    latent: bool  # keys and values from one narrow vector per token
+    latent: dict[str, float]  # columns of latent attention, with its head size; empty: usual attention
 
 
 def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | None:
@@ -40,7 +43,17 @@ def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | No
     columns["groups_per_token"] = float(entry.get("groups_per_token", columns["expert_groups"]))
     dense = float(entry["dense_ffn"]) if "dense_ffn" in entry else None
     head = float(entry["head_size"]) if "head_size" in entry else None
-    return KnownExperts(name, columns, dense, head, bool(entry.get("latent", False)))
+    return KnownExperts(name, columns, dense, head, _latent(*entry["latent"]) if "latent" in entry else {})
+
+
+def _latent(rank: int, query_rank: int) -> dict[str, float]:
+    """All models here have DeepSeek-V2's sizes of a head, which are the defaults."""
+    sizes = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
+    return {
+        "latent_rank": float(rank), "query_rank": float(query_rank), "rotary_size": float(sizes.rotary_size),
+        "value_size": float(sizes.value_size), "head_size": float(sizes.head_size),
+        "latent_launches": usual_latent_launches(query_rank > 0),
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=1)

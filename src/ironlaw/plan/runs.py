@@ -295,11 +295,11 @@ def _named_experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]
     if known.head_size:
         named["head_size"] = known.head_size
     if known.latent:
-        named["kv_heads"] = 1.0
+        named |= known.latent | {"kv_heads": columns["heads"]}
     cells.assumed.append(
         f"experts = {named['experts']:g}, {named['experts_per_token']:g} per token, of width {named['expert_ffn']:g} "
         f"in {named['expert_layers']:g} layers (its name says {known.name}"
-        + (", whose attention is planned with one key/value head)" if known.latent else ")")
+        + (", whose attention is latent)" if known.latent else ")")
     )
     return named
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ironlaw.plan import latent
 from ironlaw.plan.context_parallel import buffer_bytes
 from ironlaw.plan.engine import Engine
 from ironlaw.plan.experts import expert_activation_bytes
@@ -52,8 +53,17 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     normed = tokens * jobs.hidden * held.input_bytes * (gathered + (1 - gathered) / shards)
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
     rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp) * engine.unrotated_kept
-    attention = tokens * width * (qkv + rotated + jobs.query_size / tp)
-    attention = attention + tokens * jobs.query_size / tp * held.attention_copy_bytes
+    if jobs.has_latent:
+        is_latent = jobs.latent_rank > 0
+        wide = (jobs.query_size + jobs.key_value_size + jobs.values_size) / tp
+        qkv = np.where(is_latent, wide, qkv)
+        # Values that are a view of their product keep the part of it that keys are copied from.
+        plain = jobs.heads * (jobs.head_size - jobs.rotary_size) / tp * engine.unrotated_kept
+        rotated = np.where(is_latent, plain, rotated)
+    attention = tokens * width * (qkv + rotated + jobs.mixed_size / tp)
+    if jobs.has_latent:
+        attention = attention + latent.kept_bytes(jobs, engine)
+    attention = attention + tokens * jobs.mixed_size / tp * held.attention_copy_bytes
     # Flash keeps one fp32 log-sum-exp per query and head; else softmax, its dropout and a one-byte mask per score.
     core = np.where(jobs.flash > 0, FP32, jobs.sequence * (2 * width + 1)) * tokens * jobs.heads / tp
     eager = engine.activation_saves - 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.plan.jobs import Array, Jobs
+from ironlaw.plan.latent import projection_weights
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     head_stage = np.where(jobs.v_shaped, 0.0, jobs.pp - 1)
     if partition == "cost":
         head_stage = head_stage.copy()
-        cost = jobs.hidden * (2 * jobs.query_size + 2 * jobs.key_value_size)
+        cost = projection_weights(jobs) + jobs.hidden * jobs.mixed_size
         cost = cost + np.where(jobs.gated > 0, 3.0, 2.0) * jobs.hidden * jobs.visited_ffn
         keys = np.stack([jobs.layers, jobs.pp, cost, jobs.hidden * jobs.vocab], axis=1)
         unique, back = np.unique(keys, axis=0, return_inverse=True)

@@ -130,7 +130,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
     unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share)
+    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share + jobs.latent_launches)
     exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
     across_nodes = (jobs.pp > 1) & parts.pp_crosses
     host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, jobs.tp, 0.0)

@@ -126,7 +126,7 @@ class CataloguedAccelerator:
         direction = "backward" if op.phase is Phase.BACKWARD else "forward"
         seconds = attention_seconds(
             sequences, side, heads, kv_heads, size, causal, dtype if dtype in ("bf16", "fp16") else "bf16",
-            hardware=self.hardware, direction=direction, sustained=True,
+            hardware=self.hardware, direction=direction, sustained=True, value_size=_value_size(op, size),
         )  # fmt: skip
         if dtype not in ("bf16", "fp16"):  # no flash kernel: as slow as the peaks are apart
             flops = (op.flops or 0) * (BACKWARD_FLOPS_RATIO / 2 if direction == "backward" else 1.0)
@@ -137,6 +137,12 @@ class CataloguedAccelerator:
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
         return max(0.0, calls * HOST_SECONDS_PER_CALL - busy_seconds)
+
+
+def _value_size(op: Operation, size: int) -> float:
+    """Of a head's value: what its FLOPs leave beside those of scores, two per score and element of a key."""
+    products = 4 if op.phase is Phase.BACKWARD else 2
+    return (op.flops or 0) / (products * op.elements) - size if op.flops and op.elements else size
 
 
 def _dtype(op: Operation) -> str:

@@ -16,7 +16,7 @@ def other_conventions(
 ) -> dict[str, Estimate]:
     """`mfu_palm`, `mfu_6nd` and `hfu` of the first job; `peak_flops_per_second` is that of all accelerators."""
     tokens = float(jobs.sequence[0] * jobs.global_batch[0])
-    attention = 12 * model.layers * model.query_size * float(jobs.sequence[0])
+    attention = 6 * model.layers * (model.query_size + model.mixed_size) * float(jobs.sequence[0])
     n = model.active_parameters  # all of them in a dense model
     which = "all parameters" if model.moe is None else f"the {n:,} parameters that a token meets"
     counted = {

@@ -54,10 +54,16 @@ def attention_flops(
     causal: bool = True,
     direction: str = "forward",
     window: Number | None = None,
+    value_size: Number | None = None,
 ) -> Number:
-    """Floating-point operations actually needed: masked scores are not counted."""
-    flops = 4.0 * batch * heads * sequence * mean_keys(sequence, causal, window) * head_size
-    return flops * (BACKWARD_FLOPS_RATIO if direction == "backward" else 1.0)
+    """Floating-point operations actually needed: masked scores are not counted.
+
+    `value_size`: of a head's value, `head_size` unless given. Of a backward pass's five products three are as wide as
+    keys (scores again, gradients of query and key) and two as values.
+    """
+    value = head_size if value_size is None else value_size
+    widths = 3.0 * head_size + 2.0 * value if direction == "backward" else 1.0 * head_size + value
+    return 2.0 * batch * heads * sequence * mean_keys(sequence, causal, window) * widths
 
 
 def attention_seconds(
@@ -74,14 +80,21 @@ def attention_seconds(
     kernel: str | None = None,
     window: Number | None = None,
     sustained: bool = False,
+    value_size: Number | None = None,
 ) -> Number:
-    """Seconds of one attention call over `batch` sequences of `sequence` tokens, host time not included."""
+    """Seconds of one attention call over `batch` sequences of `sequence` tokens, host time not included.
+
+    `value_size`: of a head's value, `head_size` unless given; measured are equal sizes only, and what depends on the
+    size of a head goes by the mean of both.
+    """
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is forward or backward, not {direction}")
     constants = hardware.efficiency.attention_for(kernel)
     (b, s, h, kv, d), scalar = broadcast(batch, sequence, heads, kv_heads, head_size)
     keys = np.asarray(mean_keys(s, causal, window))
-    flops = np.asarray(attention_flops(b, s, h, d, causal, direction, window))
+    v = d if value_size is None else np.broadcast_to(np.asarray(value_size, dtype=np.float64), d.shape)
+    flops = np.asarray(attention_flops(b, s, h, d, causal, direction, window, v))
+    d = (d + v) / 2
     rate = hardware.peak(dtype) * constants.attainable_fraction
     rate = rate * (constants.backward_relative_fraction if direction == "backward" else 1.0)
     slowdown = (1.0 + constants.softmax_head_elements / d) * (1.0 + constants.fill_keys / keys)
