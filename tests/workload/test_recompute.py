@@ -135,7 +135,7 @@ def highest_moment(shape: Shape) -> int:
 
 
 # In bf16 oneDNN's workspace inside a product is not listed: up to 5% of the peak at these sizes.
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.002), ("bf16", 0.06)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.003), ("bf16", 0.06)])
 @pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])
 def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Precision, tolerance: float) -> None:
     shape = shaped(model, keep, precision)
