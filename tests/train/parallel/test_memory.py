@@ -67,7 +67,12 @@ CHUNKS = [
     case("llama", tables={"train": {"loss": "chunked", "precision": "bf16"}}, model=TABLE, tp=2, sp=True),
     case("llama", tables=CHUNKED, model=TABLE, pp=2), case(tables=CHUNKED, model=TABLE, pp=2),
 ]  # fmt: skip
-EXPERTS = [case("mixtral", ep=2), case("mixtral", ep=2, zero=3), case("deepseek", ep=2, zero=1)]
+EXPERTS = [
+    case("mixtral", ep=2),
+    case("mixtral", ep=2, zero=3),
+    case("deepseek", ep=2, zero=1),
+    case("mixtral", zero=3, model={"moe": {"experts": 3, "experts_per_token": 2}}),
+]
 
 
 @pytest.mark.parametrize(
