@@ -48,13 +48,13 @@ TWO = [
     case("deepseek", zero=3, micro_batch=2),
     case("switch", cp=2, micro_batch=2),
     case("deepseek", tp=2, sp=True, micro_batch=2),
-    case("mixtral", ep=2, micro_batch=2),
-    case("deepseek", zero=1, ep=2, micro_batch=2),
-    case("switch", ep=2, micro_batch=2),
     case("latent", tp=2, sp=True, micro_batch=2),
     case("deepseek3", tp=2, micro_batch=2),
     case("latent", cp=2, micro_batch=2),
     case("deepseek3", zero=3, micro_batch=2),
+    case("mixtral", ep=2, micro_batch=2),
+    case("deepseek", zero=1, ep=2, micro_batch=2),
+    case("switch", ep=2, micro_batch=2),
 ]
 FOUR = [
     case("llama", zero=3, shard=2, micro_batch=1),
