@@ -17,7 +17,8 @@ import pytest
 
 from ironlaw.data import building, shards
 from ironlaw.data.config import DataConfig
-from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 
 VOCAB = 300

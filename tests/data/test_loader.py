@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.data.config import DataConfig
+from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import BatchSource, Loader
 from ironlaw.data.mixture import BLOCK, Mixture, places
 from ironlaw.data.prefetch import Prefetcher
-from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 
 VOCAB, SEQUENCE, GLOBAL = 300, 16, 12
@@ -84,7 +85,7 @@ def same(one: Batch[np.ndarray], other: Batch[np.ndarray]) -> None:
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "processes" not in request.node.name:  # which would not know
-        monkeypatch.setattr("ironlaw.data.prepare._MOCK_TOKENS", 2**17)
+        monkeypatch.setattr("ironlaw.data.mock._TOKENS", 2**17)
     monkeypatch.setattr("ironlaw.data.stream.BLOCK_BYTES", 8000)
 
 

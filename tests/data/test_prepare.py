@@ -18,9 +18,10 @@ import pytest
 
 from ironlaw.data import building, shards
 from ironlaw.data import corpus as corpora
-from ironlaw.data import prepare as preparation
+from ironlaw.data import source as preparation
 from ironlaw.data.config import DataConfig
-from ironlaw.data.prepare import Dataset, open_dataset, prepare
+from ironlaw.data.dataset import Dataset, open_dataset
+from ironlaw.data.prepare import prepare
 from ironlaw.data.unigram import token_counts, unigram_loss
 from ironlaw.errors import UserError
 
@@ -269,7 +270,7 @@ def test_the_room_needs_no_torch() -> None:
 
 
 def test_a_long_first_reading_says_how_far_it_is(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ironlaw.data.prepare._SCAN_LINE_SECONDS", 0.0)
+    monkeypatch.setattr("ironlaw.data.source._SCAN_LINE_SECONDS", 0.0)
     said: list[str] = []
     prepare(DataConfig(path=str(corpus), cache=str(tmp_path / "cache")), 300, say=said.append)
     reading = [line for line in said if line.startswith("Reading ")]

@@ -216,7 +216,7 @@ def test_a_run_is_exported_and_fine_tuned_from(
 ) -> None:
     """train, export, `[model] from`, train on: the first loss is that of the exported weights."""
     from ironlaw.config import load_config
-    from ironlaw.train.checkpoint import load_for_inference
+    from ironlaw.train.restore import load_for_inference
 
     first = tmp_path / "first.toml"
     first.write_text(build_config(tiny_document(ROTARY | {"vocab": 300})).to_toml(), encoding="utf-8")

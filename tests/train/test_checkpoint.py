@@ -29,6 +29,7 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.restore import load
 from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
@@ -80,7 +81,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     other, other_optimizer = trained()
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.tokens) == (3, 300)
-    missing = checkpoint.load(found, other, MODEL, {"optimizer": other_optimizer, "random": RandomState()})
+    missing = load(found, other, MODEL, {"optimizer": other_optimizer, "random": RandomState()})
     assert missing == []
     assert draws() == expected_random  # dropout goes on where it was
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
@@ -451,7 +452,7 @@ def test_a_checkpoint_of_the_first_format_still_loads(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path)
     assert found is not None and found.step == 5
     model, optimizer = trained()
-    assert checkpoint.load(found, model, MODEL, {"optimizer": optimizer, "random": RandomState()}) == []
+    assert load(found, model, MODEL, {"optimizer": optimizer, "random": RandomState()}) == []
     assert torch.equal(torch.get_rng_state(), state["random"]["cpu"])
     first = optimizer.state_dict()["state"][0]["exp_avg"]
     assert torch.equal(first, state["optimizer"]["state"][0]["exp_avg"])
@@ -463,7 +464,7 @@ def test_a_state_that_a_checkpoint_does_not_hold_is_said(tmp_path: Path) -> None
     assert found is not None
     model, optimizer = trained()
     states = {"optimizer": optimizer, "random": RandomState(), "ema": optimizer}
-    assert checkpoint.load(found, model, MODEL, states) == ["ema"]
+    assert load(found, model, MODEL, states) == ["ema"]
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -473,4 +474,4 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     model, _ = trained()
     other = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
     with pytest.raises(UserError, match=r"the optimizer state in .* is of another kind"):
-        checkpoint.load(found, model, MODEL, {"optimizer": other})
+        load(found, model, MODEL, {"optimizer": other})

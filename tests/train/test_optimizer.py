@@ -15,8 +15,9 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import held_bytes
+from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore, leading_vectors
-from ironlaw.train.optimizer import Combined, build_optimizer, described, set_learning_rate
+from ironlaw.train.optimizer import build_optimizer, described, set_learning_rate
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.optimizers import (
     OptimizerConfig,

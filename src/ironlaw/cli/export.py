@@ -39,7 +39,7 @@ def export(
     from ironlaw.data.tokenizer import load
     from ironlaw.model.huggingface_fields import family
     from ironlaw.model.huggingface_weights import write_model, write_tokenizer
-    from ironlaw.train.checkpoint import load_for_inference
+    from ironlaw.train.restore import load_for_inference
 
     config = load_config(directory.config_file)
     kind = family(config.model)  # before anything is read or written

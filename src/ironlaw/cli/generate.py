@@ -32,7 +32,7 @@ def generate(
     from ironlaw.config import load_config
     from ironlaw.data.tokenizer import load
     from ironlaw.model.generate import continue_tokens
-    from ironlaw.train.checkpoint import load_for_inference
+    from ironlaw.train.restore import load_for_inference
 
     config = load_config(directory.config_file)
     tokenizer = load(directory.tokenizer_file, config.data.end_of_text)

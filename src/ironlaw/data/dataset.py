@@ -1,21 +1,22 @@
-"""What preparation gives: tokens of two splits, and what is known about them."""
+"""What preparation gives: tokens of two splits or a source to make them from, and what is known about them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ironlaw.data import corpus as corpora
+from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.order import mix, permuted
 from ironlaw.data.shards import TokenArray, open_documents, open_tokens, read_index
 from ironlaw.data.splits import SPLITS
 from ironlaw.errors import UserError
-
-if TYPE_CHECKING:
-    from ironlaw.data.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,23 @@ class Statistics:
         total = sum(self.bytes.values())
         stages = {stage: self.seconds.get(stage, 0.0) for stage in ("read", "tokenise", "write")}
         return {stage: total / seconds for stage, seconds in stages.items() if seconds > 0 and total}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A source that is tokenised as it is read."""
+
+    corpus: corpora.Corpus
+    splitter: splitting.Splitter
+    tokenizer: tokenizers.Tokenizer
+    workers: int
+    folder: Path  # of the notes
+
+    def files(self, seed: int, epoch: int) -> corpora.Corpus:
+        """The corpus with its files in the order of an epoch."""
+        files = self.corpus.files
+        order = permuted(np.arange(len(files)), len(files), mix(seed, epoch, 3)).tolist()
+        return dataclasses.replace(self.corpus, files=[files[i] for i in order], reasons={})
 
 
 @dataclass(frozen=True)

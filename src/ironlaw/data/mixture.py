@@ -7,25 +7,22 @@ epoch to epoch, each source at its own pace.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ironlaw.data import corpus as corpora
-from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Samples
-from ironlaw.data.building import making
 from ironlaw.data.config import DataConfig, SourceConfig
 from ironlaw.data.dataset import Dataset, Statistics
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.sample import sample
 from ironlaw.data.shards import Progress, join
+from ironlaw.data.shared_tokenizer import shared_tokenizer
+from ironlaw.data.source import prepare_source
 from ironlaw.data.splits import SPLITS
 from ironlaw.data.unigram import unigram_loss
 from ironlaw.errors import UserError
@@ -100,8 +97,6 @@ def prepare_mixture(
     given: tokenizers.Tokenizer | None, progress: Progress | None, say: Any,
 ) -> Dataset:  # fmt: skip
     """Every source in a folder of its own, all with one tokenizer."""
-    from ironlaw.data.prepare import prepare_source
-
     tokenised = [source.path for source, corpus in sources if corpus.tokenised]
     if tokenised and given is None:
         raise UserError(f"{tokenised[0]} is tokenised already: name the tokenizer that made it in data.tokenizer")
@@ -143,37 +138,6 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
         sources=tuple(parts),
         weights=weights,
     )
-
-
-def shared_tokenizer(
-    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]], all_text: bool = True
-) -> tokenizers.Tokenizer:
-    """Trained on text of every source by its weight, once."""
-    from tokenizers import __version__
-
-    key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]
-    key += [(corpus.fingerprint(), source.field, source.weight) for source, corpus in sources]
-    folder = config.cache_folder / f"tokenizer-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    if not folder.exists():
-        with making(folder) as place:
-            if place != folder:
-                _train(config, vocab, sources, place, all_text)
-    return tokenizers.load(folder / "tokenizer.json")
-
-
-def _train(
-    config: DataConfig, vocab: int, sources: list[tuple[SourceConfig, corpora.Corpus]], folder: Path, all_text: bool
-) -> None:  # fmt: skip
-    weights = sum(source.weight for source, _ in sources)
-
-    def texts() -> Any:
-        for source, corpus in sources:
-            splitter = splitting.split(corpus, config.validation_fraction, config.seed, all_text)
-            if not corpus.files:
-                raise corpora.no_text(source.path, corpus)
-            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * source.weight / weights))
-
-    tokenizers.train(texts(), vocab, folder / "tokenizer.json")
 
 
 def _join_bounds(bounds: list[np.ndarray]) -> np.ndarray:

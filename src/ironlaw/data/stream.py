@@ -28,31 +28,15 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import check_world, documents_of, empty
 from ironlaw.data.config import DataConfig
-from ironlaw.data.dataset import Dataset, Statistics
+from ironlaw.data.dataset import Dataset, Statistics, Stream
 from ironlaw.data.order import mix, permuted
 from ironlaw.data.shards import token_dtype
+from ironlaw.data.shared_tokenizer import shared_tokenizer
 from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of, worker_count
 from ironlaw.errors import UserError
 
 BLOCK_BYTES = 2**23  # of text: the windows of a block are shuffled among themselves
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A source that is tokenised as it is read."""
-
-    corpus: corpora.Corpus
-    splitter: splitting.Splitter
-    tokenizer: tokenizers.Tokenizer
-    workers: int
-    folder: Path  # of the notes
-
-    def files(self, seed: int, epoch: int) -> corpora.Corpus:
-        """The corpus with its files in the order of an epoch."""
-        files = self.corpus.files
-        order = permuted(np.arange(len(files)), len(files), mix(seed, epoch, 3)).tolist()
-        return dataclasses.replace(self.corpus, files=[files[i] for i in order], reasons={})
 
 
 @dataclass(frozen=True, order=True)
@@ -225,8 +209,6 @@ def _read_notes(file: Path) -> list[_Start]:
 
 def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:
     """A dataset whose training tokens are made as they are asked for; held-out text is tokenised now."""
-    from ironlaw.data.mixture import shared_tokenizer
-
     if corpus.tokenised:
         raise UserError(f"{corpus.root} is tokenised already: leave data.streaming out, preparing it only copies it")
     source = config.all_sources[0]

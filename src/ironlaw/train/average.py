@@ -59,13 +59,13 @@ class WeightAverage:
 
     def named(self) -> dict[str, Tensor]:
         """As checkpoints of many ranks have them (`Spread` of train/parallel/store.py)."""
-        from ironlaw.train.parallel.store import named_like
+        from ironlaw.train.parallel.names import named_like
 
         mine = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.tensors, strict=True)}
         return dict(named_like(self.model, NAME, lambda parameter: mine[id(parameter)]))
 
     def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        from ironlaw.train.parallel.store import COPY
+        from ironlaw.train.parallel.names import COPY
 
         return tensors | {name: tensor.clone() for name, tensor in self.named().items() if not name.endswith(COPY)}
 

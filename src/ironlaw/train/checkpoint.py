@@ -25,8 +25,7 @@ from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import Transformer
-from ironlaw.train.run_directory import existing_folder, sync_folder, write_atomically
+from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder, write_atomically
 from ironlaw.train.state import Stateful, host_copy, unique_weights
 from ironlaw.workload.optimizers import state_bytes
 from ironlaw.workload.parameters import model_parameters
@@ -139,6 +138,14 @@ def newest(
     return None
 
 
+def newest_of(run: Path) -> Checkpoint:
+    """The newest intact checkpoint of a run's directory; UserError where there is none."""
+    found = newest(RunDirectory(run).checkpoints)
+    if found is None:
+        raise UserError(f"no intact checkpoint in {run}: train the run first")
+    return found
+
+
 def read_index(path: Path) -> Checkpoint:
     """Check a checkpoint's files against its checksums; UserError if anything is missing or changed."""
     try:
@@ -165,33 +172,6 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
             f"the checkpoint {checkpoint.path} is of another model ({_differences(saved, config, fields)}): "
             "use the config it was trained with, or another --out"
         )
-
-
-def load(
-    checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, states: Mapping[str, Stateful] | None = None
-) -> list[str]:
-    """Restore the weights and the named `states`; returns the names of those that the checkpoint does not hold."""
-    check_model(checkpoint, config)
-    name = checkpoint.index.get("store", WholeFiles.name)
-    if name == "sharded":  # loaded only here: its imports take a second
-        from ironlaw.train.parallel.store import ShardedFiles, mark_fused
-
-        mark_fused(model)
-        return ShardedFiles().read(checkpoint.path, model, states or {})
-    store = STORES.get(name)
-    if store is None:
-        raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
-    return store.read(checkpoint.path, model, states or {})
-
-
-def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
-    """The newest checkpoint's model, in evaluation mode."""
-    found = newest(folder)
-    if found is None:
-        raise UserError(f"no intact checkpoint in {folder}: train the run first")
-    model = Transformer(config)
-    load(found, model, config)
-    return model.eval()
 
 
 def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ironlaw.train.combined import Combined
 from ironlaw.train.lane import Arrival, Lane
-from ironlaw.train.optimizer import Combined
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]

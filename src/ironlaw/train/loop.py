@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
+from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prefetch import Prefetcher
-from ironlaw.data.prepare import Dataset
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
@@ -55,6 +55,7 @@ from ironlaw.train.journal import Digested, Journal
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.precision import autocast
 from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
+from ironlaw.train.restore import load
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
@@ -144,7 +145,7 @@ class Trainer:
             before_write=lambda: self.journal.sync(),
         )  # fmt: skip
         if start is not None:
-            self._start_anew(checkpoint.load(start, self.model, config.model, self.states))
+            self._start_anew(load(start, self.model, config.model, self.states))
             self.step, self.tokens = start.step, start.tokens
             self.checkpointer.last = start
             self.say(f"resumed from step {start.step}")
@@ -393,7 +394,7 @@ class Trainer:
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """To the state of `target`, as if the steps after it had not been; only the events and the clock know."""
         began = time.perf_counter()
-        checkpoint.load(target, self.model, self.config.model, self.states)
+        load(target, self.model, self.config.model, self.states)
         self.step, self.tokens = target.step, target.tokens
         self.checkpointer.last = target
         self.journal.forget_after(self.step, self.observed)

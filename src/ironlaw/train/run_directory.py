@@ -23,6 +23,10 @@ class RunDirectory:
     path: Path
 
     @property
+    def is_run(self) -> bool:
+        return self.config_file.is_file()
+
+    @property
     def config_file(self) -> Path:
         return self.path / "config.toml"
 

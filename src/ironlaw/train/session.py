@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
+from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
-from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference

@@ -9,15 +9,16 @@ from torch import nn
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface_weights import check_weights, load_weights
-from ironlaw.train import checkpoint
+from ironlaw.train.checkpoint import check_model, newest_of
+from ironlaw.train.restore import load
 from ironlaw.train.run_directory import RunDirectory
 
 
 def check_first_weights(source: str, config: ModelConfig) -> None:
     """UserError, before anything is written, when `source` does not hold the weights of this model."""
     folder = Path(source)
-    if is_run(folder):
-        checkpoint.check_model(newest_of(folder), config)
+    if RunDirectory(folder).is_run:
+        check_model(newest_of(folder), config)
     elif folder.is_dir():
         check_weights(folder, config)
     else:
@@ -27,18 +28,7 @@ def check_first_weights(source: str, config: ModelConfig) -> None:
 def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
     """Weights only: the optimizer, the schedule and the step count start anew."""
     folder = Path(source)
-    if is_run(folder):
-        checkpoint.load(newest_of(folder), model, config)
+    if RunDirectory(folder).is_run:
+        load(newest_of(folder), model, config)
     else:
         load_weights(folder, model, config)
-
-
-def is_run(folder: Path) -> bool:
-    return RunDirectory(folder).config_file.is_file()
-
-
-def newest_of(folder: Path) -> checkpoint.Checkpoint:
-    found = checkpoint.newest(RunDirectory(folder).checkpoints)
-    if found is None:
-        raise UserError(f"no intact checkpoint in {folder}: train the run first")
-    return found

@@ -46,9 +46,10 @@ from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import experts, preflight, session
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.average import SharedAverage
+from ironlaw.train.parallel.names import mark_fused, named_tensors
 from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.step import DistributedStep
-from ironlaw.train.parallel.store import ShardedFiles, mark_fused, named_tensors
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.parallel.traffic import counted
 from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.parallel.whole import read_first_weights, shapes

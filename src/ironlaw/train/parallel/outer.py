@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ironlaw.config import RunConfig
 from ironlaw.train.parallel.apply import Applied
-from ironlaw.train.parallel.store import COPY, named_like
+from ironlaw.train.parallel.names import COPY, named_like
 
 CHUNK_ELEMENTS = 8 * 2**20
 """Reduced at a time: large enough for the bandwidth, small beside the model."""

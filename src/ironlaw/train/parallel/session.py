@@ -14,7 +14,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
-from ironlaw.data.prepare import Dataset, prepare
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile

@@ -8,7 +8,7 @@ rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
 from ironlaw.train.checkpoint import STATE, sha256
+from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.parallel.whole import read_checkpoint
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
@@ -112,35 +113,6 @@ class ShardedFiles:
                 ) from None
 
 
-COPY = "#copy"
-
-
-def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of weights and optimizer state: views into what is there, parts of it under the layout's ranks."""
-    for name, buffer in saved_buffers(model):
-        yield f"weights/{name}", buffer
-    for name, parameter in model.named_parameters():
-        common, copy = _common(name, model)
-        yield from _pieces(f"weights/{common}", parameter.detach(), parameter, copy)
-        if optimizer is None:
-            continue
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield from _pieces(f"optimizer/{common}/{key}", value, parameter, copy)
-
-
-def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is moved by something else than gradients: the biases that keep experts' load even."""
-    return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
-
-
-def named_like(model: nn.Module, prefix: str, tensor_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The same of tensors that stand beside the parameters, one each of its shape."""
-    for name, parameter in model.named_parameters():
-        common, copy = _common(name, model)
-        yield from _pieces(f"{prefix}/{common}", tensor_of(parameter), parameter, copy)
-
-
 def _known(folder: Path) -> dict[str, torch.Size]:
     """Names and whole shapes of the tensors in a checkpoint."""
     metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
@@ -152,44 +124,9 @@ def _of_one_process(folder: Path) -> dict[str, torch.Size]:
     return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
 
 
-def _common(name: str, model: nn.Module) -> tuple[str, str]:
-    """The name on disk, and a mark for a second tensor of that name."""
-    if name == "head.weight" and _is_tied_copy(model):
-        return "embedding.weight", COPY
-    return name, ""
-
-
-def _is_tied_copy(model: nn.Module) -> bool:
-    """A tied output layer appears among the parameters by its own name only where it is a copy."""
-    config = getattr(model, "config", None)
-    return bool(config is not None and config.tied)
-
-
 def _is_copy(name: str, model: nn.Module) -> bool:
     """Copies are not written where the original is on this rank; elsewhere writers of one name are deduplicated."""
     return name.endswith(COPY)
-
-
-def _pieces(name: str, tensor: Tensor, parameter: Tensor, copy: str) -> Iterator[tuple[str, Tensor]]:
-    """A fused query, key and value matrix as its three parts."""
-    sizes = getattr(parameter, "fused_rows", None)
-    if sizes is None:
-        yield name + copy, tensor
-        return
-    parts = tensor.split(sizes) if tensor.shape == parameter.shape else (tensor,) * 3
-    for part, view in zip(("query", "key", "value"), parts, strict=True):
-        yield name.replace(".qkv.", f".qkv.{part}.") + copy, view
-
-
-def mark_fused(model: nn.Module) -> None:
-    """Tell fused projections apart, so that they are read and written by parts."""
-    config: Any = getattr(model, "config", None)
-    assert config is not None
-    for name, parameter in model.named_parameters():
-        if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
-            parameter.fused_rows = (  # type: ignore[attr-defined]
-                config.query_size, config.key_value_size, config.key_value_size,
-            )  # fmt: skip
 
 
 def _give_state(optimizer: torch.optim.Optimizer) -> None:

@@ -37,10 +37,11 @@ from ironlaw.train.parallel.early import first_part
 from ironlaw.train.parallel.first import first_does
 from ironlaw.train.parallel.lasting import lasting_bytes
 from ironlaw.train.parallel.merged import merge, seen, typical_steps
+from ironlaw.train.parallel.names import mark_fused
 from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.ranks import Ranks, planned_layout
 from ironlaw.train.parallel.step import DistributedStep
-from ironlaw.train.parallel.store import ShardedFiles, mark_fused
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.parallel.watcher import Watcher

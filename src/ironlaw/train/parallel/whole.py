@@ -22,8 +22,9 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface_weights import read_weights
 from ironlaw.model.rotary import rotary_tables
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
-from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model
-from ironlaw.train.start import is_run, newest_of
+from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
+from ironlaw.train.parallel.names import COPY, mark_fused, named_tensors
+from ironlaw.train.run_directory import RunDirectory
 from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import model_parameters
 
@@ -42,8 +43,6 @@ def is_shapes(model: nn.Module) -> bool:
 def materialize(parts: Iterable[Transformer], device: torch.device, drawn: bool = True) -> None:
     """Memory for the parts, and the first weights in them unless others follow (`drawn`). torch's generator must stand
     at the run's seed."""
-    from ironlaw.train.parallel.store import mark_fused
-
     parts = list(parts)
     for part in parts:
         tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
@@ -83,7 +82,7 @@ def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transf
     """
     folder, parts = Path(source), list(parts)
     config = parts[0].config
-    if is_run(folder):
+    if RunDirectory(folder).is_run:
         found = newest_of(folder)
         check_model(found, config)
         store.read(found.path, joined, {})
@@ -92,8 +91,6 @@ def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transf
 
 
 def _named(part: Transformer) -> Iterator[tuple[str, Tensor]]:
-    from ironlaw.train.parallel.store import COPY, named_tensors
-
     for name, tensor in named_tensors(part):
         yield name.removesuffix(COPY).removeprefix("weights/"), tensor
 
@@ -186,8 +183,6 @@ def _order(config: ModelConfig, settings: OptimizerConfig) -> list[str]:
 
 
 def _into(wanted: dict[str, Tensor], name: str, whole: Tensor) -> None:
-    from ironlaw.train.parallel.store import COPY
-
     for target in (wanted.get(name), wanted.get(name + COPY)):
         if target is not None:
             copy_part(target, whole)

@@ -1,0 +1,230 @@
+"""One source to tokens on disk, once: later calls with the same source and settings reuse them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw import units
+from ironlaw.data import building, megatron, shards
+from ironlaw.data import corpus as corpora
+from ironlaw.data import splits as splitting
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.dataset import Dataset, open_dataset
+from ironlaw.data.sample import sample
+from ironlaw.data.splits import SPLITS
+from ironlaw.data.tokenise import Tokeniser, worker_count
+from ironlaw.data.unigram import loss_of_counts
+from ironlaw.errors import UserError
+
+Say = Callable[[str], None]
+_SCAN_LINE_SECONDS = 5.0
+
+
+def prepare_source(
+    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    progress: shards.Progress | None, say: Say,
+) -> Dataset:  # fmt: skip
+    """One source; without a tokenizer given one is trained on it."""
+    folder = config.cache_folder / folder_name(config, vocab, source, corpus, given)
+    reused = folder.exists()
+    if not reused:
+        with building.making(folder) as place:
+            if place != folder:
+                _build(config, vocab, source, corpus, given, place, progress, say)
+    try:
+        # What was written just now was hashed on its way: only sizes are looked at.
+        dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)
+    except shards.DamagedShards as damage:
+        say(str(damage).split(":")[0] + ": making them again")
+        _remake(config, corpus, folder, damage)
+        dataset = open_dataset(folder, reused=False)
+    if dataset.vocab > vocab:  # only tokens made elsewhere can be
+        raise _too_many(corpus, dataset.vocab, vocab)
+    return dataset
+
+
+def _remake(config: DataConfig, corpus: corpora.Corpus, folder: Path, damage: shards.DamagedShards) -> None:
+    described = damage.index["tokenizer"]
+    tokenizer = None
+    if described["sha256"] and not corpus.tokenised:
+        tokenizer = tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
+    try:
+        for number in damage.wrong:
+            building.remake(folder, damage.index, number, corpus, splitter, Tokeniser(tokenizer, 0))
+    except OSError as error:
+        raise building.cannot_write(folder, error, kept=True) from None
+
+
+def folder_name(
+    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None
+) -> str:
+    """Readable, and different whenever any token could be."""
+    key: dict[str, Any] = {
+        # The standard library's tokens are those of schema 1, so that what is in the cache is found.
+        "schema": 1 if corpus.stdlib else shards.SCHEMA_VERSION,
+        "corpus": corpus.fingerprint(),
+        "fraction": config.validation_fraction,
+        "seed": config.seed,
+    }
+    if not corpus.stdlib:
+        key |= {"kinds": sorted({file.kind for file in corpus.files}), "field": source.field}
+    if given is not None:
+        key |= {"tokenizer": tokenizers.file_sha256(given.path), "end_of_text": given.end_of_text}
+    elif not corpus.tokenised:
+        # A new release of the library may break ties differently.
+        from tokenizers import __version__
+
+        key |= {"vocab": vocab, "trained_with": __version__, "sample_bytes": tokenizers.SAMPLE_BYTES}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    label = "stdlib" if corpus.stdlib else corpus.root.stem
+    return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', label)[:40]}-{digest[:16]}"
+
+
+def _build(
+    config: DataConfig, vocab: int, source: SourceConfig, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    folder: Path, progress: shards.Progress | None, say: Say,
+) -> None:  # fmt: skip
+    """Fill `folder` with everything `open_dataset` reads."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    start = time.perf_counter()
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed, progress=_scanning(say))
+    if not corpus.files:
+        raise corpora.no_text(source.path, corpus)
+    spent["read"] += time.perf_counter() - start
+    start = time.perf_counter()
+    tokenizer, described = _tokenizer(vocab, corpus, splitter, given, folder)
+    spent["train_tokenizer"] += time.perf_counter() - start
+
+    head = {"tokenizer": described, "dtype": shards.token_dtype(described["vocab"]).str, "held_out": splitter.threshold}
+    work = building.resume(folder, head)
+    if work.shards:
+        say(f"Going on behind {len(work.shards)} finished shards")
+    workers = worker_count(config.workers, corpus.bytes)
+    tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
+    end = described["end_of_text"]
+    try:
+        counting = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
+    except KeyboardInterrupt:
+        if work.shards:
+            say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
+        raise
+
+    index: dict[str, Any] = {
+        "path": source.path,
+        "validation_fraction": config.validation_fraction,
+        "seed": config.seed,
+        **head,
+        "shards": work.shards,
+        "skipped": _skipped(corpus, work.shards),
+    }
+    _check(source, index, folder)
+    for split in SPLITS:  # separators were written beside what was counted
+        written = sum(shard[split]["tokens"] for shard in work.shards)
+        counting.counts[split][end] += written - counting.counts[split].sum()
+    baseline = loss_of_counts(*(counting.counts[split] for split in SPLITS))
+    seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
+    building.write_json(
+        folder / shards.INDEX,
+        {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
+    )
+
+
+def _scanning(say: Say) -> shards.Progress:
+    """Told of a first reading of everything, says a line now and then: a few seconds' worth of text needs none."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SCAN_LINE_SECONDS:
+            last = time.monotonic()
+            say(f"Reading {units.bytes_(done)} of {units.bytes_(total)} to find which documents are held out")
+
+    return progress
+
+
+def _tokenizer(
+    vocab: int, corpus: corpora.Corpus, splitter: splitting.Splitter, given: tokenizers.Tokenizer | None, folder: Path
+) -> tuple[tokenizers.Tokenizer | None, dict[str, Any]]:
+    """The tokenizer and its entry of the index; its file is copied, trained, or left over from an interrupted call."""
+    file = folder / "tokenizer.json"
+    if corpus.tokenised and given is None:
+        return None, _elsewhere(corpus, vocab)
+    tokenizer = given
+    if tokenizer is None:
+        tokenizer = _left_over(folder) or tokenizers.train(
+            sample(corpus, splitter, tokenizers.SAMPLE_BYTES), vocab, file
+        )
+    else:
+        shutil.copyfile(tokenizer.path, file)
+    return tokenizer, {
+        "sha256": tokenizers.file_sha256(file),
+        "vocab": tokenizer.vocab,
+        "end_of_text": tokenizer.end_of_text,
+        "end_of_text_token": tokenizer.end_of_text_token,
+    }
+
+
+def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer that the finished shards of an interrupted call were made with."""
+    with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+        described = json.loads((folder / building.PROGRESS).read_text(encoding="utf-8"))["head"]["tokenizer"]
+        if tokenizers.file_sha256(folder / "tokenizer.json") == described["sha256"]:
+            return tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
+    return None
+
+
+def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
+    """What can be known of a tokenizer from its tokens: the largest id, and what documents end in."""
+    largest, ends = 0, set()
+    for file in corpus.files:
+        indexed = megatron.open_indexed(file.path)
+        largest = max(largest, int(indexed.tokens.max()))
+        full = np.flatnonzero(np.diff(indexed.bounds))[:1000]
+        ends |= set(indexed.tokens[indexed.bounds[full + 1] - 1].tolist())
+    if len(ends) != 1:
+        raise UserError(
+            f"the documents of {corpus.root} do not end in a token of their own: name their tokenizer in "
+            "data.tokenizer, so that its end-of-text token can be put between them"
+        )
+    if largest >= vocab:
+        raise UserError(
+            f"{corpus.root} holds token {largest:,} but model.vocab = {vocab:,}: set it to {largest + 1:,} or more"
+        )
+    return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
+
+
+def _too_many(corpus: corpora.Corpus, held: int, vocab: int) -> UserError:
+    return UserError(
+        f"{corpus.root} holds token {held - 1:,} but model.vocab = {vocab:,}: set model.vocab = {held} or more"
+    )
+
+
+def _skipped(corpus: corpora.Corpus, finished: list[dict[str, Any]]) -> dict[str, int]:
+    counts = Counter(corpus.skipped)
+    for shard in finished:
+        counts.update(shard["skipped"])
+    return dict(sorted(counts.items()))
+
+
+def _check(source: SourceConfig, index: dict[str, Any], folder: Path) -> None:
+    documents = {split: sum(shard[split]["documents"] for shard in index["shards"]) for split in SPLITS}
+    if documents["train"] and documents["validation"]:
+        return
+    (folder / building.PROGRESS).unlink()  # nothing here can be used by another attempt
+    if not any(documents.values()):
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
+        raise UserError(f'data.path = "{source.path}" has no text (skipped: {reasons}): give documents with text')
+    raise splitting.nothing_held_out(source.path)

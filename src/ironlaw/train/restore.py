@@ -1,0 +1,42 @@
+"""From a checkpoint on disk back into a model and its states, whichever way it was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import nn
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.train.checkpoint import STORES, Checkpoint, WholeFiles, check_model, newest
+from ironlaw.train.state import Stateful
+
+
+def load(
+    checkpoint: Checkpoint, model: nn.Module, config: ModelConfig, states: Mapping[str, Stateful] | None = None
+) -> list[str]:
+    """Restore the weights and the named `states`; returns the names of those that the checkpoint does not hold."""
+    check_model(checkpoint, config)
+    name = checkpoint.index.get("store", WholeFiles.name)
+    if name == "sharded":  # loaded only here: its imports take a second
+        from ironlaw.train.parallel.names import mark_fused
+        from ironlaw.train.parallel.store import ShardedFiles
+
+        mark_fused(model)
+        return ShardedFiles().read(checkpoint.path, model, states or {})
+    store = STORES.get(name)
+    if store is None:
+        raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
+    return store.read(checkpoint.path, model, states or {})
+
+
+def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
+    """The newest checkpoint's model, in evaluation mode."""
+    found = newest(folder)
+    if found is None:
+        raise UserError(f"no intact checkpoint in {folder}: train the run first")
+    model = Transformer(config)
+    load(found, model, config)
+    return model.eval()
