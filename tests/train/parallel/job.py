@@ -77,7 +77,7 @@ SWITCH = GPT | {
     "name": "switch", "bias": False,
     "moe": {"experts": 4, "experts_per_token": 1, "capacity_factor": 1.0, "every": 2, "balance_loss": 0.1},
 }  # fmt: skip
-# Latent attention; the second as DeepSeek-V3 has it, but for the bias of the choice: with groups, rounding decides ties.
+# Latent attention; the second as in DeepSeek-V3, but for the bias of the choice: with groups, rounding decides ties.
 LATENT = LLAMA | {
     "name": "latent", "latent": {"key_value_rank": 12, "plain_size": 8, "rotary_size": 4, "value_size": 10},
 }  # fmt: skip
