@@ -76,7 +76,8 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
         del document["kv_heads"], document["head_size"]
         small = {"key_value_rank": 4, "plain_size": 4, "rotary_size": 2, "value_size": 4}
         document["latent"] = small | ({"query_rank": 4} if model.latent.query_rank else {})
-    for key in ("sliding_window", "rope_scaling"):
+    windows = ("sliding_window", "full_every", "full_first", "rope_theta_local")
+    for key in (*windows, "rope_scaling", "rotary_size"):
         document.pop(key, None)
     # The fewest that fill the pipeline; a V needs twice as many.
     micro_batches = 2 if layout.pp == 1 else layout.pp * (2 if layout.schedule in V_SHAPED else 1)
