@@ -199,7 +199,7 @@ class _Rank:
     def latent_attention(self, op: Operation, forward: bool) -> Operation:
         """Keys and values are gathered, and die here; those of the whole sequence are kept instead."""
         half = self.key_value // 2  # keys; values are padded to their width
-        if op.name in ("rotary", "values") and forward:
+        if op.kernel in ("rotary", "pad") and forward:
             return replace(op, saved_bytes=op.saved_bytes - half, temporary_bytes=op.temporary_bytes + half)
         if op.kind is not Kind.ATTENTION:
             return op
