@@ -1,14 +1,16 @@
 """Memory and traffic of 8- and 4-bit training: by the library that runs the linear layers."""
 
+from dataclasses import replace
+
 import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.ingredients import step_parts
+from ironlaw.plan.ingredients import block_products, product_seconds, step_parts
 from ironlaw.plan.jobs import jobs_of
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.low_precision import NARROW, held_by
+from ironlaw.plan.low_precision import NARROW, Casts, held_by
 from ironlaw.plan.named import engine
 from ironlaw.plan.setting import setting
 from ironlaw.plan.sharded_memory import layer_activation_bytes, peak_memory
@@ -103,3 +105,24 @@ def test_the_plan_says_what_it_holds():
     weights = next(line for line in ledger.memory if line.component == "weights")
     assert weights.note == ledger.facts["low_precision"]
     assert sum(line.bytes for line in ledger.memory) == pytest.approx(ledger.totals["peak_bytes"].value)
+
+
+def test_a_tensor_is_cast_once_by_one_library_and_in_every_pass_by_the_other():
+    """Bytes per element, read 2, written in 8 bits: Transformer Engine's two arrangements on Hopper are 2 + 1 + 1."""
+    engine_of = {name: engine(name).computing_in("fp8", "hopper") for name in ("nemo", "torchtitan")}
+    assert vars(engine_of["nemo"].casts) == {
+        "inputs": 4.0, "weights": 0.0, "gradients": 4.0, "inputs_again": 0.0, "weights_again": 0.0,
+    }  # fmt: skip
+    assert set(vars(engine_of["torchtitan"].casts).values()) == {5.0}
+    # One arrangement, and the maximum of this step's tensor read first: 2 + 2 + 1.
+    assert engine("nemo").computing_in("fp8", "blackwell").casts.inputs == 5.0
+    assert engine("nemo").computing_in("mxfp8", "blackwell").casts.inputs == pytest.approx(2 + 2 * 33 / 32)
+    assert set(vars(engine("nemo").computing_in("bf16", "hopper").casts).values()) == {0.0}
+    jobs = jobs_of(LLAMA, [parse_layout("dp=8 zero=1")], sequence=8192, global_batch=8)
+    casting = where("nemo", "fp8")
+    bare = replace(casting, engine=replace(casting.engine, casts=Casts()))
+    product = block_products(jobs, casting.engine)["ffn_down"]
+    with_casts, without = (product_seconds(jobs, w, product) for w in (casting, bare))
+    moved = 4 * 8192 * 14336, 4 * 8192 * 4096
+    for there, plain, size in zip(with_casts, without, moved, strict=True):
+        assert there[0] - plain[0] == pytest.approx(size / 3.35e12, rel=0.3)

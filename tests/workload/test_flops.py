@@ -16,7 +16,7 @@ from workload_cases import FAMILIES, LATENT, MOE
 
 from ironlaw.catalog.models import model_names
 from ironlaw.config import build_config
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
@@ -67,13 +67,13 @@ def counted(config: ModelConfig, batch: int, sequence: int) -> tuple[int, int]:
 
 def planned(config: ModelConfig, batch: int, sequence: int) -> tuple[int, int]:
     """The same from the operations, with the masked attention scores put back."""
-    pairs = attention_score_pairs(sequence, config.sliding_window)
     flops = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
     for op in training_operations(Shape(config, batch, sequence)):
         own = (op.flops or 0) * op.repeat
-        if op.kind is Kind.ATTENTION:
-            assert own * 2 * sequence**2 % pairs == 0
-            own = own * 2 * sequence**2 // pairs
+        if op.attention is not None:
+            scores = batch * config.heads * sequence**2
+            assert own * scores % op.elements == 0
+            own = own * scores // op.elements
         flops[op.phase] += own
     return flops[Phase.FORWARD], flops[Phase.BACKWARD]
 

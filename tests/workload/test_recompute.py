@@ -43,7 +43,10 @@ EXPERTS = {name: LLAMA | {"moe": table} for name, table in MOE.items()} | {
 }
 EXPERTS |= {name: LLAMA | LATENT[name] for name in ("latent", "latent with whole queries", "latent with experts")}
 MODELS |= EXPERTS
-MODELS |= {name: GPT | {"ffn": 112} | FAMILIES[name] for name in ("opt", "gpt-neox", "falcon", "olmo2", "glm4")}
+MODELS |= {
+    name: GPT | {"ffn": 112} | FAMILIES[name]
+    for name in ("opt", "gpt-neox", "falcon", "olmo2", "glm4", "gemma2", "smollm3")
+}
 KEEP: dict[str, Any] = {
     "full": frozenset(), "attention": frozenset({"attention"}), "out": frozenset({"qkv", "attention_out"}),
     "all": "all",
@@ -132,7 +135,7 @@ def highest_moment(shape: Shape) -> int:
 
 
 # In bf16 oneDNN's workspace inside a product is not listed: up to 5% of the peak at these sizes.
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.002), ("bf16", 0.06)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.003), ("bf16", 0.06)])
 @pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])
 def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Precision, tolerance: float) -> None:
     shape = shaped(model, keep, precision)

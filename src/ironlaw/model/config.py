@@ -33,7 +33,7 @@ class ModelConfig(Switches):
     norm_eps: float = 1e-5
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     qk_norm_whole: bool = False  # that norm runs over all heads at once (OLMoE)
-    positions: Literal["learned", "rope"] = "learned"
+    positions: Literal["learned", "rope", "alibi", "none"] = "learned"
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original;
     # or YaRN's (yarn.py)
@@ -42,7 +42,6 @@ class ModelConfig(Switches):
     vocab: int = Field(gt=0)
     context: int = Field(gt=0)
     tied: bool = True  # the output layer shares the embedding
-    sliding_window: int | None = Field(None, gt=0)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     moe: MoEConfig | None = None  # experts in place of the dense feed-forward network
     latent: LatentConfig | None = None  # keys and values from one narrow vector per token (DeepSeek-V2)
@@ -70,6 +69,8 @@ class ModelConfig(Switches):
             raise ValueError("qk_norm_whole needs qk_norm = true")
         if self.dropout and (self.norm_place != "pre" or self.parallel_norms):
             raise ValueError("dropout goes with norm_place = 'pre' and one branch after the other: use dropout = 0")
+        if self.dropout and (self.composes_scores or self.positions == "alibi"):
+            raise ValueError("dropout goes without attention_cap, attention_sinks and alibi: use dropout = 0")
         if self.moe is not None:
             if self.parallel_norms or self.norm_place != "pre":
                 raise ValueError("experts go with norm_place = 'pre' and without parallel_norms")
@@ -89,8 +90,8 @@ class ModelConfig(Switches):
             raise ValueError("latent attention has its own sizes: leave kv_heads and head_size out")
         if self.positions != "rope" or self.norm != "rmsnorm":
             raise ValueError('latent attention goes with positions = "rope" and norm = "rmsnorm"')
-        if self.parallel_norms or self.norm_place != "pre" or self.rotary_size:
-            raise ValueError("latent attention goes with norm_place = 'pre', without parallel_norms or rotary_size")
+        if self.parallel_norms or self.norm_place != "pre" or self.rotary_size or self.composes_scores:
+            raise ValueError("latent attention goes without parallel_norms, norm_place, rotary_size, caps and sinks")
         if self.bias or self.has_qkv_bias or self.has_out_bias or self.qk_norm:
             raise ValueError("latent attention has no biases and norms of its own: bias = false, qk_norm = false")
 
@@ -155,6 +156,14 @@ class ModelConfig(Switches):
         return self.key_value_heads * self.size_of_head
 
     @property
+    def projected_size(self) -> int:
+        """Width of all that linear layers give before attention."""
+        if self.latent is None:
+            return self.query_size + 2 * self.key_value_size
+        narrow = (self.latent.query_rank or 0) + self.latent.down_size
+        return self.query_size + narrow + self.latent.up_size(self.heads)
+
+    @property
     def mixed_size(self) -> int:
         """Width of what attention gives to its output layer."""
         return self.heads * self.size_of_value
@@ -187,7 +196,7 @@ class ModelConfig(Switches):
         qkv = self.query_size + 2 * self.key_value_size
         attention = self.hidden * qkv + self.query_size * self.hidden
         attention += qkv * self.has_qkv_bias + self.hidden * self.has_out_bias
-        attention += sum(self.qk_norm_sizes) * self.qk_norm
+        attention += sum(self.qk_norm_sizes) * self.qk_norm + self.heads * self.attention_sinks
         return attention + norms
 
     @property
@@ -264,7 +273,7 @@ class ModelConfig(Switches):
     def parameter_tensors(self) -> int:
         """How many tensors hold the parameters: what an optimizer walks over. One for all experts' same matrix."""
         norm = self.norm_tensors
-        attention = 2 + self.has_qkv_bias + self.has_out_bias + 2 * self.qk_norm
+        attention = 2 + self.has_qkv_bias + self.has_out_bias + 2 * self.qk_norm + self.attention_sinks
         if self.latent is not None:
             attention = 7 if self.latent.query_rank else 5
         attention += self.norms_per_block * norm
@@ -274,6 +283,15 @@ class ModelConfig(Switches):
             experts += self.ffn_matrices + self.moe.shared_gate
         ends = 1 + (self.positions == "learned") + norm * (1 + self.embedding_norm) + (not self.tied) + self.head_bias
         return self.dense_layers * dense + self.moe_layers * experts + ends
+
+    def of_kind(self, windowed: bool, rotated: bool) -> ModelConfig:
+        """The model if all of its layers were of one kind."""
+        update: dict[str, Any] = {"full_every": None, "full_first": 0, "unrotated_every": None}
+        if not windowed:
+            update |= {"sliding_window": None, "rope_theta_local": None}
+        if not rotated:
+            update["positions"] = "none"
+        return self.model_copy(update=update)
 
 
 def with_overrides(figures: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ is a block mask for FlexAttention, which skips what is masked instead of computi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -60,8 +61,20 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-def flexible(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
-    """FlexAttention; without compilation it would materialise every score, which is for tests on a CPU."""
+def flexible(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None,
+    rule: Callable[..., Tensor] | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """FlexAttention; without compilation it would materialise every score, which is for tests on a CPU.
+
+    `rule` changes a score; `sinks` (A,) are scores that take their share of the weights and give nothing.
+    """
     attend = _compiled() if query.device.type == "cuda" else flex_attention
-    result: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != query.shape[1], scale=scale)
-    return result
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": key.shape[1] != query.shape[1], "scale": scale}
+    if rule is not None:
+        options["score_mod"] = rule
+    if sinks is None:
+        result: Tensor = attend(query, key, value, **options)
+        return result
+    mixed, log_sum = attend(query, key, value, return_lse=True, **options)
+    return mixed * torch.sigmoid(log_sum - sinks[:, None]).unsqueeze(-1).to(mixed.dtype)

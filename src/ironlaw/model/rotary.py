@@ -1,7 +1,8 @@
 """Rotary positions (RoFormer, arXiv 2104.09864), as they are and stretched to longer contexts.
 
-`rope_scaling` of a model config is a table of numbers: Llama 3.1's has `low_freq_factor`, YaRN's has `beta_fast`.
-Both leave high frequencies as they are and divide low ones by `factor`; they differ in what lies between.
+`rope_scaling` of a model config is a table of numbers: Llama 3.1's has `low_freq_factor`, YaRN's has `beta_fast`. Both
+leave high frequencies as they are and divide low ones by `factor`; they differ in what lies between. With
+`factor` alone all frequencies are divided by it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import cosine_factor, is_yarn
 
 
-def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (context, R/2) in fp32; R is the rotated part of a head."""
+def rotary_tables(config: ModelConfig, local: bool = False) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (context, R/2) in fp32; R is the rotated part of a head.
+
+    `local`: those of layers with a sliding window, where they are others (`rope_theta_local`).
+    """
     half = config.size_of_rotary // 2
-    frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    scaling, scale = config.rope_scaling, 1.0
+    theta, scaling, scale = config.rope_theta, config.rope_scaling, 1.0
+    if local and config.rope_theta_local is not None:
+        theta, scaling = config.rope_theta_local, None
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     if scaling and is_yarn(scaling):
         frequency, scale = _yarn(frequency, config.rope_theta, scaling), cosine_factor(scaling)
-    elif scaling:
+    elif scaling and "low_freq_factor" in scaling:
         frequency = _llama3(frequency, scaling)
+    elif scaling:  # all alike: positions as if they were that much closer (arXiv 2306.15595)
+        frequency = frequency / scaling["factor"]
     angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
     return (angle.cos() * scale).float(), (angle.sin() * scale).float()
 

@@ -24,6 +24,17 @@ class Switches(BaseModel):
     ffn_bias: bool | None = None
     head_bias: bool = False  # of the output layer of the model (Phi, GPT-J)
     rotary_size: int | None = Field(None, gt=0)  # of a head's elements, how many positions turn; all unless given (Phi)
+    sliding_window: int | None = Field(None, gt=0)  # tokens that a query looks at, itself included; all unless given
+    # Where only some layers have that window: every n-th looks at all tokens (Gemma 3, gpt-oss), or the first ones do
+    # (Qwen2's max_window_layers).
+    full_every: int | None = Field(None, gt=1)
+    full_first: int = Field(0, ge=0)
+    rope_theta_local: float | None = Field(None, gt=0)  # of layers with a window, unscaled; rope_theta unless given
+    unrotated_every: int | None = Field(None, gt=1)  # every n-th layer has no positions (SmolLM3, Command R7B)
+    # Scores, or logits, become cap x tanh(x / cap) (Gemma 2).
+    attention_cap: float | None = Field(None, gt=0)
+    logit_cap: float | None = Field(None, gt=0)
+    attention_sinks: bool = False  # a learned score per head that takes its share and gives nothing (gpt-oss)
     # Factors on what the embedding gives, on what a branch adds, on the logits; and on the scores of attention in place
     # of 1 / sqrt(head size) (Gemma, Granite, Cohere).
     embedding_scale: float = Field(1.0, gt=0)
@@ -42,6 +53,31 @@ class Switches(BaseModel):
         if self.embedding_norm and not self.norm_weight:
             raise ValueError("embedding_norm needs norms with parameters: norm_weight = true")
         return self
+
+    @model_validator(mode="after")
+    def _some_layers(self) -> Self:
+        if self.sliding_window is None and (self.full_every or self.full_first or self.rope_theta_local):
+            raise ValueError("full_every, full_first and rope_theta_local need a sliding_window")
+        if self.full_every and self.full_first:
+            raise ValueError("full_every and full_first are two ways to place windows: leave one out")
+        return self
+
+    def is_windowed(self, layer: int) -> bool:
+        if self.sliding_window is None or layer < self.full_first:
+            return False
+        return self.full_every is None or (layer + 1) % self.full_every != 0
+
+    def window_of(self, layer: int, sequence: int) -> int | None:
+        """Tokens that a query of that layer looks at where that is fewer than there are."""
+        return self.sliding_window if self.is_windowed(layer) and (self.sliding_window or 0) < sequence else None
+
+    def is_rotated(self, layer: int) -> bool:
+        return self.unrotated_every is None or (layer + 1) % self.unrotated_every != 0
+
+    @property
+    def composes_scores(self) -> bool:
+        """Whether scores change between the two products of attention, which PyTorch's fused kernels do not do."""
+        return self.attention_cap is not None or self.attention_sinks
 
     @property
     def norms_per_block(self) -> int:

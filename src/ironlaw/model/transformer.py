@@ -25,6 +25,7 @@ from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mas
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
 from ironlaw.model.rotary import rotary_tables, rotate
+from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
 def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
@@ -47,6 +48,7 @@ class Attention(nn.Module):
             query_size, key_size = config.qk_norm_sizes
             self.query_norm = nn.RMSNorm(query_size, eps=config.norm_eps)
             self.key_norm = nn.RMSNorm(key_size, eps=config.norm_eps)
+        self.sinks = nn.Parameter(torch.empty(config.heads)) if config.attention_sinks else None
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
@@ -63,7 +65,10 @@ class Attention(nn.Module):
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if isinstance(mask, BlockMask):
-            mixed = flexible(*heads_first, mask, config.score_scale)
+            mixed = flexible(*heads_first, mask, config.score_scale, score_rule(config, x.device), self.sinks)
+        elif config.composes_scores:
+            assert mask is not None
+            mixed = attend(*heads_first, mask, config, self.sinks)
         else:
             dropout = config.dropout if self.training else 0.0
             mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
@@ -126,7 +131,7 @@ class Block(nn.Module):
 def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
     """GPT-2's: normal(0, 0.02), the two residual projections divided by sqrt(2 x layers), biases zero."""
     if tensor.dim() < 2:
-        (nn.init.zeros_ if name.endswith("bias") else nn.init.ones_)(tensor)
+        (nn.init.zeros_ if name.endswith(("bias", "sinks")) else nn.init.ones_)(tensor)
         return
     residual = name.endswith((".out.weight", ".down.weight"))
     nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
@@ -153,13 +158,16 @@ class Transformer(nn.Module):
         self.head = Linear(config.hidden, config.vocab, bias=config.head_bias)
         if config.tied:
             self.head.weight = self.embedding.weight
-        if config.positions == "rope":
-            cos, sin = rotary_tables(config)
-            self.rotary_cos: Tensor
-            self.rotary_sin: Tensor
-            self.register_buffer("rotary_cos", cos, persistent=False)
-            self.register_buffer("rotary_sin", sin, persistent=False)
+        self.make_rotary_tables()
         self.initialize()
+
+    def make_rotary_tables(self, device: torch.device | None = None) -> None:
+        """Buffers of cosines and sines; those of layers with a window apart where they turn otherwise."""
+        if self.config.positions != "rope":
+            return
+        for local in (False, True) if self.config.rope_theta_local else (False,):
+            for name, table in zip(("rotary_cos", "rotary_sin"), rotary_tables(self.config, local), strict=True):
+                self.register_buffer(name + "_local" * local, table.to(device), persistent=False)
 
     def initialize(self) -> None:
         for name, parameter in self.named_parameters():
@@ -183,14 +191,13 @@ class Transformer(nn.Module):
         if samples is not None and self.config.dropout and self.training:
             draw = Draw(self.dropout_seed, self.config, samples, place, sequence)
         x = self.embed(tokens, sequence, documents) if self.embedding is not None else tokens
-        rotary = None
-        if self.config.positions == "rope":
-            rows = place.positions(sequence)
-            rotary = (self.rotary_cos[rows], self.rotary_sin[rows])
-        mask = self.attention_mask(sequence, tokens.device, documents, draw)
-        for number, block in enumerate(self.blocks):
+        kinds = self.kinds()
+        rotary = {kind: self.rotary(sequence, *kind) for kind in set(kinds)}
+        windows = {windowed for windowed, _ in kinds}
+        masks = {w: self.attention_mask(sequence, tokens.device, documents, draw, windowed=w) for w in windows}
+        for number, (block, kind) in enumerate(zip(self.blocks, kinds, strict=True)):
             with self.around(number):
-                x = block(x, rotary, mask, draw)
+                x = block(x, rotary[kind], masks[kind[0]], draw)
         balance_weight = 1.0 if balance is None else balance.mean()
         if self.final_norm is None:
             return attach_balance_losses(x, self, balance_weight * self.loss_factor) if self.config.moe else x
@@ -198,7 +205,7 @@ class Transformer(nn.Module):
         if self.config.logit_scale != 1.0:
             x = x * self.config.logit_scale  # before the output layer, which is linear: logits are many more
         if targets is None:
-            return self.head(x)
+            return self.logits(x)
         loss = self.loss(x, targets.flatten(), reduction)
         return attach_balance_losses(loss, self, balance_weight) if self.config.moe else loss
 
@@ -207,7 +214,11 @@ class Transformer(nn.Module):
         if self.loss_chunk:
             return self.place.chunked_loss(x, self.head.weight, targets, self.loss_chunk, reduction, self.head.onednn)
         # The logits stay an unnamed temporary, so that they are freed as soon as the loss has used them.
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets, reduction=reduction)
+        return F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets, reduction=reduction)
+
+    def logits(self, x: Tensor) -> Tensor:
+        cap = self.config.logit_cap
+        return self.head(x) if cap is None else capped(self.head(x), cap)
 
     def embed(self, tokens: Tensor, sequence: int, documents: Tensor | None = None) -> Tensor:
         assert self.embedding is not None
@@ -221,13 +232,27 @@ class Transformer(nn.Module):
             x = x + self.place.weight(self.positions)[self.place.stream_positions(sequence)]
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
+    def kinds(self) -> list[tuple[bool, bool]]:
+        """Of each block, whether its attention has a window, and whether positions turn its queries and keys."""
+        layers = [int(name) for name, _ in self.blocks.named_children()]
+        return [(self.config.is_windowed(layer), self.config.is_rotated(layer)) for layer in layers]
+
+    def rotary(self, sequence: int, windowed: bool, rotated: bool) -> tuple[Tensor, Tensor] | None:
+        if self.config.positions != "rope" or not rotated:
+            return None
+        local = "_local" if windowed and self.config.rope_theta_local else ""
+        rows = self.place.positions(sequence)
+        return getattr(self, f"rotary_cos{local}")[rows], getattr(self, f"rotary_sin{local}")[rows]
+
     def attention_mask(
-        self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None
+        self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None, windowed: bool = True
     ) -> Mask | None:
-        """None means plain causal. A window has one mask for all rows, (rows computed here, S); documents one each."""
-        window = self.config.sliding_window
+        """None means plain causal. A window has one mask for all rows, (rows computed here, S); documents one each;
+        ALiBi one for each head. `windowed`: for layers that have a window."""
+        window = self.config.sliding_window if windowed else None
         window = None if window is None or window >= sequence else window
-        if window is None and documents is None:
+        alibi = self.config.positions == "alibi"
+        if window is None and documents is None and not alibi and not self.config.composes_scores:
             return None
         drops = self.training and self.config.dropout > 0  # which FlexAttention does not
         if device.type == "cuda" and self.place is WHOLE and not drops:
@@ -236,4 +261,6 @@ class Transformer(nn.Module):
         if self.place is not WHOLE or draw is not None:
             return mask[..., self.place.positions(sequence), :]
         # SDPA adds a mask to the scores. Given as true and false, every layer would make and keep its own copy of that.
-        return additive(mask)
+        mask = additive(mask)
+        rows = torch.arange(sequence, device=device)
+        return mask + alibi_bias(self.config.heads, rows, sequence, mask.dtype) if alibi else mask

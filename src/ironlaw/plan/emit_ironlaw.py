@@ -8,7 +8,7 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import SPLIT_BACKWARD, Layout
+from ironlaw.plan.layout import SPLIT_BACKWARD, Layout, undivided
 from ironlaw.plan.parts import expert_holders
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
@@ -32,6 +32,8 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
         holders = expert_holders(layout.dp, layout.cp, layout.ep)
         if layout.ep > 1 and layout.zero and model.hidden % holders:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
+    if reason := undivided(model, layout.tp, layout.cp):
+        return reason
     if model.key_value_heads % layout.tp:
         return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"
     return None

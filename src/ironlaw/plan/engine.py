@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ironlaw.plan.low_precision import NARROW, Held, held_by
+from ironlaw.plan.low_precision import NARROW, Casts, Held, casts_by, held_by
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,14 @@ class Engine:
 
     element_bytes: float = 2.0  # of activations and of gathered weights
     held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
+    casts: Casts = field(default_factory=Casts)  # what quantising them moves
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
 
     def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
         if precision in NARROW:
-            return replace(self, held=held_by(self.low_precision, precision, generation, self.narrow_parameters))
+            held = held_by(self.low_precision, precision, generation, self.narrow_parameters)
+            return replace(self, held=held, casts=casts_by(self.low_precision, precision, generation))
         if precision not in ("fp32", "tf32"):
             return self
         return replace(

@@ -62,8 +62,11 @@ def training_shape(config: RunConfig, precision: str, *, cuda: bool = False, one
 def loss_chunk(config: RunConfig) -> int:
     """Tokens whose logits exist at a time; 0: all of a micro-batch.
 
-    An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product.
+    An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product. None where
+    logits are more than a product.
     """
+    if config.model.head_bias or config.model.logit_cap is not None:
+        return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
     return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
@@ -276,8 +279,9 @@ def add_totals(ledger: Ledger, config: RunConfig, profile: Profile, precision: s
 
 def _unmasked_flops(ledger: Ledger, config: RunConfig) -> int:
     masked = sum(line.flops or 0 for line in ledger.select(kind=Kind.ATTENTION) if _of_the_model(line))
-    pairs = attention_score_pairs(config.sequence, config.model.sliding_window)
-    return model_flops(ledger) - masked + masked * 2 * config.sequence**2 // pairs
+    model, sequence = config.model, config.sequence
+    pairs = sum(attention_score_pairs(sequence, model.window_of(layer, sequence)) for layer in range(model.layers))
+    return model_flops(ledger) - masked + masked * 2 * model.layers * sequence**2 // pairs
 
 
 def model_flops(ledger: Ledger) -> int:

@@ -123,7 +123,15 @@ def product_seconds(jobs: Jobs, setting: Setting, product: Product, name: str = 
     outputs, inputs, rows, batch, _ = product
     shapes = ((rows, outputs, inputs), (rows, inputs, outputs), (outputs, inputs, rows))
     forward, of_input, of_weight = (_matmul(m, n, k, batch, setting, precision) for m, n, k in shapes)
-    return forward, of_input + of_weight
+    backward = of_input + of_weight
+    if precision != setting.wide_precision:
+        casts, hardware = setting.engine.casts, setting.hardware
+        entering, weights = rows * inputs * batch, outputs * inputs * batch
+        there = casts.inputs * entering + casts.weights * weights
+        back = casts.gradients * rows * outputs * batch + casts.inputs_again * entering + casts.weights_again * weights
+        forward = forward + np.asarray(streaming_seconds(there, hardware))
+        backward = backward + np.asarray(streaming_seconds(back, hardware))
+    return forward, backward
 
 
 def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
@@ -139,10 +147,9 @@ def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
 def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting, precision: str) -> Array:
     hardware = setting.hardware
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation, 1.0)
-    cast = precision not in ("bf16", "fp16", "fp32", "tf32")
 
     def seconds(m: Array, n: Array, k: Array, b: Array) -> Array:
-        alone = matmul_seconds(m, n, k, b, precision, hardware=hardware, include_cast=cast, sustained=True)
+        alone = matmul_seconds(m, n, k, b, precision, hardware=hardware, sustained=True)
         return newer * np.asarray(alone)
 
     return _unique(seconds, m, n, k, np.broadcast_to(np.asarray(batch, dtype=float), m.shape))

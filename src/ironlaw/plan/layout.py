@@ -48,6 +48,13 @@ def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
     return None
 
 
+def undivided(model: ModelConfig, tp: int, cp: int) -> str | None:
+    """Why this trainer does not divide the attention of a model over ranks, or None."""
+    if tp * cp > 1 and (model.composes_scores or model.positions == "alibi"):
+        return "this trainer divides no attention with attention_cap, attention_sinks or alibi: use tp = 1 and cp = 1"
+    return None
+
+
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism and what goes with them. The product dp tp pp cp is the number of accelerators."""

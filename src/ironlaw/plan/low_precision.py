@@ -24,7 +24,15 @@ torchao (0.19; torchtitan)
     H100 47.65 GB in bf16, 47.77 and 47.79 in float8; 77.0 and 76.8 GiB in torchtitan's own table. Under nvfp4 the
     quantised ones are kept (`nvfp4_linear.py`), as in Transformer Engine.
 
-Of other software nothing is known: planned as bf16.
+Of other software nothing is known: planned as bf16, with the casts of Transformer Engine.
+
+What is cast: the linear layers of the blocks alone compute so, each product on operands of these bits; norms,
+attention, router, output layer and loss stay in 16 bits or more in both libraries' recipes.
+  - Transformer Engine casts a layer's input once, in the arrangements that both of its products want, and likewise the
+    gradient of its output (`quantize` of its modules). Weights are cast once a step, which is not counted. Where a
+    tensor's one scale is of this very step (current scaling, the recipe of Blackwell's software; Hopper's published
+    runs have the delayed one of before) it is read once more for its maximum.
+  - torchao casts input and weight forward, and the gradient, the weight and the input again backward.
 """
 
 from __future__ import annotations
@@ -55,6 +63,32 @@ class Held:
     copy_bytes: float = 0.0  # per weight of a block's matrices, more (or less) than the 16-bit ones alone
     gather_bytes: float = WIDE  # per weight that data parallel ranks gather
     says: str = ""
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Bytes read and written to quantise what a linear layer multiplies, per element of each and micro-batch."""
+
+    inputs: float = 0.0  # forward
+    weights: float = 0.0
+    gradients: float = 0.0  # backward, of the output
+    inputs_again: float = 0.0
+    weights_again: float = 0.0
+
+
+def casts_by(library: str, precision: str, generation: str) -> Casts:
+    """What is moved to cast in this precision; nothing where it is none of `NARROW`."""
+    if precision not in NARROW:
+        return Casts()
+    width = ELEMENT_BYTES[precision]
+    current = library == "torchao" or generation in ONE_ARRANGEMENT
+    maximum = WIDE if precision == "nvfp4" or (precision == "fp8" and current) else 0.0
+    once = maximum + WIDE + width
+    if library == "torchao":
+        return Casts(once, once, once, once, once)
+    arrangements = 1 if precision == "fp8" and generation in ONE_ARRANGEMENT else 2
+    both = maximum + WIDE + arrangements * width
+    return Casts(inputs=both, gradients=both)
 
 
 def held_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> Held:

@@ -76,7 +76,8 @@ def highest(operations: Iterable[Operation], gradients_held: int = 0) -> Peak:
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
-    return model.context * model.size_of_rotary * FP32 if model.positions == "rope" else 0
+    tables = 1 + (model.rope_theta_local is not None)
+    return tables * model.context * model.size_of_rotary * FP32 if model.positions == "rope" else 0
 
 
 def batch_bytes(config: RunConfig) -> int:

@@ -136,7 +136,14 @@ def _last_two(shape: Shape) -> Shape:
         having = sum(map(has_experts, kinds))
         moe = moe.model_copy(update={"dense_layers": 0, "every": 3 - having}) if having else None
         policies = tuple(policies[i] for i in sorted(range(len(policies)), key=lambda i: kinds[i]))
-    return replace(shape, model=model.model_copy(update={"layers": 2, "moe": moe}), recompute=policies)
+    windowed, rotated = ([of(layer) for layer in (model.layers - 2, model.layers - 1)]
+                         for of in (model.is_windowed, model.is_rotated))  # fmt: skip
+    update = {
+        "layers": 2, "moe": moe, "full_every": 2 if windowed == [True, False] else None,
+        "full_first": int(windowed == [False, True]), "unrotated_every": 2 if rotated == [True, False] else None,
+        "sliding_window": model.sliding_window if any(windowed) else None,
+    }  # fmt: skip
+    return replace(shape, model=model.model_copy(update=update), recompute=policies)
 
 
 def _memory(name: str, phase: Phase, saved: int = 0, gradient: int = 0, frees: int = 0) -> Operation:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.memory import rotary_table_bytes
 from ironlaw.plan.parts import (
     EXPERTS,
     bucket_bytes,
@@ -163,8 +164,7 @@ class _Rank:
         mine = self.shards()
         walk.now["weights"] = sum(p.elements for p in mine) * FP32
         model = config.model
-        if model.positions == "rope":
-            walk.now["weights"] += model.context * model.size_of_rotary * FP32
+        walk.now["weights"] += rotary_table_bytes(model)
         walk.now["optimizer"] = state_bytes(mine, config.optimizer)
         if config.train.average_decay is not None:
             walk.now["average"] = walk.now["weights"]
@@ -341,7 +341,7 @@ class _Rank:
         shape, walk, model = self.shape, self.walk, self.shape.model
         before = walk.now["activations"]
         saved = self._saved(stage)
-        wide = model.query_size + 2 * model.key_value_size + model.ffn_size * (2 if model.gated_ffn else 1)
+        wide = model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)
         order: list[tuple[list[Operation], float]] = []
         if stage == self.last:
             order.append((head_backward(shape), shape.tokens * model.vocab * FP32 + self.stream))

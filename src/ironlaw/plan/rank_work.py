@@ -12,6 +12,7 @@ slowed as ranks that share its cores slow each other (`machine/links.py`).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from ironlaw.plan.layout import Layout
 from ironlaw.plan.parts import layers_of, of_site, stage_parameters
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.workload.blocks import Division
-from ironlaw.workload.kinds import is_block
+from ironlaw.workload.kinds import is_block, layer_groups, shape_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import Parameter
@@ -42,6 +43,8 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
             "heads": model.heads // tp, "kv_heads": max(1, model.key_value_heads // tp),
             "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": math.ceil(model.vocab / tp),
         }  # fmt: skip
+        if model.latent is not None:  # whose narrow vectors every rank computes whole
+            update |= {"kv_heads": None, "head_size": None}
     if layout.ep > 1 and model.moe is not None:  # its share of the experts, which take the choices of ep ranks
         update["moe"] = model.moe.model_copy(update={"experts": model.moe.experts // layout.ep})
     if layout.pp > 1 and model.tied:  # the last stage has a copy
@@ -75,11 +78,13 @@ def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Par
 def stage_operations(shape: Shape, layout: Layout, stage: int) -> Iterator[tuple[Operation, int]]:
     """Operations of one micro-batch with how often the stage runs each. `shape` is the local one."""
     model, stages = shape.model, layout.pp * layout.virtual_stages
-    layers = len(layers_of(model.layers, stages, layout.virtual_stages)[stage])
+    groups = layer_groups(model)
+    everywhere = Counter(groups)
+    here = Counter(groups[layer] for layer in layers_of(model.layers, stages, layout.virtual_stages)[stage])
     ends = {"embedding": stage == 0, "head": stage == stages - 1}
     for op in training_operations(shape):
         if is_block(op.group):
-            times = op.repeat * layers / model.layers  # of mixtures of experts, as if every stage had its share
+            times = op.repeat * here[op.group] / everywhere[op.group]
         else:
             times = op.repeat if ends.get(op.group, True) else 0
         if times:
@@ -92,8 +97,9 @@ def _divided(op: Operation, shape: Shape, layout: Layout) -> Operation:
     if layout.cp > 1 and op.attention is not None:
         # Each rank has as much under the causal mask as any other, against keys of the whole sequence.
         batch, here, heads, groups, size = op.attention
-        pairs = attention_score_pairs(here * layout.cp, shape.model.sliding_window) // layout.cp
-        grown = pairs / attention_score_pairs(here, shape.model.sliding_window)
+        window = shape_of(shape, op.group).model.sliding_window
+        pairs = attention_score_pairs(here * layout.cp, window) // layout.cp
+        grown = pairs / attention_score_pairs(here, window)
         return replace(
             op, attention=(batch, here * layout.cp, heads, groups, size), elements=batch * heads * pairs // 2,
             flops=None if op.flops is None else round(op.flops * grown),

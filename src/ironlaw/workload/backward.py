@@ -45,6 +45,14 @@ def full_head_backward(shape: Shape) -> list[Operation]:
                 bytes_moved=logits * (FP32 + w), temporary_bytes=logits * w, frees_temporary_bytes=logits * FP32,
             )
         )  # fmt: skip
+    if model.logit_cap is not None:
+        operations.append(
+            Operation(
+                "logit_cap", Kind.ELEMENTWISE, Phase.BACKWARD, "head", "tanh_backward", elements=logits,
+                bytes_moved=7 * logits * w, temporary_bytes=logits * w, frees_temporary_bytes=logits * w,
+                frees_saved_bytes=logits * w,
+            )
+        )  # fmt: skip
     operations += linear_backward(
         shape, "head", "head", 1, model.hidden, model.vocab, frees=tokens * model.hidden * w, bias=model.head_bias
     )

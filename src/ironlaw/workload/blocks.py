@@ -57,16 +57,20 @@ class Shape:
 
     @property
     def mask_bytes(self) -> int:
-        """A window's mask, one for all sequences, or the documents', one each. On CUDA masks are a few numbers."""
-        window = self.model.sliding_window
-        if self.fused_rmsnorm or (not self.documents and (window is None or window >= self.sequence)):
+        """Of masks: one for all sequences or the documents' own, for all heads or ALiBi's for each; of layers with and
+        without a window one each. On CUDA masks are a few numbers."""
+        if self.fused_rmsnorm:
             return 0
-        return (self.micro_batch if self.documents else 1) * self.sequence**2 * self.matmul_bytes
+        model, everywhere = self.model, self.documents or self.model.positions == "alibi" or self.model.composes_scores
+        spans = {model.window_of(layer, self.sequence) for layer in range(model.layers)}
+        masks = sum(1 for span in spans if everywhere or span is not None)
+        masks *= (self.micro_batch if self.documents else 1) * (model.heads if model.positions == "alibi" else 1)
+        return masks * self.sequence**2 * self.matmul_bytes
 
     @property
     def composes_attention(self) -> bool:
-        """With dropout a CPU has no fused attention: every score is materialised, in fp32 whatever the precision."""
-        return self.model.dropout > 0 and not self.fused_rmsnorm
+        """Every score is in memory on a CPU: under dropout, in fp32 whatever the precision, or where scores change."""
+        return (self.model.dropout > 0 or self.model.composes_scores) and not self.fused_rmsnorm
 
     @property
     def keeps_qkv(self) -> bool:
@@ -117,9 +121,16 @@ def attention_saved_bytes(shape: Shape) -> int:
     """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135).
 
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
-    their product; and the output, copied back to (B, S, A, D).
+    their product; and the output, copied back to (B, S, A, D). `model/scores.py`: those copies; of every score what
+    a cap keeps, the softmax, and what of it the second product reads, if that is another tensor.
     """
     model = shape.model
+    if shape.composes_attention and model.composes_scores:
+        w, rows = shape.matmul_bytes, shape.micro_batch * model.heads * shape.sequence
+        weights = rows * (shape.sequence + model.attention_sinks) * FP32
+        read = rows * shape.sequence * w if shape.casts else 0
+        cap = rows * shape.sequence * w if model.attention_cap is not None else 0
+        return 4 * shape.tokens * model.query_size * w + weights + read + cap
     if shape.composes_attention:
         scores = shape.micro_batch * model.heads * shape.sequence**2
         copies = shape.tokens * (2 * model.query_size + model.mixed_size)
@@ -206,4 +217,5 @@ def attention(shape: Shape, phase: Phase) -> Operation:
         temporary_bytes=working + (inputs if backward else 0),
         frees_saved_bytes=(attention_saved_bytes(shape) + rotary_saved_bytes(shape) + padded) if backward else 0,
         frees_temporary_bytes=working + (outputs if backward else 0),
+        gradient_bytes=model.heads * FP32 if backward and model.attention_sinks else 0,
     )  # fmt: skip

@@ -185,6 +185,14 @@ def full_head(shape: Shape) -> list[Operation]:
     logits = tokens * model.vocab
     operations = final_norm(shape)
     operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=model.head_bias)
+    if model.logit_cap is not None:
+        size = logits * shape.matmul_bytes
+        operations.append(
+            Operation(
+                "logit_cap", Kind.ELEMENTWISE, Phase.FORWARD, "head", "tanh", elements=logits, bytes_moved=6 * size,
+                saved_bytes=size, temporary_bytes=size, frees_temporary_bytes=size,
+            )
+        )  # fmt: skip
     if shape.casts:
         operations.append(
             Operation(

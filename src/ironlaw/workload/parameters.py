@@ -58,7 +58,8 @@ def _block(model: ModelConfig, name: str, experts: bool) -> list[Parameter]:
 
 def _attention(model: ModelConfig, name: str) -> list[Parameter]:
     qkv = model.query_size + 2 * model.key_value_size
-    result = _linear(f"{name}.qkv", qkv, model.hidden, model.has_qkv_bias)
+    result = [Parameter(f"{name}.sinks", (model.heads,))] if model.attention_sinks else []
+    result += _linear(f"{name}.qkv", qkv, model.hidden, model.has_qkv_bias)
     result += _linear(f"{name}.out", model.hidden, model.query_size, model.has_out_bias)
     if model.qk_norm:
         query, key = model.qk_norm_sizes

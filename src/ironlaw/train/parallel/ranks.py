@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
-from ironlaw.plan.layout import SPLIT_BACKWARD, Layout
+from ironlaw.plan.layout import SPLIT_BACKWARD, Layout, undivided
 from ironlaw.plan.parts import expert_holders
 from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
@@ -137,6 +137,8 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if model.key_value_heads % layout.tp:
         raise UserError(f"layout.tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
+    if reason := undivided(model, layout.tp, layout.cp):
+        raise UserError(reason)
     if config.sequence % (2 * layout.cp) and layout.cp > 1:
         raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")
     if layout.pp > 1 and share // micro_batch < layout.pp:

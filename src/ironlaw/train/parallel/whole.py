@@ -20,7 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface_weights import read_weights
-from ironlaw.model.rotary import rotary_tables
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
 from ironlaw.train.parallel.names import COPY, mark_fused, named_tensors
@@ -99,9 +98,7 @@ def _reset_buffers(part: Transformer, device: torch.device) -> None:
     for name, buffer in part.named_buffers():
         if not name.startswith("rotary"):
             buffer.zero_()
-    if part.config.positions == "rope":
-        cos, sin = rotary_tables(part.config)
-        part.rotary_cos, part.rotary_sin = cos.to(device), sin.to(device)
+    part.make_rotary_tables(device)
 
 
 def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
