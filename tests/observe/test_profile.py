@@ -27,11 +27,22 @@ LLAMA: dict[str, Any] = GPT | {
 }  # fmt: skip
 MOE = {"experts": 8, "experts_per_token": 2, "expert_ffn": 120, "shared_experts": 1, "shared_gate": True}
 FAMILIES = {"gpt": GPT, "llama": LLAMA, "qwen": LLAMA | {"qk_norm": True}}
-EXPERTS = {"dense first": LLAMA | {"moe": MOE | {"dense_layers": 1}}, "gelu": GPT | {"bias": False, "moe": MOE}}
+LATENT = {"query_rank": 96, "key_value_rank": 80, "plain_size": 24, "rotary_size": 8, "value_size": 20}
+EXPERTS = {
+    "latent": LLAMA | {"kv_heads": None, "latent": LATENT},
+    "dense first": LLAMA | {"moe": MOE | {"dense_layers": 1}},
+    "gelu": GPT | {"bias": False, "moe": MOE},
+}
 
 
 @pytest.fixture(
-    params=[*((f, p) for f in FAMILIES for p in ("fp32", "bf16")), ("dense first", "fp32"), ("gelu", "bf16")],
+    params=[
+        *((f, p) for f in FAMILIES for p in ("fp32", "bf16")),
+        ("dense first", "fp32"),
+        ("gelu", "bf16"),
+        ("latent", "fp32"),
+        ("latent", "bf16"),
+    ],
     ids=lambda param: "-".join(param),
 )
 def ledgers(

@@ -177,7 +177,8 @@ def test_every_option_exists_in_the_release_it_was_looked_up_in(trainer):
     assert written_layouts > 10 and len(seen) > 12
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-moe-16b", "qwen2-57b-a14b", "qwen3-30b-a3b", "olmoe-1b-7b"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-moe-16b", "qwen2-57b-a14b", "qwen3-30b-a3b", "olmoe-1b-7b",
+                                  "deepseek-v2-lite", "deepseek-v3"])  # fmt: skip
 def test_every_option_of_experts_exists_in_the_release_it_was_looked_up_in(name):
     text = written("megatron", "dp=8 ep=8 zero=1", ModelConfig.named(name))
     said = set(option_names("megatron", text)["megatron"])
@@ -262,3 +263,38 @@ def test_ironlaws_own_config_has_the_layout_in_its_words():
     assert experts.layout.ep == 4 and experts.model.moe.experts == 8
     recomputed = build_config(tomllib.loads(written("ironlaw", "dp=8 zero=1 recompute=full")))
     assert recomputed.recompute.mode == "full" and recomputed.layout is not None and recomputed.layout.dp == 8
+
+
+def test_latent_attention_in_megatrons_words():
+    text = written("megatron", "dp=8 ep=8 zero=1", ModelConfig.named("deepseek-v3"))
+    for flag in (
+        "--multi-latent-attention", "--qk-layernorm", "--q-lora-rank 1536", "--kv-lora-rank 512", "--qk-head-dim 128",
+        "--qk-pos-emb-head-dim 64", "--v-head-dim 128", "--rope-type yarn", "--rotary-scaling-factor 40", "--mscale 1",
+        "--mscale-all-dim 1", "--moe-router-num-groups 8", "--moe-router-group-topk 4",
+        "--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias",
+    ):  # fmt: skip
+        assert flag in text, flag
+    assert "--group-query-attention" not in text and "--use-rope-scaling" not in text
+    whole = written("megatron", "dp=8 ep=8 zero=1", ModelConfig.named("deepseek-v2-lite"))
+    assert "--q-lora-rank" not in whole and "--mscale-all-dim 0.707" in whole
+
+
+def test_latent_attention_as_torchtitan_has_it():
+    document = tomllib.loads(written("torchtitan", "dp=8 ep=8 zero=3", ModelConfig.named("deepseek-v3")))
+    assert document["model"] == {"name": "deepseek_v3", "flavor": "671B"}
+    narrow = tomllib.loads(written("torchtitan", "dp=8 zero=3", ModelConfig.named("deepseek-v2-lite"), precision="fp8"))
+    assert narrow["model"]["flavor"] == "16B" and narrow["model"]["converters"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "model", "layout", "reason"),
+    [
+        ("megatron", "kimi-k2", "dp=8 zero=1", "rope_scaling.beta_fast"),
+        ("megatron", "deepseek-v2", "dp=8 zero=1", "sum of their 2 best"),
+        ("torchtitan", "kimi-k2", "dp=8 zero=3", "16B, 236B, 671B"),
+        ("torchtitan", "deepseek-v3", "dp=4 cp=2 zero=3", "cp=1"),
+    ],
+)
+def test_latent_attention_that_cannot_be_said_is_refused(trainer, model, layout, reason):
+    with pytest.raises(UserError, match=reason):
+        written(trainer, layout, ModelConfig.named(model))

@@ -185,7 +185,8 @@ def _fewer_evaluations(now: Situation) -> Iterable[Settings]:
 
 def _wider_heads(now: Situation) -> Iterable[Settings]:
     model = now.config.model
-    if now.planned_share(Kind.ATTENTION) < ATTENTION_SHARE or model.head_size is not None or model.kv_heads is not None:
+    sized = model.head_size is not None or model.kv_heads is not None or model.latent is not None
+    if now.planned_share(Kind.ATTENTION) < ATTENTION_SHARE or sized:
         return []
     return [
         {"model.heads": model.heads // factor}

@@ -156,6 +156,14 @@ class ModelConfig(Switches):
         return self.key_value_heads * self.size_of_head
 
     @property
+    def projected_size(self) -> int:
+        """Width of all that linear layers give before attention."""
+        if self.latent is None:
+            return self.query_size + 2 * self.key_value_size
+        narrow = (self.latent.query_rank or 0) + self.latent.down_size
+        return self.query_size + narrow + self.latent.up_size(self.heads)
+
+    @property
     def mixed_size(self) -> int:
         """Width of what attention gives to its output layer."""
         return self.heads * self.size_of_value

@@ -45,8 +45,9 @@ _NO_WORK = frozenset({
 })  # fmt: skip
 _LINEARS = frozenset({
     "qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head", "expert_gate", "expert_up", "expert_down",
-    "shared_ffn_gate", "shared_ffn_up", "shared_ffn_down",
+    "shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "query_down", "query_up", "latent_down", "latent_up",
 })  # fmt: skip
+_QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
 _FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
 # Backward nodes of a container that belong to one of its operations.
@@ -59,6 +60,7 @@ _NODE_SCOPES = {
 # Where a module computes something itself, outside its named children.
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
     "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
+    "LatentAttention": {Kind.ATTENTION: "attention", None: "rotary"},
     "FeedForward": {None: "activation"},
     "Router": {Kind.MATMUL: "router", None: "route"},
     "Experts": {None: "activation"},
@@ -126,6 +128,7 @@ def operation_scope(recording: bool, name: str) -> Any:
 def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     """Module to the plan's operation name. Containers are marked with their class, see `_OWN_WORK`."""
     names = {}
+    latent = {path for path, module in model.named_modules() if type(module).__name__ == "LatentAttention"}
     for path, module in model.named_modules():
         parts = path.split(".")
         leaf = parts[-1]
@@ -135,7 +138,7 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
             names[module] = f"expert_{leaf}"
         elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
             parent = parts[-2] if len(parts) > 1 else ""
-            name = {"query_norm": "qk_norm", "key_norm": "qk_norm"}.get(leaf, leaf)
+            name = leaf if path.rpartition(".")[0] in latent else _QK_NORMS.get(leaf, leaf)
             if parent == "attention" and leaf == "out":
                 name = "attention_out"
             elif parent == "ffn" and leaf != "shared_gate":
@@ -268,6 +271,8 @@ def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
         return kind, "gate_product"
     if span.scope in ("Router", "MixtureOfExperts") and _gradients_meet(span, operation):
         return kind, "ffn_norm"
+    if span.scope == "LatentAttention" and _is_cast(span, operation):
+        return kind, "latent_cast"
     if span.scope == "MixtureOfExperts" and _is_cast(span, operation):
         return kind, "dispatch_cast"
     if span.scope == "MixtureOfExperts" and operation.startswith(("sigmoid", "mul", "add", "sum")):
@@ -290,10 +295,12 @@ def _elementwise(span: Span, operation: str) -> tuple[Kind, str]:
     if scope in _LINEARS:
         if _is_cast(span, operation):
             return Kind.ELEMENTWISE, f"{scope}_cast"
+        if gradients_meet and scope in ("query_down", "query_up", "latent_down"):
+            return Kind.ELEMENTWISE, "attention_norm"
         return Kind.ELEMENTWISE, "ffn_norm" if gradients_meet and scope.endswith(("ffn_gate", "ffn_up")) else scope
     if scope in ("attention_norm", "ffn_norm") and gradients_meet:
         return Kind.ELEMENTWISE, "residual"
-    if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm"):
+    if scope in ("attention_norm", "ffn_norm", "final_norm", "qk_norm", "query_norm", "latent_norm"):
         return Kind.NORM, scope
     return Kind.ELEMENTWISE, scope or "other"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.yarn import is_yarn
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.layout import Layout, ends_lighter
 from ironlaw.plan.low_precision import NARROW, held_by
@@ -48,7 +49,19 @@ def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return "it offloads its distributed optimizer: use zero=1"
     if layout.every > 1 and _chunk(model, layout) // layout.every == 0:
         return f"chunks of {_chunk(model, layout)} layers have no {layout.every}th block to recompute"
-    return _experts_refused(layout, model)
+    return _latent_refused(model) or _experts_refused(layout, model)
+
+
+def _latent_refused(model: ModelConfig) -> str | None:
+    """YaRN's numbers that `MLATransformerConfig` has and its argument parser has not."""
+    scaling = model.rope_scaling
+    if model.latent is None or not scaling:
+        return None
+    if not is_yarn(scaling) or "attention_factor" in scaling:
+        return "its latent attention stretches positions by YaRN with mscale only"
+    fixed = {"original_context": 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    odd = next((name for name, value in fixed.items() if scaling[name] != value), None)
+    return f"it has no option for rope_scaling.{odd} = {scaling[odd]:g} under latent attention" if odd else None
 
 
 def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
@@ -56,6 +69,10 @@ def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
     moe = model.moe
     if moe is None:
         return None
+    if moe.limits_groups:  # `group_limited_topk` in `moe_utils.py`
+        counted = moe.experts_per_token // (moe.groups_per_token or 1)
+        if counted != (2 if moe.score == "sigmoid" else 1):
+            return f"it ranks groups of experts by the sum of their {counted} best, and this model otherwise"
     if layout.tp > 1 and not layout.sp:
         return "it trains experts under tensor parallelism with sequence parallelism only: use sp=1"
     if moe.balance == "bias" and moe.score != "sigmoid":
@@ -111,6 +128,7 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
     ]
     if model.sliding_window and model.sliding_window < sequence:
         flags.append(f"--window-size {model.sliding_window - 1},0")  # tokens to the left beside the query's own
+    flags += _latent_flags(model)
     if model.key_value_heads != model.heads:
         flags += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
     if model.gated_ffn:
@@ -121,7 +139,7 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
         flags.append("--qk-layernorm")
     if model.positions == "rope":
         flags += ["--position-embedding-type rope", f"--rotary-base {model.rope_theta:.0f}"]
-        if model.rope_scaling:
+        if model.rope_scaling and model.latent is None:
             flags += ["--use-rope-scaling", f"--rope-scaling-factor {model.rope_scaling['factor']:g}"]
     else:
         flags.append("--position-embedding-type learned_absolute")
@@ -131,6 +149,26 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
             flags.append("--add-qkv-bias")
     if not model.tied:
         flags.append("--untie-embeddings-and-output-weights")
+    return flags
+
+
+def _latent_flags(model: ModelConfig) -> list[str]:
+    """Multi-head latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
+    latent, scaling = model.latent, model.rope_scaling
+    if latent is None:
+        return []
+    flags = ["--multi-latent-attention", "--qk-layernorm"]
+    flags += [f"--q-lora-rank {latent.query_rank}"] if latent.query_rank else []
+    flags += [
+        f"--kv-lora-rank {latent.key_value_rank}",
+        f"--qk-head-dim {latent.plain_size}",
+        f"--qk-pos-emb-head-dim {latent.rotary_size}",
+        f"--v-head-dim {latent.value_size}",
+        f"--rope-type {'yarn' if scaling else 'rope'}",
+    ]
+    if scaling:
+        flags.append(f"--rotary-scaling-factor {scaling['factor']:g}")
+        flags += [f"--{name.replace('_', '-')} {scaling.get(name, 0):g}" for name in ("mscale", "mscale_all_dim")]
     return flags
 
 
@@ -154,6 +192,8 @@ def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
         flags.append("--moe-router-pre-softmax")
     if moe.routed_scale != 1.0:
         flags.append(f"--moe-router-topk-scaling-factor {moe.routed_scale:g}")
+    if moe.limits_groups:
+        flags += [f"--moe-router-num-groups {moe.groups}", f"--moe-router-group-topk {moe.groups_per_token}"]
     if moe.dense_layers or moe.every > 1:
         pattern = ",".join(str(int(moe.in_layer(layer))) for layer in range(model.layers))
         flags.append(f"--moe-layer-freq [{pattern}]")

@@ -7,6 +7,7 @@ from typing import Any
 import tomli_w
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.layout import Layout, ends_lighter
 
@@ -58,6 +59,11 @@ def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return "its context parallelism has no all-to-all between heads: use cp_kind=all_gather or ring"
     if layout.cp > 1 and layout.cp_kind == "ring" and model.sliding_window:
         return "its rings have no sliding window: use cp_kind=all_gather"
+    if model.latent is not None:
+        if _flavor(model) is None:
+            return f"of latent attention it has DeepSeek's {', '.join(FLAVORS)} as released, and this is none of them"
+        if layout.cp > 1:
+            return "its DeepSeek models have no context parallelism: use cp=1"
     if model.moe is not None:
         if layout.ep > 1 and layout.zero < 2:
             return "its expert parallel ranks share the sharded state: use zero=2 or 3"
@@ -70,6 +76,25 @@ def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
     if layout.schedule == "zb" and layout.virtual_stages == 1:
         return "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"
     return None
+
+
+FLAVORS = {"16B": "deepseek-v2-lite", "236B": "deepseek-v2", "671B": "deepseek-v3"}
+"""Of its `deepseek_v3`, and the catalogued models that they are."""
+
+
+def _flavor(model: ModelConfig) -> str | None:
+    """The flavor with these dimensions; how far positions reach follows from the sequence there."""
+    free = {"name", "context", "rope_scaling", "dropout"}
+    for flavor, name in FLAVORS.items():
+        known = ModelConfig.named(name)
+        same_experts = model.moe is not None and known.moe is not None and _routing(model.moe) == _routing(known.moe)
+        if same_experts and model.model_dump(exclude=free | {"moe"}) == known.model_dump(exclude=free | {"moe"}):
+            return flavor
+    return None
+
+
+def _routing(moe: MoEConfig) -> dict[str, Any]:
+    return moe.model_dump(exclude={"balance", "balance_loss", "bias_rate"})
 
 
 def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
@@ -90,6 +115,8 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
     }
     document |= _narrow(ask.precision, ask.model)
     model = ask.model
+    if model.latent is not None:
+        document["model"] = {"name": "deepseek_v3", "flavor": _flavor(model)} | document.get("model", {})
     experts = ""
     if model.moe is not None:
         moe = model.moe

@@ -101,6 +101,7 @@ def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
         return shape
     if (
         ".qkv." in name
+        or name.endswith((".query_up.weight", ".latent_up.weight"))
         or name.endswith((".up.weight", ".gate.weight", ".up.bias", ".gate.bias"))
         or name in ("embedding.weight", "head.weight", "head.bias")
     ):

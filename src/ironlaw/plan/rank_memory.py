@@ -341,7 +341,7 @@ class _Rank:
         shape, walk, model = self.shape, self.walk, self.shape.model
         before = walk.now["activations"]
         saved = self._saved(stage)
-        wide = model.query_size + 2 * model.key_value_size + model.ffn_size * (2 if model.gated_ffn else 1)
+        wide = model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)
         order: list[tuple[list[Operation], float]] = []
         if stage == self.last:
             order.append((head_backward(shape), shape.tokens * model.vocab * FP32 + self.stream))

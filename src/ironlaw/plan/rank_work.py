@@ -43,6 +43,8 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
             "heads": model.heads // tp, "kv_heads": max(1, model.key_value_heads // tp),
             "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": math.ceil(model.vocab / tp),
         }  # fmt: skip
+        if model.latent is not None:  # whose narrow vectors every rank computes whole
+            update |= {"kv_heads": None, "head_size": None}
     if layout.ep > 1 and model.moe is not None:  # its share of the experts, which take the choices of ep ranks
         update["moe"] = model.moe.model_copy(update={"experts": model.moe.experts // layout.ep})
     if layout.pp > 1 and model.tied:  # the last stage has a copy

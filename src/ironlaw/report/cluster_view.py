@@ -130,9 +130,8 @@ def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
         )
     slower = margin.get("slower_than_fastest")
     if slower is not None:
-        paragraph(
-            console, f"Chosen over the fastest, {units.percent(slower)} quicker: {margin['choice']}.", style="dim"
-        )
+        other = "one that is as fast" if slower < 0.0005 else f"the fastest, {units.percent(slower)} quicker"
+        paragraph(console, f"Chosen over {other}: {margin['choice']}.", style="dim")
     elif " " in margin["choice"]:
         paragraph(console, f"{margin['choice'][0].upper()}{margin['choice'][1:]}.", style="dim")
 
@@ -184,7 +183,8 @@ def _candidates(console: Console, more: More) -> None:
         if rank > 1:
             slower = units.percent(step["value"] / fastest - 1)
             why = candidate["why_slower"] or "no single term by 0.1% of the step"
-            paragraph(console, f"{slower} slower: {why}", 5, style="dim")
+            tail = f"{slower} slower: {why}" if step["value"] / fastest >= 1.0005 else f"as fast: {why}"
+            paragraph(console, tail, 5, style="dim")
 
 
 def _ruled_out(console: Console, more: More) -> None:

@@ -33,11 +33,13 @@ def attention_kernel(model: Transformer, config: RunConfig, device: torch.device
         return "FlexAttention"
     dtype = AUTOCAST.get(precision, torch.float32)
 
-    def like(heads: int) -> torch.Tensor:
-        shape = (1, sequence, heads, model.config.size_of_head)  # laid out as the projection leaves it
+    def like(heads: int, size: int = model.config.size_of_head) -> torch.Tensor:
+        shape = (1, sequence, heads, size)  # laid out as the projection leaves it
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True).transpose(1, 2)
 
-    query, key, value = like(model.config.heads), like(model.config.key_value_heads), like(model.config.key_value_heads)
+    query, key = like(model.config.heads), like(model.config.key_value_heads)
+    padded = device.type == "cpu" and not model.config.dropout  # values as wide as keys (model/latent.py)
+    value = like(model.config.key_value_heads, model.config.size_of_head if padded else model.config.size_of_value)
     asked: dict[str, Any] = {"is_causal": mask is None, "enable_gqa": key.shape[1] != query.shape[1]}
     chosen = torch._fused_sdp_choice(query, key, value, mask, model.config.dropout, **asked)
     return f"SDPA: {NAMES.get(SDPBackend(chosen), 'none')}"

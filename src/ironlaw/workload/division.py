@@ -45,7 +45,7 @@ class _Rank:
 
     def operation(self, op: Operation) -> Operation:
         forward = op.phase is Phase.FORWARD
-        if op.kind is Kind.NORM and op.name != "qk_norm":
+        if op.kind is Kind.NORM and op.name not in ("qk_norm", "query_norm", "latent_norm"):
             return self.norm_forward(op) if forward else self.norm_backward(op)
         if op.name in ("residual", "positions", "dropout"):
             return self.stream(op)
@@ -57,6 +57,8 @@ class _Rank:
             return self.widened_gradient(op)
         if op.name == "embedding":
             return self.embedding(op)
+        if self.shape.model.latent is not None:
+            return self.latent_attention(op, forward) if self.cp > 1 else op
         if self.split or self.cp > 1:
             return self.attention(op, forward)
         return op
@@ -193,6 +195,20 @@ class _Rank:
                 return _passing(op, 2 * self.cp * self.key_value)
             return _passing(replace(op, frees_saved_bytes=op.frees_saved_bytes + more), 2 * self.cp * self.key_value)
         return op
+
+    def latent_attention(self, op: Operation, forward: bool) -> Operation:
+        """Keys and values are gathered, and die here; those of the whole sequence are kept instead."""
+        half = self.key_value // 2  # keys; values are padded to their width
+        if op.kernel in ("rotary", "pad") and forward:
+            return replace(op, saved_bytes=op.saved_bytes - half, temporary_bytes=op.temporary_bytes + half)
+        if op.kind is not Kind.ATTENTION:
+            return op
+        if forward:
+            freed = op.frees_temporary_bytes + self.key_value
+            op = replace(op, saved_bytes=op.saved_bytes + self.gathered, frees_temporary_bytes=freed)
+        else:
+            op = replace(op, frees_saved_bytes=op.frees_saved_bytes + self.gathered - self.key_value)
+        return _passing(op, 2 * self.cp * self.key_value)
 
 
 def _passing(op: Operation, size: int) -> Operation:

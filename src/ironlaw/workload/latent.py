@@ -1,11 +1,11 @@
 """The operations between the norm and the attention of a block with latent attention: `model/latent.py`, call by call.
 
 Symbols as in `transformer.py`, and: Q all queries or keys (heads x D), W all values, R the rank of a narrow vector.
+
+All that is not a product or a norm has one name, `rotary`: turning, padding, and putting parts beside each other.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -55,7 +55,7 @@ def projections(shape: Shape) -> list[Operation]:
     )  # fmt: skip
     if shape.pads_values:
         padded = tokens * model.heads * shape.value_width
-        operations.append(elementwise(shape, "values", "pad", padded, 2, saved=padded * w, frees_temporary=ups))
+        operations.append(elementwise(shape, "rotary", "pad", padded, 2, saved=padded * w, frees_temporary=ups))
     return operations
 
 
@@ -69,7 +69,7 @@ def unpadded(shape: Shape) -> list[Operation]:
     if not shape.pads_values:
         return []
     mixed = shape.tokens * shape.model.mixed_size
-    return [elementwise(shape, "mixed", "copy", mixed, 2, saved=mixed * shape.matmul_bytes)]
+    return [elementwise(shape, "rotary", "copy", mixed, 2, saved=mixed * shape.matmul_bytes)]
 
 
 def unpadded_backward(shape: Shape) -> list[Operation]:
@@ -77,7 +77,7 @@ def unpadded_backward(shape: Shape) -> list[Operation]:
         return []
     w, mixed = shape.matmul_bytes, shape.tokens * shape.model.mixed_size
     padded = shape.tokens * shape.model.heads * shape.value_width
-    return [elementwise(shape, "mixed", "pad", padded, 2, backward=True, temporary=padded * w,
+    return [elementwise(shape, "rotary", "pad", padded, 2, backward=True, temporary=padded * w,
                         frees_temporary=mixed * w)]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def projections_backward(shape: Shape) -> list[Operation]:
     kept = not (shape.pads_values or shape.composes_attention)
     operations = [
         elementwise(
-            shape, "latent_up", "concatenate", ups // w, 2, backward=True,
+            shape, "rotary", "concatenate", ups // w, 2, backward=True,
             temporary=ups, frees_saved=ups if kept else 0, frees_temporary=keys + values,
         )
     ]  # fmt: skip
@@ -100,7 +100,7 @@ def projections_backward(shape: Shape) -> list[Operation]:
     narrow = tokens * latent.down_size
     operations.append(
         elementwise(
-            shape, "latent_down", "concatenate", narrow, 2, backward=True,
+            shape, "rotary", "concatenate", narrow, 2, backward=True,
             temporary=narrow * w, frees_temporary=tokens * rank * w,
         )
     )  # fmt: skip
@@ -146,21 +146,21 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     full, given = tokens * width * FP32, tokens * whole * w
     operation = Operation(
         name, Kind.NORM, Phase.FORWARD, "block", "rmsnorm_forward", shape.model.layers, elements=tokens * width,
-        bytes_moved=2 * full, saved_bytes=norm_saved_bytes(shape, tokens, width) + full,
+        bytes_moved=2 * full, saved_bytes=norm_saved_bytes(shape, tokens, width) + (0 if shape.casts else full),
+        temporary_bytes=full if shape.casts else 0,
     )  # fmt: skip
     if not shape.casts:
         return [operation]
+
+    def cast(name: str, saved: int, frees: int) -> Operation:
+        return Operation(
+            name, Kind.ELEMENTWISE, Phase.FORWARD, "block", "cast", shape.model.layers, elements=tokens * width,
+            bytes_moved=full + tokens * width * w, saved_bytes=saved, frees_temporary_bytes=frees,
+        )  # fmt: skip
+
     # A copy of the input in fp32 waits instead of the input, and of the output one in the product's precision.
-    operation = replace(
-        operation, temporary_bytes=full, frees_temporary_bytes=given if width == whole else 0,
-        bytes_moved=2 * full + tokens * width * (w + FP32),
-    )  # fmt: skip
-    cast = Operation(
-        f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, "block", "cast", shape.model.layers,
-        elements=tokens * width, bytes_moved=full + tokens * width * w, saved_bytes=tokens * width * w,
-        frees_temporary_bytes=full,
-    )  # fmt: skip
-    return [operation, cast]
+    before = cast("latent_cast", full, given if width == whole else 0)
+    return [before, operation, cast(f"{reader}_cast", tokens * width * w, full)]
 
 
 def _norm_backward(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> list[Operation]:
@@ -181,4 +181,4 @@ def _norm_backward(shape: Shape, name: str, width: int, whole: int, *, reader: s
             bytes_moved=full + reduced, temporary_bytes=takes, frees_temporary_bytes=frees,
         )  # fmt: skip
 
-    return [cast(f"{reader}_cast", full, reduced), operation, cast(f"{name}_cast", reduced, full)]
+    return [cast(f"{reader}_cast", full, reduced), operation, cast("latent_cast", reduced, full)]

@@ -86,7 +86,8 @@ def resolve_module(spec: str) -> Callable[..., Any]:
         raise UserError(f"cannot import {where}: {type(error).__name__}: {reason}{hint}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            inside = vars(found) if hasattr(found, "__dict__") else {}
+            public = [name for name, thing in inside.items() if callable(thing) and not name.startswith("_")]
             raise UserError(f"{where} has no '{part}': {did_you_mean(part, public)}")
         found = getattr(found, part)
     if not callable(found):

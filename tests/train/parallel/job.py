@@ -77,7 +77,18 @@ SWITCH = GPT | {
     "name": "switch", "bias": False,
     "moe": {"experts": 4, "experts_per_token": 1, "capacity_factor": 1.0, "every": 2, "balance_loss": 0.1},
 }  # fmt: skip
-FAMILIES = {"gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "switch": SWITCH}
+# Latent attention; the second as in DeepSeek-V3, but for the bias of the choice: with groups, rounding decides ties.
+LATENT = LLAMA | {
+    "name": "latent", "latent": {"key_value_rank": 12, "plain_size": 8, "rotary_size": 4, "value_size": 10},
+}  # fmt: skip
+DEEPSEEK3 = DEEPSEEK | {
+    "name": "deepseek3", "latent": LATENT["latent"] | {"query_rank": 20},
+    "moe": DEEPSEEK["moe"] | {"shared_gate": False, "groups": 4, "groups_per_token": 2, "balance": "none"},
+}  # fmt: skip
+FAMILIES = {
+    "gpt": GPT, "llama": LLAMA, "mixtral": MIXTRAL, "deepseek": DEEPSEEK, "switch": SWITCH, "latent": LATENT,
+    "deepseek3": DEEPSEEK3,
+}  # fmt: skip
 # Every token is likely followed by the next one: something to learn, so that losses move.
 _chance = np.random.default_rng(0)
 TOKENS = (np.arange(4000) + _chance.integers(0, 3, 4000).cumsum()) % 300

@@ -24,6 +24,25 @@ QUICK = [  # one of each kind of parallelism
     case(micro_batch=2, model=D, pp=2),
     case(micro_batch=2, model=D, pp=2, virtual_stages=2, schedule="zb"),
     case("deepseek", micro_batch=2, model=D, zero=3, ep=2),
+    case("latent", micro_batch=2, tp=2, sp=True),
+]
+LATENT = [
+    case("latent", dp=2),
+    case("latent", model=D, zero=3, micro_batch=2),
+    case("latent", model=D, tp=2),
+    case("deepseek3", tp=2, sp=True),
+    case("deepseek3", zero=2),
+    case("latent", micro_batch=2, cp=2),
+    case("latent", cp=2, zero=3),
+    case("deepseek3", micro_batch=2, model=D, pp=2),
+    case("deepseek3", micro_batch=2, pp=2, virtual_stages=2, schedule="zb"),
+    case("deepseek3", micro_batch=2, ep=2),
+]
+LATENT_FOUR = [
+    case("latent", micro_batch=2, tp=2, zero=3, sp=True),
+    case("deepseek3", micro_batch=2, tp=2, pp=2, sp=True),
+    case("latent", micro_batch=2, tp=2, cp=2),
+    case("deepseek3", micro_batch=2, tp=2, sp=True, ep=2, zero=1),
 ]
 TWO = [
     case(dp=2),
@@ -113,6 +132,8 @@ EXPERTS_EIGHT = [
         pytest.param(2, EXPERTS_TWO, id="2-experts", marks=pytest.mark.long),
         pytest.param(4, FOUR, id="4", marks=pytest.mark.long),
         pytest.param(4, EXPERTS_FOUR, id="4-experts", marks=pytest.mark.long),
+        pytest.param(2, LATENT, id="2-latent", marks=pytest.mark.long),
+        pytest.param(4, LATENT_FOUR, id="4-latent", marks=pytest.mark.long),
         pytest.param(8, EIGHT, id="8", marks=pytest.mark.long),
         pytest.param(8, EXPERTS_EIGHT, id="8-experts", marks=pytest.mark.long),
     ],

@@ -38,7 +38,17 @@ def test_the_rank_that_never_comes_is_named_with_where_it_is() -> None:
         "nothing has moved for 300 s: rank 3 on node1 is at step 17 in data/loader.py:88 (batch), its last operation "
         "all_gather #212 over shard; ranks 0-2 wait in reduce_scatter #213 over shard, step 17"
     )
-    assert "not heard of for 61 s" in report(notes, 2061.0)
+    assert "not heard of" not in report(notes, 2061.0)  # all are as old: it is the store that is slow
+
+
+@pytest.mark.parametrize("last", [{"message": True}, {"waits": operation(4, done=False)}, {}])
+def test_a_rank_that_stopped_is_named_whatever_it_was_doing(last: dict[str, Any]) -> None:
+    waiting = last.get("waits")
+    others = [note(rank, operation(3), waiting, message=waiting is None, written_seconds=2060.0) for rank in (0, 2, 3)]
+    stopped = note(1, operation(3), **last)
+    line = report([*others, stopped], 2061.0)
+    assert [each.rank for each in absent([*others, stopped])] == [1]
+    assert "rank 1 on node0 is at step 17" in line and "not heard of for 61 s; ranks 0, 2-3 wait in" in line
 
 
 def test_a_rank_that_only_waits_for_the_one_that_is_missing_is_not_to_blame() -> None:

@@ -67,6 +67,11 @@ CHUNKS = [
     case("llama", tables={"train": {"loss": "chunked", "precision": "bf16"}}, model=TABLE, tp=2, sp=True),
     case("llama", tables=CHUNKED, model=TABLE, pp=2), case(tables=CHUNKED, model=TABLE, pp=2),
 ]  # fmt: skip
+LATENT = [
+    case("latent", zero=3), case("latent", tp=2), case("latent", tp=2, sp=True), case("latent", cp=2),
+    case("latent", model=LONG, tp=2, sp=True), case("latent", tables=BF16, tp=2), case("latent", tables=FULL, tp=2),
+    case("deepseek3", zero=3), case("latent", pp=2), case("latent", model=LONG, cp=2),
+]  # fmt: skip
 EXPERTS = [case("mixtral", ep=2), case("mixtral", ep=2, zero=3), case("deepseek", ep=2, zero=1)]
 
 
@@ -81,6 +86,7 @@ EXPERTS = [case("mixtral", ep=2), case("mixtral", ep=2, zero=3), case("deepseek"
         pytest.param(SETTINGS, 0.01, id="settings", marks=pytest.mark.long),
         pytest.param(SAVERS, 0.01, id="savers", marks=pytest.mark.long),
         pytest.param(CHUNKS, 0.05, id="chunks", marks=pytest.mark.long),
+        pytest.param(LATENT, 0.03, id="latent", marks=pytest.mark.long),
         pytest.param(EXPERTS, 0.05, id="experts", marks=pytest.mark.long),
     ],
 )

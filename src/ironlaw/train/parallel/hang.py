@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median_low
 from typing import Any
 
 from ironlaw.train.parallel.recorder import Operation
 
-STALE_SECONDS = 10.0  # of a note that should be younger: its process is stopped, or gone
+STALE_SECONDS = 5.0
+"""A note older than the newest by this, and by thrice what is usual, is of a process that is stopped or gone."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,20 @@ def _operation(fields: dict[str, Any]) -> Operation:
     return Operation(**fields | {"members": tuple(fields["members"])})
 
 
+def quiet(notes: Sequence[Note]) -> list[Note]:
+    """The ranks whose notes have stopped: whatever the last one says."""
+    newest = max((note.written_seconds for note in notes), default=0.0)
+    ages = [newest - note.written_seconds for note in notes]
+    limit = max(STALE_SECONDS, 3 * median_low(ages)) if ages else 0.0
+    return [note for note, age in zip(notes, ages, strict=True) if age > limit]
+
+
 def absent(notes: Sequence[Note]) -> list[Note]:
-    """The ranks that others wait for and that wait for nobody; failing these, those that never come to a collective
-    because they wait in another one; failing these too, nobody."""
+    """The ranks whose notes have stopped; failing these, those that others wait for and that wait for nobody; then
+    those that never come to a collective because they wait in another one; failing these too, nobody."""
+    stopped = quiet(notes)
+    if stopped:
+        return stopped
     by_rank = {note.rank: note for note in notes}
     missing = {
         member
@@ -75,8 +88,8 @@ def absent(notes: Sequence[Note]) -> list[Note]:
 def report(notes: Sequence[Note], now_seconds: float) -> str:
     """One line: "rank 3 on node7 is at step 17 in data/loader.py:88, its last operation ... #212 over shard; ..." """
     waited = max((note.waited_seconds for note in notes), default=0.0)
-    culprits = absent(notes)
-    parts = [_whereabouts(note, now_seconds) for note in culprits[:4]]
+    culprits, stopped = absent(notes), quiet(notes)
+    parts = [_whereabouts(note, now_seconds - note.written_seconds if note in stopped else 0) for note in culprits[:4]]
     if len(culprits) > 4:
         parts.append(f"{len(culprits) - 4} more ranks are missing")
     places: dict[str, list[int]] = {}
@@ -89,7 +102,7 @@ def report(notes: Sequence[Note], now_seconds: float) -> str:
     return f"nothing has moved for {waited:.0f} s: {'; '.join(parts + others)}"
 
 
-def _whereabouts(note: Note, now_seconds: float) -> str:
+def _whereabouts(note: Note, silence_seconds: float) -> str:
     line = f"rank {note.rank} on {note.host} is at step {note.step}"
     if note.blocked:
         line += f", waiting in {_operation_of(note)}"
@@ -97,8 +110,7 @@ def _whereabouts(note: Note, now_seconds: float) -> str:
         line += f" in {note.where}"
         latest = max(note.last, key=lambda o: o.started_seconds, default=None)
         line += f", its last operation {latest}" if latest is not None else ", before its first operation"
-    silence = now_seconds - note.written_seconds
-    return line + (f", not heard of for {silence:.0f} s" if silence > STALE_SECONDS else "")
+    return line + (f", not heard of for {silence_seconds:.0f} s" if silence_seconds else "")
 
 
 def _operation_of(note: Note) -> str:

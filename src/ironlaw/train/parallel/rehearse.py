@@ -72,6 +72,10 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     }  # fmt: skip
     if model.moe is not None:
         document["moe"] = _few_experts(model.moe, layout)
+    if model.latent is not None:  # heads of their own sizes, and no wider than they need be
+        del document["kv_heads"], document["head_size"]
+        small = {"key_value_rank": 4, "plain_size": 4, "rotary_size": 2, "value_size": 4}
+        document["latent"] = small | ({"query_rank": 4} if model.latent.query_rank else {})
     windows = ("sliding_window", "full_every", "full_first", "rope_theta_local")
     for key in (*windows, "rope_scaling", "rotary_size"):
         document.pop(key, None)
@@ -95,10 +99,10 @@ def _holders(layout: Layout) -> int:
 def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
     """As many as ep ranks share, and a token can choose from."""
     fewest = max(2, moe.experts_per_token)
-    few = {"experts": math.ceil(fewest / layout.ep) * layout.ep, "expert_ffn": 2 * layout.tp}
+    few = {"experts": math.ceil(fewest / layout.ep) * layout.ep, "expert_ffn": 2 * layout.tp, "groups": 1}
     if moe.shared_experts:
         few["shared_ffn"] = 2 * layout.tp
-    return moe.model_dump(mode="json", exclude_none=True) | few
+    return moe.model_dump(mode="json", exclude_none=True, exclude={"groups_per_token"}) | few
 
 
 def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
