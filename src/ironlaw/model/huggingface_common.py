@@ -63,7 +63,7 @@ def llama_family(fields: Fields) -> dict[str, Any]:
 def rope(fields: Fields) -> tuple[dict[str, float] | None, float]:
     """Frequency scaling or none, and the base. Newer files keep both in `rope_parameters`, by kind of layer where
     these differ: then those of layers that look at all tokens."""
-    newer = fields.get("rope_parameters") or {}
+    newer: Fields = fields.get("rope_parameters") or {}
     newer = newer.get("full_attention", newer)
     theta = float(newer.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
     table = newer or fields.get("rope_scaling") or {}
