@@ -1,0 +1,159 @@
+"""Latent attention on clusters: exact parameters and FLOPs, what ranks hold whole, keep, gather and send."""
+
+import tomllib
+
+import numpy as np
+import pytest
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.config import build_config
+from ironlaw.machine.efficiency import attention_seconds
+from ironlaw.machine.efficiency.attention import attention_flops
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.cluster import plan_jobs
+from ironlaw.plan.emit import emit
+from ironlaw.plan.ingredients import block_products
+from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.latent import kept_bytes, spared_collectives
+from ironlaw.plan.layout import parse_layout
+from ironlaw.plan.named import engine
+from ironlaw.plan.parts import stage_parameters
+from ironlaw.plan.search import search
+from ironlaw.plan.setting import setting
+from ironlaw.plan.sharded_memory import layer_activation_bytes
+from ironlaw.plan.work import Work
+from ironlaw.workload.operations import total_flops
+from ironlaw.workload.transformer import Shape, training_operations
+
+NAMES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2")
+V3 = ModelConfig.named("deepseek-v3")
+DENSE = V3.model_copy(update={"moe": None, "layers": 4})  # its attention, and a network that every token visits
+MEGATRON, TITAN = engine("nemo"), engine("torchtitan")
+
+
+def jobs(model, *layouts, sequence=4096, batch=1024):
+    return jobs_of(model, [parse_layout(text) for text in layouts], sequence=sequence, global_batch=batch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_and_flops_are_the_models(name):
+    model = ModelConfig.named(name)
+    one = jobs(model, "dp=1", batch=1)
+    assert round(one.parameters[0]) == model.parameters
+    assert round(one.model_flops()[0]) == total_flops(training_operations(Shape(model, 1, 4096)))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("model", [DENSE, ModelConfig.named("deepseek-v2-lite").model_copy(update={"moe": None})])
+def test_a_tensor_parallel_rank_holds_narrow_vectors_whole(model, tp):
+    layout = parse_layout(f"dp=8 tp={tp}")
+    held = [p.elements for p in stage_parameters(model, layout, 0) if p.name.startswith("blocks.1.")]
+    planned = jobs(model, str(layout)).local_block_parameters[0]
+    norms = 2 * model.hidden  # of the residual stream, which the planner counts as divided
+    assert planned == pytest.approx(sum(held) - norms * (1 - 1 / tp))
+
+
+@pytest.mark.parametrize("which", [MEGATRON, TITAN])
+def test_products_are_the_projections(which):
+    tp, tokens = 4, 4096
+    shapes = {
+        name: tuple(float(column[0]) for column in product[:3])
+        for name, product in block_products(jobs(DENSE, f"dp=8 tp={tp} sp=1"), which).items()
+        if product[-1][0]
+    }
+    own = tokens / tp if which is MEGATRON else tokens  # Megatron narrows each rank's own tokens
+    assert "qkv" not in shapes
+    assert shapes["query_down"] == (1536, 7168, own) and shapes["latent_down"] == (576, 7168, own)
+    assert shapes["query_up"] == (128 * 192 / tp, 1536, tokens)
+    assert shapes["latent_up"] == (128 * 256 / tp, 512, tokens)
+    assert shapes["attention_out"] == (7168, 128 * 128 / tp, tokens)
+
+
+def test_megatron_gathers_narrow_vectors_in_place_of_the_stream():
+    some = jobs(DENSE, "dp=8 tp=4 sp=1", "dp=8 tp=4")
+    spared = spared_collectives(some, MEGATRON)
+    assert spared[0] == pytest.approx(0.5 * (1 - (1536 + 512 + 64) / 7168)) and spared[1] == 0
+    assert not spared_collectives(some, TITAN).any()
+    assert not spared_collectives(jobs(ModelConfig.named("llama3-8b"), "dp=8 tp=4 sp=1"), MEGATRON).any()
+
+
+def test_kept_bytes_by_hand():
+    """Of a token and block: queries and keys of 192, values and what they mix of 128 per head; the narrow vectors
+    before and after their norms; twice the stream and its norm, and the network."""
+    one = jobs(DENSE, "dp=8")
+    plain = MEGATRON.computing_in("bf16")
+    narrow = 2 * (2 * (1536 + 512) + 64) * 4096
+    assert kept_bytes(one, plain)[0] == narrow
+    everything, core, _ = layer_activation_bytes(one, plain)
+    llama = jobs(DENSE.model_copy(update={"latent": None, "head_size": 128, "kv_heads": 128}), "dp=8")
+    usual, usual_core, _ = layer_activation_bytes(llama, plain)
+    views = 128 * plain.unrotated_kept * (128 - 2 * 128) * 2 * 4096  # keys' parts in place of queries and keys
+    more = 128 * (2 * 192 + 2 * 128 - 4 * 128) * 2 * 4096 + narrow + views
+    assert everything[0] - usual[0] == pytest.approx(plain.activation_slack * more)
+    assert core[0] == usual_core[0]
+
+
+def test_context_parallel_ranks_send_keys_and_values_of_their_sizes():
+    where = setting(parse_cluster("64xh100-sxm-80gb"), MEGATRON, "bf16")
+    equal = DENSE.model_copy(update={"latent": None, "head_size": 160, "kv_heads": 128})  # the same bytes: 192 + 128
+    seconds = [plan_jobs(jobs(model, "dp=8 cp=8 cp_kind=ring"), where).parts.cp_layer[0] for model in (DENSE, equal)]
+    assert seconds[0] == pytest.approx(seconds[1])
+
+
+def test_attention_with_values_narrower_than_keys():
+    """QK^T as wide as keys, PV as values; backward three products of the first kind and two of the second."""
+    hardware = setting(parse_cluster("8xh100-sxm-80gb"), MEGATRON, "bf16").hardware
+    forward = attention_flops(1, 8, 2, 192, causal=False, value_size=128)
+    assert forward == 2 * 2 * 8 * 8 * (192 + 128)
+    backward = attention_flops(1, 8, 2, 192, causal=False, direction="backward", value_size=128)
+    assert backward == 2 * 2 * 8 * 8 * (3 * 192 + 2 * 128)
+    narrow, wide, mean = (
+        attention_seconds(1, 8192, 128, 128, d, hardware=hardware, value_size=v)
+        for d, v in ((128, 128), (192, 192), (192, 128))
+    )
+    assert narrow < mean < wide
+    same = attention_seconds(2, 4096, 32, 8, 128, hardware=hardware)
+    assert attention_seconds(2, 4096, 32, 8, 128, hardware=hardware, value_size=128) == same
+
+
+def test_a_mixture_of_kinds_is_planned_as_each_alone():
+    """Rows of validation come together: latent attention in one leaves the others as they are."""
+    from dataclasses import fields
+
+    from ironlaw.plan.jobs import Jobs
+
+    where = setting(parse_cluster("64xh100-sxm-80gb"), MEGATRON, "bf16")
+    parts = [jobs(V3, "dp=8 pp=8 ep=8 zero=1"), jobs(ModelConfig.named("llama3-8b"), "dp=64 zero=1")]
+    both = Jobs(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Jobs)})
+    together = plan_jobs(both, where)
+    for index, part in enumerate(parts):
+        alone = plan_jobs(part, where)
+        assert together.step_seconds[index] == pytest.approx(alone.step_seconds[0])
+        assert together.peak.total[index] == pytest.approx(alone.peak.total[0])
+
+
+def test_the_published_training_of_deepseek_v3():
+    """180,000 H800 hours per trillion tokens on 2,048 of them (arXiv 2412.19437, section 1): pp 16, ep 64, ZeRO 1, fp8,
+    batches of 15,360 sequences of 4,096 tokens: 19.9 s. Nothing is fitted to it. Our H100s have twice the NVLink, no
+    second token is predicted, and pipelines are zero-bubble ones."""
+    where = setting(parse_cluster("2048xh100-sxm-80gb"), MEGATRON, "fp8")
+    one = jobs(V3, "dp=128 pp=16 ep=64 zero=1 schedule=zb micro_batch=1", batch=15_360)
+    reported = 180e3 * 3600 / 2048 * 15_360 * 4096 / 1e12
+    assert reported == pytest.approx(19.9, abs=0.05)
+    assert 0.7 < plan_jobs(one, where).step_seconds[0] / reported < 1.3
+
+
+def test_the_search_finds_a_layout():
+    found = search(ModelConfig.named("deepseek-v2-lite"), parse_cluster("8xh200"), sequence=4096, global_batch=64)
+    assert found.best and found.fitting < found.planned
+    assert any("tp" in str(one.layout) for one in found.best)
+
+
+def test_ironlaws_own_config_holds_the_model():
+    model = ModelConfig.named("deepseek-v2-lite")
+    ask = Ask(model, parse_cluster("8xb200-sxm"), Work(4096, 128, 1000), "bf16", "generic", optimizer="adamw")
+    text = emit("ironlaw", ask, parse_layout("dp=8 zero=3"))["text"]
+    config = build_config(tomllib.loads(text)).model
+    assert config.parameters == model.parameters and config.latent == model.latent
+    assert config.rope_scaling == model.rope_scaling
