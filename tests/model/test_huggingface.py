@@ -211,12 +211,10 @@ def test_file_or_directory_names_the_model(tmp_path):
         (DEEPSEEK_V3 | {"n_group": 7}, "not divisible by groups"),
         (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias"),
         (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
-        ({"model_type": "gpt_oss"}, "attention sinks"),
+        ({"model_type": "qwen3_next"}, "recurrent"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
-        ({"rope_scaling": YARN | {"truncate": False}}, "truncate"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
-        ({"hidden_act": "relu2"}, "'relu2' is not supported"),
-        ({"attention_bias": True}, "both or neither"),
+        ({"hidden_act": "relu6"}, "'relu6' is not supported"),
         ({"text_config": {}}, "parts beside a decoder"),
         ({"num_attention_heads": 33}, "33"),
         ({"num_hidden_layers": "many"}, "layers"),
@@ -233,9 +231,18 @@ def test_a_missing_field_is_named():
         from_fields({key: value for key, value in LLAMA.items() if key != "hidden_size"})
 
 
-def test_windows_in_some_layers_only_are_refused():
-    with pytest.raises(UserError, match="use_sliding_window"):
-        from_fields(QWEN2 | {"use_sliding_window": True})
+def test_windows_in_some_layers_only():
+    upper = from_fields(QWEN2 | {"use_sliding_window": True, "max_window_layers": 20})
+    assert [upper.is_windowed(layer) for layer in (0, 19, 20, 23)] == [False, False, True, True]
+    assert from_fields(QWEN2 | {"use_sliding_window": True}).sliding_window is None  # of no layer
+    with pytest.raises(UserError, match="layer_types"):
+        mixed = ["full_attention", "sliding_attention", "sliding_attention"] * 8
+        from_fields(QWEN2 | {"use_sliding_window": True, "layer_types": mixed})
+
+
+def test_biases_of_attention_alone():
+    mixed = from_fields(LLAMA | {"attention_bias": True})
+    assert (mixed.has_qkv_bias, mixed.has_out_bias, mixed.has_ffn_bias) == (True, True, False)
 
 
 def test_experts_in_some_layers_only():

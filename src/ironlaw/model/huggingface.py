@@ -1,7 +1,8 @@
 """Hugging Face `config.json` files as ModelConfig. Needs no torch.
 
-GPT-2, Llama, Qwen2, Qwen3 and Mistral; with experts Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and DeepSeek
-(the first); with latent attention DeepSeek-V2 and V3 and what is built like them: R1, Kimi K2, Moonlight.
+GPT-2, Llama, Qwen2, Qwen3 and Mistral, and those of `huggingface_families.py`; with experts Mixtral, Qwen2-MoE,
+Qwen3-MoE, OLMoE and DeepSeek (the first); with latent attention DeepSeek-V2 and V3 and what is built like them: R1,
+Kimi K2, Moonlight.
 
     model = read_config(Path("checkpoint/config.json"))     # or the directory that holds it
 
@@ -12,7 +13,7 @@ UserError: a plan of the nearest thing would be a plan of something else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,19 +21,8 @@ from pydantic import ValidationError
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-
-Fields = Mapping[str, Any]
-
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Names of activations in `config.json`, and ours: the first is exact, the next three use tanh."""
-
+from ironlaw.model.huggingface_common import Fields, activation, experts, llama_family, refuse, windows
+from ironlaw.model.huggingface_families import FAMILIES, REFUSED
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that mean a mixture of experts."""
@@ -68,9 +58,9 @@ def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
     """The model of an already parsed `config.json`."""
     kind = fields["model_type"]
     if "text_config" in fields:
-        raise UserError(f"{where}: '{kind}' has parts beside a decoder (text_config): only decoders are planned")
-    if kind in _REFUSED:
-        raise UserError(f"{where}: '{kind}' {_REFUSED[kind]}, which is not supported")
+        raise UserError(f"{where}: '{kind}' has parts beside a decoder: save its text_config as a config.json")
+    if kind in REFUSED:
+        raise UserError(f"{where}: '{kind}' {REFUSED[kind]}, which is not supported")
     if kind not in _WITH_EXPERTS and any(fields.get(key) for key in EXPERT_COUNTS):
         known = ", ".join(sorted(_WITH_EXPERTS))
         raise UserError(f"{where}: '{kind}' with experts is not supported: those of {known} are")
@@ -98,28 +88,14 @@ def _name(fields: Fields, where: str) -> str:
     return folder or str(fields["model_type"])
 
 
-def _refuse(fields: Fields, *names: str) -> None:
-    """Switches that change the arithmetic in a way ModelConfig cannot say."""
-    for name in names:
-        if fields.get(name):
-            raise UserError(f"{name} = {fields[name]} is not supported")
-
-
-def _activation(fields: Fields, key: str, default: str) -> str:
-    name = fields.get(key, default)
-    if name not in ACTIVATIONS:
-        raise UserError(f"{key} = '{name}' is not supported: {did_you_mean(str(name), ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
 def _gpt2(fields: Fields) -> dict[str, Any]:
-    _refuse(fields, "add_cross_attention", "scale_attn_by_inverse_layer_idx")
+    refuse(fields, "add_cross_attention", "scale_attn_by_inverse_layer_idx")
     return {
         "layers": fields["n_layer"],
         "hidden": fields["n_embd"],
         "heads": fields["n_head"],
         "ffn": fields.get("n_inner"),
-        "activation": _activation(fields, "activation_function", "gelu_new"),
+        "activation": activation(fields, "activation_function", "gelu_new"),
         "norm": "layernorm",
         "norm_eps": fields.get("layer_norm_epsilon", 1e-5),
         "positions": "learned",
@@ -131,93 +107,45 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _llama_family(fields: Fields) -> dict[str, Any]:
-    """What Llama, Mistral and Qwen share: RMSNorm, rotary positions, a gated feed-forward network."""
-    scaling, theta = _rope(fields)
-    return {
-        "layers": fields["num_hidden_layers"],
-        "hidden": fields["hidden_size"],
-        "heads": fields["num_attention_heads"],
-        "kv_heads": fields.get("num_key_value_heads"),
-        "head_size": fields.get("head_dim"),
-        "ffn": fields["intermediate_size"],
-        "gated_ffn": True,
-        "activation": _activation(fields, "hidden_act", "silu"),
-        "norm": "rmsnorm",
-        "norm_eps": fields.get("rms_norm_eps", 1e-6),
-        "positions": "rope",
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "bias": False,
-        "vocab": fields["vocab_size"],
-        "context": fields["max_position_embeddings"],
-        "tied": fields.get("tie_word_embeddings", False),
-    }
-
-
 def _llama(fields: Fields) -> dict[str, Any]:
     attention, mlp = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
-    if attention != mlp:
-        raise UserError(f"attention_bias = {attention} with mlp_bias = {mlp} is not supported: both or neither")
-    return _llama_family(fields) | {"bias": attention}
+    return llama_family(fields) | {"bias": attention, "ffn_bias": mlp if mlp != attention else None}
 
 
 def _mistral(fields: Fields) -> dict[str, Any]:
-    return _llama_family(fields) | {"sliding_window": fields.get("sliding_window")}
+    return llama_family(fields) | {"sliding_window": fields.get("sliding_window")}
 
 
 def _qwen2(fields: Fields) -> dict[str, Any]:
-    _refuse(fields, "use_sliding_window")  # in the upper layers only
-    return _llama_family(fields) | {"qkv_bias": True}
+    return llama_family(fields) | _upper_windows(fields) | {"qkv_bias": True}
+
+
+def _upper_windows(fields: Fields) -> dict[str, Any]:
+    """Qwen's: in layers from `max_window_layers` on, and mostly switched off."""
+    if not fields.get("use_sliding_window"):
+        return {}
+    first = fields.get("max_window_layers", 28)
+    if fields.get("layer_types") is None and first >= fields["num_hidden_layers"]:
+        return {}
+    return windows(fields) | ({"full_first": first} if fields.get("layer_types") is None else {})
 
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
-    _refuse(fields, "use_sliding_window", "attention_bias")
-    shared = _llama_family(fields)
+    refuse(fields, "attention_bias")
+    shared = llama_family(fields) | _upper_windows(fields)
     return shared | {"qk_norm": True, "head_size": fields.get("head_dim", 128)}
 
 
-def _rope(fields: Fields) -> tuple[dict[str, float] | None, float]:
-    """Llama 3.1's or YaRN's frequency scaling or none, and the base. Newer files keep both in `rope_parameters`."""
-    newer = fields.get("rope_parameters") or {}
-    theta = float(newer.get("rope_theta") or fields.get("rope_theta") or 10_000.0)
-    table = newer or fields.get("rope_scaling") or {}
-    kind = table.get("rope_type") or table.get("type") or "default"
-    if kind == "default":
-        return None, theta
-    if kind == "yarn":
-        return _yarn(table, fields), theta
-    if kind != "llama3":
-        raise UserError(f"rope_scaling of type '{kind}' is not supported: default, llama3 and yarn are")
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    scaling = {name: float(table[name]) for name in names}
-    return scaling | {"original_context": float(table["original_max_position_embeddings"])}, theta
-
-
-def _yarn(table: Fields, fields: Fields) -> dict[str, float]:
-    if table.get("truncate") is False:
-        raise UserError("rope_scaling with truncate = False is not supported")
-    original = float(table["original_max_position_embeddings"])
-    scaling = {
-        "factor": float(table.get("factor") or fields["max_position_embeddings"] / original),
-        "beta_fast": float(table.get("beta_fast") or 32),
-        "beta_slow": float(table.get("beta_slow") or 1),
-        "original_context": original,
-    }
-    extra = ("mscale", "mscale_all_dim", "attention_factor")
-    return scaling | {name: float(table[name]) for name in extra if table.get(name)}
-
-
 def _mixtral(fields: Fields) -> dict[str, Any]:
-    values = _llama_family(fields) | {"sliding_window": fields.get("sliding_window")}
-    return values | {"moe": _experts(fields, fields["num_local_experts"], None, normalize=True)}
+    values = llama_family(fields) | {"sliding_window": fields.get("sliding_window")}
+    return values | {"moe": experts(fields, fields["num_local_experts"], None, normalize=True)}
 
 
 def _qwen_moe(fields: Fields) -> dict[str, Any]:
     """Every `decoder_sparse_step`-th layer has experts, but for those named in `mlp_only_layers`."""
     # Newer files say num_local_experts.
     count = fields["num_local_experts"] if "num_local_experts" in fields else fields["num_experts"]
-    moe = _experts(fields, count, fields["moe_intermediate_size"])
+    moe = experts(fields, count, fields["moe_intermediate_size"])
     dense = sorted(fields.get("mlp_only_layers") or [])
     if dense != list(range(len(dense))):
         raise UserError(f"mlp_only_layers = {dense} is not supported: the first layers are")
@@ -236,20 +164,20 @@ def _qwen3_moe(fields: Fields) -> dict[str, Any]:
 
 
 def _olmoe(fields: Fields) -> dict[str, Any]:
-    _refuse(fields, "clip_qkv", "attention_bias")
-    values = _llama_family(fields) | {"qk_norm": True, "qk_norm_whole": True}
+    refuse(fields, "clip_qkv", "attention_bias")
+    values = llama_family(fields) | {"qk_norm": True, "qk_norm_whole": True}
     count = fields["num_local_experts"] if "num_local_experts" in fields else fields["num_experts"]
-    return values | {"moe": _experts(fields, count, None)}
+    return values | {"moe": experts(fields, count, None)}
 
 
 def _deepseek(fields: Fields) -> dict[str, Any]:
     """DeepSeekMoE 16B; V2 and V3 attend differently."""
-    return _llama_family(fields) | {"moe": _deepseek_experts(fields)}
+    return llama_family(fields) | {"moe": _deepseek_experts(fields)}
 
 
 def _deepseek_experts(fields: Fields) -> dict[str, Any]:
-    _refuse(fields, "attention_bias")
-    moe = _experts(fields, fields["n_routed_experts"], fields["moe_intermediate_size"])
+    refuse(fields, "attention_bias")
+    moe = experts(fields, fields["n_routed_experts"], fields["moe_intermediate_size"])
     scored = "sigmoid" if fields["model_type"] in ("deepseek_v3", "kimi_k2") else "softmax"
     if fields.get("scoring_func", scored) != scored or fields.get("moe_layer_freq", 1) != 1:
         raise UserError(f"scoring_func other than {scored}, or moe_layer_freq other than 1, is not supported")
@@ -263,10 +191,10 @@ def _deepseek_experts(fields: Fields) -> dict[str, Any]:
 def _latent(fields: Fields) -> dict[str, Any]:
     """Attention of DeepSeek-V2 and later. A module that predicts a second token is no part of the model there either:
     `num_nextn_predict_layers` is not read."""
-    _refuse(fields, "mlp_bias")
+    refuse(fields, "mlp_bias")
     if fields.get("rope_interleave", True) is False:
         raise UserError("rope_interleave = False is not supported: released checkpoints interleave")
-    values = _llama_family(fields) | {"kv_heads": None, "head_size": None}
+    values = llama_family(fields) | {"kv_heads": None, "head_size": None}
     latent = {
         "query_rank": fields["q_lora_rank"],
         "key_value_rank": fields["kv_lora_rank"],
@@ -278,7 +206,7 @@ def _latent(fields: Fields) -> dict[str, Any]:
 
 
 def _deepseek_v2(fields: Fields) -> dict[str, Any]:
-    _refuse(fields, "norm_topk_prob")  # the released code scales the experts' sum without it, and not with it
+    refuse(fields, "norm_topk_prob")  # the released code scales the experts' sum without it, and not with it
     limited = fields.get("topk_method", "greedy") == "group_limited_greedy"
     moe = _deepseek_experts(fields) | {
         "normalize": False, "routed_scale": fields.get("routed_scaling_factor", 1.0),
@@ -301,25 +229,19 @@ def _deepseek_v3(fields: Fields) -> dict[str, Any]:
     return _latent(fields) | {"moe": moe}
 
 
-def _experts(fields: Fields, count: int, width: int | None, normalize: bool = False) -> dict[str, Any]:
-    """What all of them share. Where the key is missing, their own default: Mixtral normalises, the others do not."""
-    return {
-        "experts": count,
-        "experts_per_token": fields["num_experts_per_tok"],
-        "expert_ffn": width,
-        "normalize": bool(fields.get("norm_topk_prob", normalize)),
-        "balance_loss": fields.get("router_aux_loss_coef", 0.001),
-    }
-
-
 _WITH_EXPERTS = {
     "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe, "olmoe": _olmoe, "deepseek": _deepseek,
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "kimi_k2": _deepseek_v3,
 }  # fmt: skip
-_REFUSED = {
-    "gpt_oss": "has attention sinks and windows in every second layer",
-}
 _READERS = cast(
     dict[str, Callable[[Fields], dict[str, Any]]],
-    {"gpt2": _gpt2, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, **_WITH_EXPERTS},
+    {
+        "gpt2": _gpt2,
+        "llama": _llama,
+        "mistral": _mistral,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        **FAMILIES,
+        **_WITH_EXPERTS,
+    },
 )

@@ -52,9 +52,11 @@ def _yarn(frequency: Tensor, theta: float, scaling: Mapping[str, float]) -> Tens
     def number(turns: float) -> float:
         return half * math.log(scaling["original_context"] / (turns * 2 * math.pi)) / math.log(theta)
 
-    # The ends are whole numbers, as released checkpoints were trained.
-    first = max(math.floor(number(scaling["beta_fast"])), 0)
-    last = min(math.ceil(number(scaling["beta_slow"])), 2 * half - 1)
+    # The ends are whole numbers, as most released checkpoints were trained.
+    first, last = number(scaling["beta_fast"]), number(scaling["beta_slow"])
+    if scaling.get("truncate", 1.0):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
     width = last - first or 0.001
     stretched = ((torch.arange(half, dtype=torch.float64) - first) / width).clamp(0, 1)
     return frequency * (1 - stretched + stretched / scaling["factor"])

@@ -183,8 +183,11 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
             )  # fmt: skip
 
         kv = np.maximum(local_kv / heads, 1.0)
-        columns = (jobs.micro_batch, jobs.sequence, local_heads / heads, kv, jobs.head_size, window, value)
-        return _unique(seconds, *columns) * calls
+        columns = (jobs.micro_batch, jobs.sequence, local_heads / heads, kv, jobs.head_size)
+        found = _unique(seconds, *columns, window, value)
+        if (jobs.windowed < 1).any():  # the mean of layers with a window and those without
+            found = jobs.windowed * found + (1 - jobs.windowed) * _unique(seconds, *columns, jobs.sequence, value)
+        return found * calls
 
     # Materialised scores: every (query, key) pair is computed, masked or not.
     batch = jobs.micro_batch * local_heads
@@ -211,15 +214,15 @@ def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array
     stream = jobs.tokens * jobs.hidden / jobs.stream_shards
     sharded = jobs.tokens / jobs.tp
     # Rotary kernels, or copies of queries, keys and values into the layout that batched matmuls want.
-    heads = 2 * (jobs.query_size + np.where(jobs.biased > 0, 2.0, 1.0) * jobs.key_value_size)
+    heads = 2 * (jobs.query_size + np.where(jobs.rotary > 0, 1.0, 2.0) * jobs.key_value_size)
     activation = jobs.visited_ffn * np.where(jobs.gated > 0, 3.0, 2.0)
     permuted = permutation_elements(jobs, setting.engine.rows_sent) if jobs.has_experts else 0.0
     if jobs.has_latent:  # read and written, and in the backward pass one more
         permuted = permuted + 2.5 * latent.norm_elements(jobs, setting.engine)
     moved = (
-        # Two norms (read, write) and two residual additions (read two, write one).
-        stream * (2 * 2 + 2 * 3) + permuted,
-        stream * (2 * 3 + 2 * 2) + permuted,
+        # Norms (read, write) and two residual additions (read two, write one).
+        stream * (2 * jobs.norms + 2 * 3) + permuted,
+        stream * (3 * jobs.norms + 2 * 2) + permuted,
         sharded * (heads + activation),
         sharded * (heads + activation * 5 / 3),
     )

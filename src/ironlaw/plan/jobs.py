@@ -28,7 +28,8 @@ CP_KINDS = {"ring": 1, "all_gather": 2, "all_to_all": 3}
 """How context parallel ranks see all keys (`context_parallel.py`); 0: as the engine does."""
 
 DEFAULTS = {
-    "schedule": 0.0, "shard": 0.0, "window": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
+    "schedule": 0.0, "shard": 0.0, "window": 0.0, "windowed": 1.0, "small": -1.0, "norms": 2.0,
+    "kept_streams": 2.0, "kept_normed": 2.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "experts": 0.0,
     "experts_per_token": 0.0, "expert_ffn": 0.0, "shared_ffn": 0.0, "expert_layers": 0.0, "capacity": 0.0,
     "launches": 0.0, "cp_kind": 0.0, "imbalance": 0.0, "expert_groups": 1.0, "groups_per_token": 1.0,
     "latent_rank": 0.0, "query_rank": 0.0, "rotary_size": 0.0, "value_size": 0.0, "latent_launches": 0.0,
@@ -51,6 +52,12 @@ class Jobs:
     vocab: Array
     tied: Array
     biased: Array  # linear layers and norms have biases, positions are learned: the GPT-2 family
+    rotary: Array  # positions turn queries and keys
+    learned: Array  # positions are a table
+    small: Array  # parameters of a block beside its matrices, biases and norms; -1: by `biased`
+    norms: Array  # of a block, over the residual stream
+    kept_streams: Array  # tensors of the stream that a block keeps
+    kept_normed: Array  # results of norms that a block keeps
     # batch
     sequence: Array  # tokens
     global_batch: Array  # sequences per step
@@ -69,6 +76,7 @@ class Jobs:
     schedule: Array  # a value of SCHEDULES
     shard: Array  # data parallel replicas that share one sharded copy; 0: all of them
     window: Array  # tokens that a query looks back at; 0: all
+    windowed: Array  # share of the layers that have the window
     every: Array  # full recomputation of one block in so many
     offload: Array  # a value of OFFLOAD
     # mixture of experts: all 0 (ep 1) where the model is dense
@@ -186,9 +194,12 @@ class Jobs:
 
     @property
     def attended(self) -> Array:
-        """Twice the mean number of keys that a query looks at: the sequence, or less under a sliding window."""
+        """Twice the mean number of keys that a query looks at: the sequence, or less under a sliding window.
+
+        Layers with and without one are averaged: stages are taken to hold the same mix.
+        """
         span = np.where(self.window > 0, np.minimum(self.window, self.sequence), self.sequence)
-        return span * (2 - span / self.sequence)
+        return self.windowed * span * (2 - span / self.sequence) + (1 - self.windowed) * self.sequence
 
     @property
     def v_shaped(self) -> npt.NDArray[np.bool_]:
@@ -209,7 +220,8 @@ class Jobs:
         if self.has_latent:
             weights = weights + np.where(self.latent_rank > 0, self.query_rank + self.latent_rank, 0.0)  # their norms
         biases = qkv + 2 * self.hidden + (matrices - 1) * self.ffn
-        dense = weights + biases * self.biased + 2 * self.hidden * (1 + self.biased)
+        usual = biases * self.biased + 2 * self.hidden * (1 + self.biased)
+        dense = weights + np.where(self.small >= 0, self.small, usual)
         if not self.has_experts:
             return dense
         extra = self.hidden * (self.experts + matrices * (self.shared_ffn - self.ffn))
@@ -275,7 +287,7 @@ class Jobs:
 
     @property
     def embedding_parameters(self) -> Array:
-        return self.hidden * (self.vocab + self.biased * self.sequence)
+        return self.hidden * (self.vocab + self.learned * self.sequence)
 
     @property
     def parameters(self) -> Array:
@@ -313,6 +325,7 @@ class Jobs:
 
 def jobs_of_columns(rows: Sequence[Mapping[str, float]]) -> Jobs:
     """Jobs from one mapping of column to number each; columns of `DEFAULTS` may be absent."""
+    rows = [{"rotary": 1 - row["biased"], "learned": row["biased"]} | dict(row) for row in rows]
     columns = {f.name: [row.get(f.name, DEFAULTS.get(f.name)) for row in rows] for f in fields(Jobs)}
     for name, column in columns.items():
         assert None not in column, f"no column {name}"
@@ -344,12 +357,16 @@ def jobs_of_table(
 ) -> Jobs:
     """The jobs of one model under layouts whose columns are given (those of `layout_columns`)."""
     count = len(next(iter(columns.values())))
-    window = model.sliding_window or 0
+    windowed = sum(model.window_of(layer, sequence) is not None for layer in range(model.layers))
     shared = {
         "layers": model.layers, "hidden": model.hidden, "heads": model.heads, "kv_heads": model.key_value_heads,
         "head_size": model.size_of_head, "ffn": model.ffn_size, "gated": model.gated_ffn, "vocab": model.vocab,
         "tied": model.tied, "biased": model.bias, "sequence": sequence, "global_batch": global_batch,
-        "flash": flash, "window": window if window < sequence else 0, **expert_columns(model), **latent_columns(model),
+        "flash": flash, "window": (model.sliding_window or 0) if windowed else 0,
+        "windowed": windowed / model.layers if windowed else 1, "rotary": model.positions == "rope",
+        "learned": model.positions == "learned", "small": model.small_parameters, "norms": model.norms_per_block,
+        "kept_streams": model.kept_streams, "kept_normed": model.kept_normed,
+        **expert_columns(model), **latent_columns(model),
     }  # fmt: skip
     return Jobs(**{name: np.full(count, float(value)) for name, value in shared.items()}, **columns)
 

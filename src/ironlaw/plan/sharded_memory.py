@@ -52,7 +52,7 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
     held = engine.held
     normed = tokens * jobs.hidden * held.input_bytes * (gathered + (1 - gathered) / shards)
     qkv = jobs.query_size / tp + 2 * np.maximum(jobs.key_value_size / tp, jobs.head_size)
-    rotated = np.where(jobs.biased > 0, 0.0, (jobs.query_size + jobs.key_value_size) / tp) * engine.unrotated_kept
+    rotated = np.where(jobs.rotary > 0, (jobs.query_size + jobs.key_value_size) / tp, 0.0) * engine.unrotated_kept
     if jobs.has_latent:
         is_latent = jobs.latent_rank > 0
         wide = (jobs.query_size + jobs.key_value_size + jobs.values_size) / tp
@@ -75,7 +75,7 @@ def layer_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array, Ar
             jobs, inner, held.input_bytes, width if engine.keeps_expert_outputs else 0.0
         )
     masks = engine.dropout_mask_bytes * tokens * jobs.hidden / shards
-    everything = 2 * residual + 2 * normed + attention + core + ffn + masks
+    everything = jobs.kept_streams * residual + jobs.kept_normed * normed + attention + core + ffn + masks
     slack = engine.activation_slack
     return slack * everything, slack * core, slack * residual
 
