@@ -1,5 +1,6 @@
 """Latent attention on clusters: exact parameters and FLOPs, what ranks hold whole, keep, gather and send."""
 
+import json
 import tomllib
 
 import numpy as np
@@ -10,6 +11,7 @@ from ironlaw.config import build_config
 from ironlaw.machine.efficiency import attention_seconds
 from ironlaw.machine.efficiency.attention import attention_flops
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface_fields import to_fields
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster import plan_jobs
 from ironlaw.plan.emit import emit
@@ -19,6 +21,7 @@ from ironlaw.plan.latent import kept_bytes, spared_collectives
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.named import engine
 from ironlaw.plan.parts import stage_parameters
+from ironlaw.plan.request import plan_request
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
 from ironlaw.plan.sharded_memory import layer_activation_bytes
@@ -157,3 +160,11 @@ def test_ironlaws_own_config_holds_the_model():
     config = build_config(tomllib.loads(text)).model
     assert config.parameters == model.parameters and config.latent == model.latent
     assert config.rope_scaling == model.rope_scaling
+
+
+def test_a_second_prediction_is_left_out_and_said_to_be(tmp_path):
+    fields = to_fields(ModelConfig.named("deepseek-v3")) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    answer = plan_request(str(tmp_path), on="2048xh100-sxm-80gb", layout="dp=256 pp=8 ep=64 zero=1 recompute=full")
+    assert answer.ledger.totals["parameters"].value == V3.parameters
+    assert any("num_nextn_predict_layers" in one["value"] for one in answer.more["assumed"])

@@ -47,6 +47,13 @@ def read_config(path: Path) -> ModelConfig:
     return from_fields(document, where=str(file))
 
 
+def left_out(path: Path) -> tuple[str, ...]:
+    """Parts that a config names and `transformers` builds the model without: DeepSeek-V3's second prediction."""
+    file = path / "config.json" if path.is_dir() else path
+    count = json.loads(file.read_text(encoding="utf-8")).get("num_nextn_predict_layers") or 0
+    return (f"{count} of the layers, for predicting tokens further ahead (num_nextn_predict_layers)",) if count else ()
+
+
 def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
     """The model of an already parsed `config.json`."""
     kind = fields["model_type"]

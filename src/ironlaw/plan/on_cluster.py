@@ -44,6 +44,7 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
                 "expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "a capacity factor"
             )
         )
+    assumed += [Assumption("left out", part, "the model is built without it", "") for part in subject.left_out]
     if subject.config and subject.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
     work = replace(work, assumed=work.assumed + assumed)

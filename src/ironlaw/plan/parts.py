@@ -60,6 +60,26 @@ def expert_holders(dp: int, cp: int, ep: int) -> int:
     return dp * cp // ep
 
 
+def shards_hidden(model: ModelConfig, ep: int, ranks: int) -> bool:
+    """Whether FSDP divides experts by their hidden size over the `ranks` that hold the same ones, not one from another.
+
+    Always over ep; else where some ranks would have no expert, and FSDP pad them to one each.
+    """
+    if model.moe is None:
+        return False
+    return ep > 1 or (ranks > 1 and model.moe.experts % ranks != 0 and model.hidden % ranks == 0)
+
+
+def shard_of(parameter: Parameter, model: ModelConfig, ep: int, ranks: int) -> Parameter:
+    """One rank's part of a tensor that FSDP shards over `ranks`: rows, padded; of experts perhaps the hidden size."""
+    rows, *rest = parameter.shape
+    if of_experts(parameter) and shards_hidden(model, ep, ranks):
+        shape = (rows, *(size // ranks if size == model.hidden else size for size in rest))
+    else:
+        shape = (-(-rows // ranks), *rest)
+    return replace(parameter, shape=shape)
+
+
 def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
     """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding."""
     stages = layout.pp * layout.virtual_stages

@@ -26,6 +26,7 @@ from ironlaw.plan.parts import (
     layers_of,
     of_experts,
     of_site,
+    shard_of,
     stage_parameters,
     stages_of,
     units_of,
@@ -137,12 +138,8 @@ class _Rank:
         return float(sum(p.elements * self.sharing(p) for p in map(self.shard_of, tensors)) * FP32)
 
     def shard_of(self, parameter: Parameter) -> Parameter:
-        """This rank's part. Of experts over ep the width is divided, of which nothing need be padded."""
-        ranks, (rows, *rest) = self.sharing(parameter), parameter.shape
-        shape = (math.ceil(rows / ranks), *rest)
-        if self.layout.ep > 1 and of_experts(parameter):
-            shape = (rows, *(size // ranks if size == self.config.model.hidden else size for size in rest))
-        return Parameter(parameter.name, shape, parameter.embedding)
+        """This rank's part."""
+        return shard_of(parameter, self.config.model, self.layout.ep, self.sharing(parameter))
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)

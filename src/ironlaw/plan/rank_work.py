@@ -22,7 +22,7 @@ from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.links import RankCosts
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.parts import layers_of, of_site, stage_parameters
+from ironlaw.plan.parts import expert_holders, layers_of, of_experts, of_site, shard_of, stage_parameters
 from ironlaw.plan.timing import MeasuredMachine
 from ironlaw.workload.blocks import Division
 from ironlaw.workload.kinds import is_block, layer_groups, shape_of
@@ -68,10 +68,12 @@ def sharded(layout: Layout) -> bool:
 
 
 def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
-    """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides rows."""
+    """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides them."""
     shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+    apart = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
     return [
-        replace(p, shape=(math.ceil(p.shape[0] / shards), *p.shape[1:])) for p in stage_parameters(model, layout, stage)
+        shard_of(p, model, layout.ep, apart if of_experts(p) else shards)
+        for p in stage_parameters(model, layout, stage)
     ]
 
 

@@ -18,7 +18,7 @@ from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface import is_config_file, read_config
+from ironlaw.model.huggingface import is_config_file, left_out, read_config
 from ironlaw.plan.answer import Answer, Options
 from ironlaw.plan.estimate import fits, plan_run
 from ironlaw.plan.subject import Subject
@@ -55,7 +55,7 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:
         config = load_config(path, overrides)
         return Subject(config.model, config)
     if is_config_file(path):
-        return Subject(_overridden(read_config(path), overrides))
+        return Subject(_overridden(read_config(path), overrides), left_out=left_out(path))
     if what in model_names():
         return Subject(_overridden(ModelConfig.named(what), overrides))
     if path.suffix == ".json" or path.is_dir() or "/" in what:

@@ -14,3 +14,4 @@ class Subject:
 
     model: ModelConfig
     config: RunConfig | None = None
+    left_out: tuple[str, ...] = ()  # of what was asked about, what the model here has not

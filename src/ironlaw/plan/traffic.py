@@ -36,6 +36,7 @@ from ironlaw.plan.parts import (
     is_plain,
     layers_of,
     of_site,
+    shard_of,
     stage_parameters,
     stages_of,
     units_of,
@@ -230,7 +231,7 @@ class _Stage:
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
                 continue
-            elements = sum(-(-p.shape[0] // self.ranks) * self.ranks * math.prod(p.shape[1:]) for p in tensors)
+            elements = sum(shard_of(p, self.model, layout.ep, self.ranks).elements * self.ranks for p in tensors)
             padded, gradients = elements * FP32, elements * self.gradient_bytes
             if communication.gradients == "powersgd":
                 compressed += sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32

@@ -285,4 +285,5 @@ def show_assumed(console: Console, assumed: Sequence[Mapping[str, str]]) -> None
     heading(console, "Assumed")
     for one in assumed:
         text = Text(f"{one['name']} = {one['value']}", style="bold")
-        paragraph(console, text.append(f": {one['reason']}; set it with {one['how_to_set']}", "not bold default"), 2)
+        how = f"; set it with {one['how_to_set']}" if one["how_to_set"] else ""
+        paragraph(console, text.append(f": {one['reason']}{how}", "not bold default"), 2)

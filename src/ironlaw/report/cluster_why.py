@@ -73,7 +73,8 @@ def _inputs(ledger: Ledger, more: Mapping[str, Any], name: str) -> list[str]:
             f"{key} {facts['model'][key]} [model config]"
             for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
             if key in facts["model"]
-        ],
+        ]
+        + [f"latent.{key} {size} [model config]" for key, size in (facts["model"].get("latent") or {}).items()],
         "flops_per_step": batch,
         "step_seconds": [
             f"{term} {units.seconds(seconds)} [calculated]"

@@ -148,7 +148,8 @@ def _inputs(ledger: Ledger, name: str) -> list[str]:
             f"{key} {facts['model'][key]} [config]"
             for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
             if key in (facts.get("model") or {})
-        ],
+        ]
+        + [f"latent.{key} {size} [config]" for key, size in ((facts.get("model") or {}).get("latent") or {}).items()],
         "flops_per_step": batch,
         "step_seconds": [f"{len(ledger.lines)} operations, listed below [calculated]", *measured_on],
         "tokens_per_second": batch,

@@ -60,12 +60,15 @@ TWO = [
     case(micro_batch=2, pp=2, virtual_stages=2, schedule="zbv"),
     case(micro_batch=1, pp=2, virtual_stages=2, schedule="dualpipe"),
 ]
+ODD = {"moe": {"experts": 3, "experts_per_token": 2}}  # that no even number of ranks can share one by one
 EXPERTS_TWO = [
     case("mixtral", micro_batch=2, model=D, dp=2),
     case("mixtral", dp=2),
     case("switch", dp=2),
     case("deepseek", micro_batch=2, zero=3),
     case("mixtral", zero=2),
+    case("mixtral", micro_batch=2, zero=3, model=ODD),
+    case("deepseek", zero=1, model=ODD),
     case("mixtral", micro_batch=2, cp=2),
     case("switch", micro_batch=2, cp=2),
     case("deepseek", tp=2),
@@ -106,6 +109,8 @@ EXPERTS_FOUR = [
     case("deepseek", micro_batch=1, pp=2, ep=2),
     case("mixtral", micro_batch=1, pp=2, ep=2, virtual_stages=2, schedule="zb"),
     case("switch", micro_batch=1, zero=3, shard=2),
+    case("mixtral", micro_batch=1, zero=3, shard=2, model=ODD),
+    case("mixtral", micro_batch=2, tp=2, sp=True, zero=3, model=ODD),
     case("deepseek", micro_batch=2, model=D, tp=2, sp=True, zero=3),
     case("switch", micro_batch=4, cp=2, zero=3),
     case("mixtral", micro_batch=2, tp=2, cp=2),

@@ -72,7 +72,12 @@ LATENT = [
     case("latent", model=LONG, tp=2, sp=True), case("latent", tables=BF16, tp=2), case("latent", tables=FULL, tp=2),
     case("deepseek3", zero=3), case("latent", pp=2), case("latent", model=LONG, cp=2),
 ]  # fmt: skip
-EXPERTS = [case("mixtral", ep=2), case("mixtral", ep=2, zero=3), case("deepseek", ep=2, zero=1)]
+EXPERTS = [
+    case("mixtral", ep=2),
+    case("mixtral", ep=2, zero=3),
+    case("deepseek", ep=2, zero=1),
+    case("mixtral", zero=3, model={"moe": {"experts": 3, "experts_per_token": 2}}),
+]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ TWO = [
     case("llama", pp=2, virtual_stages=2, schedule="zbv", micro_batch=2),
     case("mixtral", dp=2),
     case("deepseek", zero=3, micro_batch=2),
+    case("mixtral", zero=3, micro_batch=2, model={"moe": {"experts": 3, "experts_per_token": 2}}),
     case("switch", cp=2, micro_batch=2),
     case("deepseek", tp=2, sp=True, micro_batch=2),
     case("latent", tp=2, sp=True, micro_batch=2),

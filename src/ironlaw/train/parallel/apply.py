@@ -17,7 +17,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.parts import stages_of
+from ironlaw.plan.parts import shards_hidden, stages_of
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import experts, pipeline, savers, tensor, whole
 from ironlaw.train.parallel.place import SharedPlace
@@ -163,8 +163,10 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
             layer.experts, mesh=ranks.experts[holders], reshard_after_forward=again, mp_policy=policy,
             shard_placement_fn=experts.hidden_dimension(layer.experts),
         )  # fmt: skip
+    by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))
     for block in part.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+        place = experts.hidden_dimension(block) if by_hidden and ranks.experts is None else None
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place)
     tied = part.embedding is not None and part.head is not None and part.head.weight is part.embedding.weight
     if not tied:  # a tied weight is used at both ends: it stays with the root, which is gathered throughout
         if part.embedding is not None:

@@ -12,7 +12,7 @@ the ranks that share it: those of one sequence, and replicas with less than a mi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,10 +179,14 @@ def divide(experts: Experts, ranks: Ranks) -> None:
         linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, placements, src_data_rank=None))
 
 
-def hidden_dimension(experts: nn.Module) -> Callable[[nn.Parameter], Shard]:
-    """What FSDP divides of expert parallel matrices: the dimension that nothing else divides."""
-    narrowing = cast(Experts, experts).down.weight  # (E, H, F), the others (E, F, H)
-    return lambda parameter: Shard(1 if parameter is narrowing else 2)
+def hidden_dimension(module: nn.Module) -> Callable[[nn.Parameter], Shard | None]:
+    """What FSDP divides of the experts' matrices in a module: the dimension that nothing else divides. None: rows."""
+    found: dict[int, Shard] = {}
+    for experts in (one for one in module.modules() if isinstance(one, Experts)):
+        for linear in (experts.gate, experts.up, experts.down):  # (E, F, H), (E, F, H), (E, H, F)
+            if linear is not None:
+                found[id(linear.weight)] = Shard(1 if linear is experts.down else 2)
+    return lambda parameter: found.get(id(parameter))
 
 
 @torch.no_grad()

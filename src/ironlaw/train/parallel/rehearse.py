@@ -27,7 +27,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit_ironlaw import recomputation
 from ironlaw.plan.estimate import training_shape
 from ironlaw.plan.layout import V_SHAPED, Layout
-from ironlaw.plan.parts import expert_holders
+from ironlaw.plan.parts import expert_holders, shards_hidden
 from ironlaw.plan.rank_memory import RankPeak, rank_peak
 from ironlaw.plan.rank_work import local_shape
 from ironlaw.plan.traffic import Sent, Settings, Table, merged, traffic
@@ -65,7 +65,7 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     groups = min(2, model.heads // model.key_value_heads)
     heads = layout.tp * groups
     document = model.model_dump(mode="json", exclude_none=True) | {
-        "name": "rehearsal", "hidden": math.lcm(heads * HEAD_SIZE, _holders(layout)), "heads": heads,
+        "name": "rehearsal", "hidden": math.lcm(heads * HEAD_SIZE, _holders(model, layout)), "heads": heads,
         "kv_heads": layout.tp,
         "head_size": HEAD_SIZE, "ffn": 2 * layout.tp, "vocab": 8 * layout.tp,
         "context": 2 * layout.cp * layout.tp, "dropout": 0.0,
@@ -91,9 +91,14 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
     )
 
 
-def _holders(layout: Layout) -> int:
-    """Ranks that shard the same experts, by the hidden size."""
-    return expert_holders(layout.dp, layout.cp, layout.ep) if layout.ep > 1 and layout.zero else 1
+def _holders(model: ModelConfig, layout: Layout) -> int:
+    """Ranks that shard the same experts by the hidden size; 1 where they do not."""
+    if not layout.zero:
+        return 1
+    if layout.ep > 1:
+        return expert_holders(layout.dp, layout.cp, layout.ep)
+    ranks = (layout.shard or layout.dp) * layout.cp
+    return ranks if shards_hidden(model, layout.ep, ranks) else 1
 
 
 def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
