@@ -321,7 +321,8 @@ def test_megatron_says_switches_by_flags_it_has(name):
 @pytest.mark.parametrize(
     ("change", "word"),
     [({"norm_place": "post"}, "norm_place"), ({"parallel_norms": 1}, "parallel_norms"),
-     ({"positions": "alibi"}, "alibi"), ({"embedding_scale": 2.0}, "embedding_scale"), ({"attention_cap": 50.0}, "attention_cap")],
+     ({"positions": "alibi"}, "alibi"), ({"embedding_scale": 2.0}, "embedding_scale"),
+     ({"attention_cap": 50.0}, "attention_cap")],
 )  # fmt: skip
 def test_what_no_option_says_of_a_model_is_refused(change, word):
     model = LLAMA.model_copy(update=change)
