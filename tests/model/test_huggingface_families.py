@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `huggingface_cases`
-from huggingface_cases import PUBLISHED
+from huggingface_cases import PUBLISHED, SMALL, TINY
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface import from_fields
+from ironlaw.model.huggingface import from_fields, read_config
+from ironlaw.model.huggingface_fields import family
+from ironlaw.model.huggingface_weights import check_weights, load_weights
+from ironlaw.model.transformer import Transformer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: nothing here needs the network
 
 
 def model(name: str) -> ModelConfig:
@@ -65,3 +73,33 @@ def test_what_no_switch_says_is_refused(name: str, change: dict[str, object], me
     with pytest.raises(UserError, match=message) as error:
         from_fields(PUBLISHED[name][0] | change)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("name", TINY)
+def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Path) -> None:
+    """From their own random initialisation, written by their own code, at a length that the windows do not reach."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = name.split()[0]
+    own = kind in ("gptj", "mpt")  # whose fields have names of their own
+    fields = AutoConfig.for_model(kind, **(TINY[name] if own else SMALL | TINY[name]))
+    torch.manual_seed(2)
+    theirs = AutoModelForCausalLM.from_config(fields, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    check_weights(tmp_path, config)
+    ours = Transformer(config).eval()
+    load_weights(tmp_path, ours, config)
+    tokens = torch.randint(1, config.vocab, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma-7b", "olmo-2-7b", "mpt-7b", "granite-3.0-8b", "smollm3-3b"])
+def test_an_export_that_would_be_another_model_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="not written"):
+        family(model(name))

@@ -15,6 +15,7 @@ from ironlaw.plan.cluster import plan_cluster, plan_jobs
 from ironlaw.plan.emit import TRAINERS, emit
 from ironlaw.plan.experts import IMBALANCE, places_of_a_token, rows_sent_per_token
 from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.known_experts import known_experts
 from ironlaw.plan.launches import expert_launches, usual_expert_launches
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.layout_space import EXPERT_WALL
@@ -384,3 +385,18 @@ def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
     assert columns[0].columns["imbalance"] == 1 and columns[0].columns["etp"] == 1
     assert any("imbalance = 1" in word for word in columns[0].assumed)
     assert columns[1].columns["imbalance"] == 0 and columns[1].columns["etp"] == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "hidden", "meant"),
+    [
+        ("Qwen3 30B", 2048, "qwen3-30b-a3b"), ("QWEN3_235B", 4096, "qwen3-235b-a22b"), ("Grok1", 6144, "grok-1"),
+        ("Llama4 Maverick", 5120, "llama-4-maverick"), ("llama4 e128", 5120, "llama-4-maverick"),
+        ("llama4_e16", 5120, "llama-4-scout"), ("GPT OSS 120B", 2880, "gpt-oss-120b"), ("DSV3", 7168, "deepseek-v3"),
+        ("DeepSeek V3 671B", 7168, "deepseek-v3"), ("Mixtral 8x22b", 6144, "mixtral-8x22b"),
+    ],
+)  # fmt: skip
+def test_names_as_people_write_them(said, hidden, meant):
+    found = known_experts(said, hidden, 48)
+    assert found is not None and found.name == meant
+    assert known_experts(said, hidden + 64, 48) is None  # another size of the same name

@@ -111,6 +111,7 @@ def _gpt_neox(fields: Fields) -> dict[str, Any]:
     """GPT-NeoX and Pythia."""
     theta = rope(fields)[1] if "rope_parameters" in fields else float(fields.get("rotary_emb_base", 10_000))
     attention = None if fields.get("attention_bias", True) else False
+    fields = {name: value for name, value in fields.items() if name != "num_key_value_heads"}  # not its own
     return _gpt_like({"hidden_act": "gelu"} | dict(fields)) | {
         "parallel_norms": 2 if fields.get("use_parallel_residual", True) else 0,
         "rotary_size": rotary_size(fields, 0.25, "rotary_pct"), "rope_theta": theta,

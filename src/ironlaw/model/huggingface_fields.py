@@ -8,7 +8,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
@@ -19,6 +19,10 @@ _CLASSES = {
 
 def family(config: ModelConfig) -> str:
     """gpt2, llama, mistral, qwen2, qwen3, mixtral, ...; UserError for a combination that none of them has."""
+    if others := config.switched:
+        raise _none(config, f"{others[0]} is of families whose weights are read here and not written")
+    if config.positions not in ("learned", "rope"):
+        raise _none(config, f'positions = "{config.positions}" is of families whose weights are read and not written')
     if config.latent is not None:
         return _family_with_latents(config)
     if config.moe is not None:

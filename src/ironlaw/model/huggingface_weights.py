@@ -1,5 +1,6 @@
-"""Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2, Qwen3, and with experts Mixtral,
-Qwen2-MoE, Qwen3-MoE and OLMoE, and with latent attention DeepSeek-V2 and V3.
+"""Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2, Qwen3, with experts Mixtral, Qwen2-MoE,
+Qwen3-MoE and OLMoE, and with latent attention DeepSeek-V2 and V3. Those of more families are read
+(`huggingface_family_weights.py`).
 
 Differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
 stores its matrices input first; the experts' matrices are one stack here and one by one there. Rotary positions turn
@@ -13,7 +14,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface_entry import Entry
+from ironlaw.model.huggingface_family_weights import NAMES, family_entries
 from ironlaw.model.huggingface_fields import family, to_fields
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
@@ -31,42 +33,14 @@ SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor here, and the ones it consists of there, one after the other by rows. `sizes` are their rows."""
+def entries(config: ModelConfig, kind: str | None = None) -> Iterator[Entry]:
+    """Every tensor of the model, with its names on both sides. UserError for a model that has none there.
 
-    ours: str
-    theirs: tuple[str, ...]
-    sizes: tuple[int, ...] = ()
-    transposed: bool = False
-    stacked: bool = False  # each is one entry of our first dimension
-    order: tuple[int, ...] = ()  # of our rows, which theirs each one is; empty: the same
-
-    def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape here of tensors that have these shapes there."""
-        if self.stacked:
-            return len(shapes), *shapes[0]
-        whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        return whole[::-1] if self.transposed else whole
-
-    def join(self, tensors: list[Tensor]) -> Tensor:
-        if self.stacked:
-            return torch.stack(tensors)
-        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        tensor = tensor[torch.tensor(self.order)] if self.order else tensor
-        return tensor.t() if self.transposed else tensor
-
-    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        if self.stacked:
-            return tensor.unbind()
-        if self.order:
-            tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
-        tensor = tensor.t() if self.transposed else tensor
-        return tensor.split(self.sizes) if self.sizes else (tensor,)
-
-
-def entries(config: ModelConfig) -> Iterator[Entry]:
-    """Every tensor of the model, with its names on both sides. UserError for a model that has none there."""
+    `kind`: the `model_type` of the files, where some are read; else the one that would be written.
+    """
+    if kind in NAMES:
+        yield from family_entries(config, kind)
+        return
     gpt2 = family(config) == "gpt2"
     yield Entry("embedding.weight", ("transformer.wte.weight" if gpt2 else "model.embed_tokens.weight",))
     if gpt2:
@@ -184,9 +158,8 @@ class _Files:
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
         # Files of the bare GPT-2, without its output layer, leave out the first part of the names.
-        self._prefix = (
-            "" if any(name.startswith(("transformer.", "model.")) for name in self._files) else "transformer."
-        )
+        whole = ("transformer.", "model.", "gpt_neox.")
+        self._prefix = "" if any(name.startswith(whole) for name in self._files) else "transformer."
         self.names = {self._prefix + name if name != "lm_head.weight" else name for name in self._files}
 
     def _stored(self, name: str) -> str:
@@ -205,6 +178,14 @@ class _Files:
         return tensor
 
 
+def _kind(folder: Path) -> str | None:
+    """The `model_type` that the directory's `config.json` names."""
+    try:
+        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """UserError when the files in `folder` are not weights of `config`; reads their headers only."""
     from ironlaw.model.transformer import Transformer
@@ -216,7 +197,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         known: set[str] = set()
         if any(name.endswith(".weight_scale_inv") for name in files.names):  # as DeepSeek-V3 was released
             raise UserError(f"the weights in {folder} are stored in 8 bits: convert them to bf16 first")
-        for entry in entries(config):
+        for entry in entries(config, _kind(folder)):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
             found = entry.here(shapes)
@@ -239,13 +220,14 @@ def read_weights(
     folder: Path, config: ModelConfig, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
     """Name here and tensor in the stored precision, one at a time, of those `wanted`. Call `check_weights` first."""
+    kind = _kind(folder)
     with ExitStack() as stack:
         files = _Files(folder, stack)
         if config.tied and "lm_head.weight" in files.names:
-            first = next(iter(entries(config))).theirs[0]
+            first = next(iter(entries(config, kind))).theirs[0]
             if not torch.equal(files.tensor("lm_head.weight"), files.tensor(first)):
                 raise UserError(f"{folder} has an output layer of its own: set model.tied = false")
-        for entry in filter(lambda entry: wanted(entry.ours), entries(config)):
+        for entry in filter(lambda entry: wanted(entry.ours), entries(config, kind)):
             tensor = entry.join([files.tensor(name) for name in entry.theirs])
             yield entry.ours, tensor[: config.context] if entry.ours == "positions.weight" else tensor
 

@@ -30,10 +30,15 @@ class KnownExperts:
 def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | None:
     """The experts of the model with the longest name that stands in `model`, if its hidden size is this."""
     said = _plain(model)
-    fitting = [name for name in _table() if _plain(name) in said and _table()[name]["hidden"] == hidden]
+    fitting = [
+        (len(_plain(word)), name)
+        for name, entry in _table().items()
+        for word in (name, *entry.get("also", ()))
+        if _plain(word) in said and entry["hidden"] == hidden
+    ]
     if not fitting:
         return None
-    name = max(fitting, key=len)
+    _, name = max(fitting)
     entry = _table()[name]
     first = min(float(entry.get("dense_layers", 0)), layers - 1)
     columns = {key: float(entry[key]) for key in ("experts", "experts_per_token", "expert_ffn")}

@@ -1,0 +1,44 @@
+"""One tensor of ours, and those that it consists of in Hugging Face files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor here, and the ones it consists of there, one after the other by rows. `sizes` are their rows."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    transposed: bool = False
+    stacked: bool = False  # each is one entry of our first dimension
+    order: tuple[int, ...] = ()  # of our rows, which of theirs each one is; empty: the same
+    plus: float = 0.0  # ours are theirs and this (norms that multiply by one and their weight)
+
+    def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape here of tensors that have these shapes there."""
+        if self.stacked:
+            return len(shapes), *shapes[0]
+        whole = (len(self.order) or sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return whole[::-1] if self.transposed else whole
+
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        if self.stacked:
+            return torch.stack(tensors)
+        tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+        tensor = tensor[torch.tensor(self.order)] if self.order else tensor
+        tensor = tensor.float() + self.plus if self.plus else tensor
+        return tensor.t() if self.transposed else tensor
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        if self.stacked:
+            return tensor.unbind()
+        if self.order:
+            tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
+        tensor = tensor.t() if self.transposed else tensor
+        return tensor.split(self.sizes) if self.sizes else (tensor,)
