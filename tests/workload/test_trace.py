@@ -217,6 +217,12 @@ def test_both_ways_agree_on_other_sizes(family: str, precision: Precision) -> No
         sizes |= {"context": 96, "ffn": 8 * draw.randint(4, 60)}
         if FAMILIES[family].get("kv_heads"):
             sizes["kv_heads"] = draw.choice([1, 2, 4, heads])
+        if "latent" in FAMILIES[family]:
+            plain, rotary = 2 * draw.randint(2, 12), 2 * draw.randint(1, 8)
+            sizes["latent"] = {
+                "query_rank": draw.choice([None, draw.randint(8, 60)]), "key_value_rank": draw.randint(8, 60),
+                "plain_size": plain, "rotary_size": rotary, "value_size": draw.randint(4, plain + rotary),
+            }  # fmt: skip
         if sizes["layers"] == 1 and "moe" in FAMILIES[family]:
             sizes["layers"] = 2
         model = config(**(FAMILIES[family] | sizes))

@@ -195,6 +195,8 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     with ExitStack() as stack:
         files = _Files(folder, stack)
         known: set[str] = set()
+        if any(name.endswith(".weight_scale_inv") for name in files.names):  # as DeepSeek-V3 was released
+            raise UserError(f"the weights in {folder} are stored in 8 bits: convert them to bf16 first")
         for entry in entries(config, _kind(folder)):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
