@@ -171,8 +171,8 @@ def test_a_second_prediction_is_left_out_and_said_to_be(tmp_path):
 
 
 def test_selective_recomputation_in_nemo_widens_again():
-    """DeepSeek-V3 at tp 2: queries and keys of 192 and values of 128 for 64 of its heads, and the 128 of keys that values
-    are a view beside: 2 x 4096 x 64 x (192 + 192 + 128 + 128) B = 336 MB a layer less, for products with
+    """DeepSeek-V3 at tp 2: queries and keys of 192 and values of 128 for 64 of its heads, and the 128 of keys
+    that values are a view beside: 2 x 4096 x 64 x (192 + 192 + 128 + 128) B = 336 MB a layer less, for products with
     1536 x 24576 + 512 x 32768 weights over two ranks once more."""
     both = jobs(
         V3, "dp=32 tp=2 sp=1 pp=16 ep=64 etp=1 zero=1", "dp=32 tp=2 sp=1 pp=16 ep=64 etp=1 zero=1 recompute=selective"
