@@ -123,8 +123,15 @@ def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
         *_narrow_flags(ask, layout),
         *OPTIMIZER_FLAGS[ask.optimizer],
         *_layout_flags(ask.model, layout),
+        *_widening_flags(ask, layout),
         *_expert_flags(ask.model, layout),
     ]
+
+
+def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
+    """What selective recomputation repeats, where the plan has taken it as other than attention."""
+    widens = layout.recompute == "selective" and ask.model.latent is not None and engine(ask.engine).selective_widens
+    return ["--recompute-modules mla_up_proj"] if widens else []
 
 
 def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
