@@ -27,6 +27,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-3-1b": (fields("gemma3_text", 26, 1152, 6912, 4, 1, 262144, 32768, head_dim=256, query_pre_attn_scalar=256,
                           sliding_window=512, sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=10000),
                    999_885_952),
+    # The text model alone; the report's table 1 has 25,600M beside the embedding.
+    "gemma-3-27b": (fields("gemma3_text", 62, 5376, 21504, 32, 16, 262208, 131072, head_dim=128,
+                           query_pre_attn_scalar=168, sliding_window=1024, rope_theta=1e6, rope_local_base_freq=10000,
+                           rope_scaling={"factor": 8.0, "rope_type": "linear"}), 27_009_346_304),
     "phi-2": (fields("phi", 32, 2560, 10240, 32, 32, 51200, 2048, partial_rotary_factor=0.4), 2_779_683_840),
     "phi-3-mini": (fields("phi3", 32, 3072, 8192, 32, 32, 32064, 4096, sliding_window=2047), 3_821_079_552),
     "phi-4": (fields("phi3", 40, 5120, 17920, 40, 10, 100352, 16384, rope_theta=250000), 14_659_507_200),

@@ -304,3 +304,35 @@ def test_latent_attention_as_torchtitan_has_it():
 def test_latent_attention_that_cannot_be_said_is_refused(trainer, model, layout, reason):
     with pytest.raises(UserError, match=reason):
         written(trainer, layout, ModelConfig.named(model))
+
+
+FAMILIES = {
+    "windows in some layers": ({"sliding_window": 1024, "full_every": 4}, "--window-attn-skip-freq 4"),
+    "upper windows": ({"sliding_window": 1024, "full_first": 20}, "--window-attn-skip-freq [0]*20+[1]*12"),
+    "squared relu": ({"gated_ffn": False, "activation": "relu2", "rotary_size": 64}, "--rotary-percent 0.5"),
+    "layers without positions": ({"unrotated_every": 4}, "--no-rope-freq 4"),
+    "sinks": ({"attention_sinks": True}, "--softmax-type learnable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_megatron_says_switches_by_flags_it_has(name):
+    change, flag = FAMILIES[name]
+    text = written("megatron", "dp=8 zero=1", LLAMA.model_copy(update=change))
+    assert flag in text
+    known = {*NAMES["megatron"]["names"], *NAMES["megatron_switches"]["names"]}
+    assert set(option_names("megatron", text)["megatron"]) <= known
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"norm_place": "post"}, "norm_place"), ({"parallel_norms": 1}, "parallel_norms"),
+     ({"positions": "alibi"}, "alibi"), ({"embedding_scale": 2.0}, "embedding_scale"),
+     ({"attention_cap": 50.0}, "attention_cap")],
+)  # fmt: skip
+def test_what_no_option_says_of_a_model_is_refused(change, word):
+    model = LLAMA.model_copy(update=change)
+    for trainer in ("megatron", "torchtitan"):
+        assert word in str(trainer_named(trainer).cannot(parse_layout("dp=8 zero=2"), model))
+    biased = LLAMA.model_copy(update={"qkv_bias": True, "ffn_bias": True})
+    assert "biases" in str(trainer_named("megatron").cannot(parse_layout("dp=8"), biased))

@@ -17,14 +17,14 @@ from ironlaw.plan.cluster import plan_jobs
 from ironlaw.plan.emit import emit
 from ironlaw.plan.ingredients import block_products
 from ironlaw.plan.jobs import jobs_of
-from ironlaw.plan.latent import kept_bytes, spared_collectives
+from ironlaw.plan.latent import kept_bytes, spared_collectives, widened_bytes
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.named import engine
 from ironlaw.plan.parts import stage_parameters
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.search import search
 from ironlaw.plan.setting import setting
-from ironlaw.plan.sharded_memory import layer_activation_bytes
+from ironlaw.plan.sharded_memory import kept_activation_bytes, layer_activation_bytes
 from ironlaw.plan.work import Work
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.transformer import Shape, training_operations
@@ -168,3 +168,23 @@ def test_a_second_prediction_is_left_out_and_said_to_be(tmp_path):
     answer = plan_request(str(tmp_path), on="2048xh100-sxm-80gb", layout="dp=256 pp=8 ep=64 zero=1 recompute=full")
     assert answer.ledger.totals["parameters"].value == V3.parameters
     assert any("num_nextn_predict_layers" in one["value"] for one in answer.more["assumed"])
+
+
+def test_selective_recomputation_in_nemo_widens_again():
+    """DeepSeek-V3 at tp 2: queries and keys of 192 and values of 128 for 64 of its heads, and the 128 of keys
+    that values are a view beside: 2 x 4096 x 64 x (192 + 192 + 128 + 128) B = 336 MB a layer less, for products with
+    1536 x 24576 + 512 x 32768 weights over two ranks once more."""
+    both = jobs(
+        V3, "dp=32 tp=2 sp=1 pp=16 ep=64 etp=1 zero=1", "dp=32 tp=2 sp=1 pp=16 ep=64 etp=1 zero=1 recompute=selective"
+    )
+    where = setting(parse_cluster("1024xh100-sxm-80gb"), MEGATRON, "bf16")
+    kept, back = kept_activation_bytes(both, where.engine)
+    freed = 2 * 4096 * 64 * (192 + 192 + 128 + 128)
+    assert widened_bytes(both, where.engine)[0] == pytest.approx(freed)
+    assert kept[0] - kept[1] == pytest.approx(freed) and back[1] == pytest.approx(freed)
+    plans = plan_jobs(both, where)
+    flops = 2 * 4096 * (1536 * 128 * 192 + 512 * 128 * 256) / 2
+    again = plans.times.recomputed[1] / (both.accumulation[1] * plans.times.busiest_layers[1])
+    assert flops / again == pytest.approx(700e12, rel=0.1)
+    other = plan_jobs(both, setting(parse_cluster("1024xh100-sxm-80gb"), engine("megatron-core"), "bf16"))
+    assert other.times.recomputed[1] > 2 * plans.times.recomputed[1]  # attention again

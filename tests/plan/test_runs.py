@@ -9,7 +9,7 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
-from ironlaw.plan.described_node import described_node
+from ironlaw.plan.described_node import described_node, resized
 from ironlaw.plan.jobs import jobs_of_columns
 from ironlaw.plan.row_accelerator import accelerator_of
 from ironlaw.plan.runs import read_runs
@@ -244,3 +244,13 @@ def test_torchtitan_does_not_gather_weights_again_in_pipelines(tmp_path):
     for others in ({"pp": "1"}, {"pp": "2", "framework": "another"}):
         run, _ = read(tmp_path, **cells | others)
         assert run.columns["zero"] == 3
+
+
+def test_a_rack_has_the_network_of_its_trays_however_many_are_called_a_node():
+    """GB200: four accelerators and four cards of 50 GB/s a tray, 72 on one NVLink."""
+    usual = node("gb200-nvl72")
+    for size in (4, 8, 72):
+        named = resized(usual, size)
+        assert named.scale_up_accelerators == 72
+        assert named.network_bytes_per_second == pytest.approx(size * 50e9)
+    assert resized(node("dgx-h100"), 4).network_bytes_per_second == node("dgx-h100").network_bytes_per_second

@@ -36,10 +36,16 @@ _RATIO = re.compile(r"\b(\d+(?:\.\d+)?)\s*:\s*([1-9]\d*(?:\.\d+)?)\b")
 
 
 def resized(usual: Node, accelerators: int) -> Node:
-    """The node with so many accelerators; an island that ends at the node ends with it, one of a rack does not."""
+    """The node with so many accelerators; an island that ends at the node ends with it, one of a rack does not.
+
+    What people call a node of a rack is some of its trays, each with its own network cards.
+    """
     if accelerators == usual.accelerators:
         return usual
-    inside = usual.scale_up_accelerators
+    inside, cards = usual.scale_up_accelerators, usual.nics
+    if inside > usual.accelerators and cards is not None:
+        cards = replace(cards, value=cards.value * accelerators / usual.accelerators)
+        return replace(usual, accelerators=accelerators, nics=cards)
     if inside <= usual.accelerators:
         inside = min(inside, accelerators) if inside < usual.accelerators else accelerators
     return replace(usual, accelerators=accelerators, scale_up_accelerators=inside)

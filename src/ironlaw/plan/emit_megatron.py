@@ -33,6 +33,8 @@ OPTIMIZER_FLAGS = {
 
 def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Megatron-LM's flags cannot say this, or None."""
+    if reason := _model_refused(model):
+        return reason
     if model.gated_ffn and model.activation != "silu":
         return f"its flags have no gated {model.activation} feed-forward network"
     if not model.gated_ffn and model.activation == "silu":
@@ -64,6 +66,28 @@ def _positions_refused(model: ModelConfig) -> str | None:
     fixed = {"original_context": 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
     odd = next((name for name, value in fixed.items() if scaling[name] != value), None)
     return f"it has no option for rope_scaling.{odd} = {scaling[odd]:g} under latent attention" if odd else None
+
+
+SAYS = {"sliding_window", "full_every", "full_first", "unrotated_every", "rotary_size", "attention_sinks"}
+"""Switches that flags can say."""
+
+
+def _model_refused(model: ModelConfig) -> str | None:
+    """What no flag says of a family's arithmetic."""
+    biases = (model.has_qkv_bias, model.has_out_bias, model.has_ffn_bias)
+    if biases in ((True, True, True), (False, False, False), (True, False, False)):
+        others = set(model.switched) - SAYS - {"out_bias", "ffn_bias"}
+    else:
+        return "its flags have biases in all linear layers of a block, in none, or in query, key and value"
+    if others:
+        return f"its flags have no {sorted(others)[0]}"
+    if model.positions == "alibi" or model.activation == "relu":
+        return f"its flags have no {'alibi' if model.positions == 'alibi' else 'relu'}"
+    if model.activation == "relu2" and model.gated_ffn:
+        return "its flags have squared relu in a feed-forward network without a gate only"
+    if model.rope_scaling and set(model.rope_scaling) == {"factor"}:
+        return "its flags have no positions scaled alike at all frequencies"
+    return None
 
 
 def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
@@ -101,8 +125,15 @@ def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
         *_narrow_flags(ask, layout),
         *OPTIMIZER_FLAGS[ask.optimizer],
         *_layout_flags(ask.model, layout),
+        *_widening_flags(ask, layout),
         *_expert_flags(ask.model, layout),
     ]
+
+
+def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
+    """What selective recomputation repeats, where the plan has taken it as other than attention."""
+    widens = layout.recompute == "selective" and ask.model.latent is not None and engine(ask.engine).selective_widens
+    return ["--recompute-modules mla_up_proj"] if widens else []
 
 
 def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
@@ -130,6 +161,18 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
     ]
     if model.sliding_window and model.sliding_window < sequence:
         flags.append(f"--window-size {model.sliding_window - 1},0")  # tokens to the left beside the query's own
+        if model.full_every:
+            flags.append(f"--window-attn-skip-freq {model.full_every}")
+        elif model.full_first:
+            flags.append(f"--window-attn-skip-freq [0]*{model.full_first}+[1]*{model.layers - model.full_first}")
+    if model.attention_sinks:
+        flags.append("--softmax-type learnable")
+    if model.activation == "relu2":
+        flags.append("--squared-relu")
+    if model.rotary_size:
+        flags.append(f"--rotary-percent {model.rotary_size / model.size_of_head:g}")
+    if model.unrotated_every:
+        flags.append(f"--no-rope-freq {model.unrotated_every}")
     flags += _latent_flags(model)
     if model.key_value_heads != model.heads:
         flags += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
@@ -144,8 +187,9 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
         if model.rope_scaling and model.latent is None:
             flags += ["--use-rope-scaling", f"--rope-scaling-factor {model.rope_scaling['factor']:g}"]
     else:
-        flags.append("--position-embedding-type learned_absolute")
-    if not model.bias:
+        kind = "none" if model.positions == "none" else "learned_absolute"
+        flags.append(f"--position-embedding-type {kind}")
+    if not model.has_ffn_bias:
         flags.append("--disable-bias-linear")
         if model.has_qkv_bias:
             flags.append("--add-qkv-bias")

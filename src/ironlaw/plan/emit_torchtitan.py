@@ -47,6 +47,10 @@ def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its options cannot say this, or None."""
+    if others := set(model.switched) - {"full_first", "attention_sinks", "full_every"}:
+        return f"none of its models has {sorted(others)[0]}"
+    if model.positions not in ("rope", "learned") or model.activation in ("relu", "relu2"):
+        return f"none of its models has {model.positions if model.positions != 'rope' else model.activation}"
     if layout.tp > 1 and not layout.sp:
         return "its tensor parallelism always shards the sequence too (sp=1)"
     if layout.zero == 1:

@@ -40,6 +40,7 @@ class Engine:
     attention_slowdown: float = 1.5
     attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
     selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
+    selective_widens: bool = False  # of latent attention, it repeats what widens its vectors in place of attention
     selective_attention_share: float = 0.0  # of attention, where it repeats matmuls
     streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
     shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides

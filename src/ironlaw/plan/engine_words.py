@@ -24,6 +24,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "loss_traffic": ("1", "the same for the loss: unfused cross entropy passes over fp32 logits many times"),
     "optimizer_traffic": ("1", "bytes of the update over 34 per parameter"),
     "selective_matmul_share": ("1", "of a block's matmuls that selective recomputation repeats"),
+    "selective_widens": ("", "selective recomputation of latent attention repeats what widens it, not attention"),
     "selective_attention_share": ("1", "of attention that selective recomputation repeats where it repeats matmuls"),
     "tp_hidden": ("1", "of tensor parallel collectives that compute hides"),
     "dp_hidden": ("1", "of data parallel collectives that may run beside compute"),

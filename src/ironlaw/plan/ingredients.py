@@ -49,6 +49,7 @@ class Parts:
 
     layer_matmul_forward: Array
     layer_matmul_backward: Array
+    layer_widening_forward: Array  # of the matmuls: what makes latent attention's queries, keys and values wide
     layer_attention_forward: Array
     layer_attention_backward: Array
     layer_scores_forward: Array  # streaming over materialised scores
@@ -142,6 +143,16 @@ def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
         forward += there * product[-1]
         backward += back * product[-1]
     return forward, backward
+
+
+def _widening(jobs: Jobs, setting: Setting) -> Array:
+    """Seconds of what makes the queries, keys and values of latent attention, forward; 0 where it is not latent."""
+    seconds = np.zeros(len(jobs))
+    if jobs.has_latent:
+        for name, product in latent.products(jobs, setting.engine).items():
+            if name.endswith("_up"):
+                seconds += product_seconds(jobs, setting, product, name)[0] * product[-1]
+    return seconds
 
 
 def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting, precision: str) -> Array:
@@ -353,6 +364,7 @@ def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
     return {
         "layer_matmul_forward": matmul_forward,
         "layer_matmul_backward": matmul_backward,
+        "layer_widening_forward": _widening(jobs, setting),
         "layer_attention_forward": attention_forward,
         "layer_attention_backward": attention_backward,
         "layer_scores_forward": scores,

@@ -84,6 +84,13 @@ def kept_bytes(jobs: Jobs, engine: Engine) -> Array:
     return narrow_tokens(jobs, engine) * engine.element_bytes * (2 * ranks + jobs.rotary_size)
 
 
+def widened_bytes(jobs: Jobs, engine: Engine) -> Array:
+    """Of one block and micro-batch: queries, keys and values as attention takes them, and before their rotation."""
+    wide = jobs.query_size + jobs.key_value_size + jobs.values_size
+    plain = jobs.heads * (jobs.head_size - jobs.rotary_size) * engine.unrotated_kept
+    return np.where(jobs.latent_rank > 0, jobs.tokens * engine.element_bytes * (wide + plain) / jobs.tp, 0.0)
+
+
 def spared_collectives(jobs: Jobs, engine: Engine) -> Array:
     """Of the two tensor parallel collectives of a layer, what gathering narrow vectors in place of the stream saves.
 

@@ -247,7 +247,7 @@ class _Hunt:
         saving = rows.copy()
         saving[:, -3:] = variant
         over = peak_memory(self._jobs(saving), self.where.engine).total - (self.where.memory_bytes - UNUSABLE_BYTES)
-        if not self.best and over.min() > 0:
+        if not self.best and not self.fastest_alone and over.min() > 0:
             least = int(over.argmin())
             self.plan(saving[least : least + 1])
         return np.asarray(over <= 0)

@@ -88,6 +88,8 @@ def kept_activation_bytes(jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
     everything, core, entrance = layer_activation_bytes(jobs, engine)
     full, selective = jobs.recompute == RECOMPUTE["full"], jobs.recompute == RECOMPUTE["selective"]
     share = engine.selective_kept_share
+    if jobs.has_latent and engine.selective_widens:
+        core = np.where(jobs.latent_rank > 0, engine.activation_slack * latent.widened_bytes(jobs, engine), core)
     partly = entrance + share * (everything - entrance) if share > 0 else everything - core
     again = jobs.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))

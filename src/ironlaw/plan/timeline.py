@@ -113,7 +113,9 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     share = engine.selective_matmul_share
     # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, seldom attention.
     others = share * parts.layer_matmul_forward * engine.matmul_slowdown + engine.selective_attention_share * core
-    partly = np.where(share > 0, others + streaming_forward, core)
+    widens = (parts.layer_widening_forward > 0) & engine.selective_widens
+    again_alone = np.where(widens, parts.layer_widening_forward * engine.matmul_slowdown, core)
+    partly = np.where(share > 0, others + streaming_forward, again_alone)
     again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + jobs.recomputed_share
     tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
@@ -123,7 +125,7 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = kinds(jobs, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
-    repeated = np.where(selective & (share == 0), 1.0, jobs.recomputed_share)
+    repeated = np.where(selective & (share == 0) & ~widens, 1.0, jobs.recomputed_share)
     cp_passes = cp_exchanges(kind, 2 + repeated)
     attention = core * (1 + repeated) + parts.layer_attention_backward * attention_slowdown
     cp_exposed = exposed(parts.cp_layer * cp_passes * slow_cp, jobs, kind, attention, engine.cp_hidden)
