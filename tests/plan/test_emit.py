@@ -265,6 +265,12 @@ def test_ironlaws_own_config_has_the_layout_in_its_words():
     assert recomputed.recompute.mode == "full" and recomputed.layout is not None and recomputed.layout.dp == 8
 
 
+def test_positions_stretched_by_yarn_are_not_llamas():
+    scaling = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_context": 4096.0}
+    with pytest.raises(UserError, match="as Llama"):
+        written("megatron", "dp=8", LLAMA.model_copy(update={"rope_scaling": scaling}))
+
+
 def test_latent_attention_in_megatrons_words():
     text = written("megatron", "dp=8 ep=8 zero=1", ModelConfig.named("deepseek-v3"))
     for flag in (

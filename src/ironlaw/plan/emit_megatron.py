@@ -51,14 +51,16 @@ def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
         return "it offloads its distributed optimizer: use zero=1"
     if layout.every > 1 and _chunk(model, layout) // layout.every == 0:
         return f"chunks of {_chunk(model, layout)} layers have no {layout.every}th block to recompute"
-    return _latent_refused(model) or _experts_refused(layout, model)
+    return _positions_refused(model) or _experts_refused(layout, model)
 
 
-def _latent_refused(model: ModelConfig) -> str | None:
-    """YaRN's numbers that `MLATransformerConfig` has and its argument parser has not."""
+def _positions_refused(model: ModelConfig) -> str | None:
+    """Ways of stretching positions. YaRN's numbers that `MLATransformerConfig` has its argument parser has not."""
     scaling = model.rope_scaling
-    if model.latent is None or not scaling:
+    if not scaling:
         return None
+    if model.latent is None:
+        return None if "low_freq_factor" in scaling else "it stretches positions as Llama 3.1 does (rope_scaling)"
     if not is_yarn(scaling) or "attention_factor" in scaling:
         return "its latent attention stretches positions by YaRN with mscale only"
     fixed = {"original_context": 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
