@@ -50,6 +50,8 @@ def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
 
 def undivided(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
     """Why this trainer does not divide attention or experts of a model over ranks, or None."""
+    if tp > 1 and model.qk_norm_whole:
+        return "this trainer does not divide a norm over all heads (qk_norm_whole): use tp = 1"
     if tp * ep > 1 and model.moe is not None and model.moe.bias:
         return "this trainer divides no experts that have biases: use tp = 1 and ep = 1"
     if tp * cp > 1 and (model.composes_scores or model.positions == "alibi"):

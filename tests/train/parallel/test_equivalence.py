@@ -16,6 +16,32 @@ def case(
 
 
 D = {"dropout": 0.1}
+# Other orders of norms and branches, windows in some layers, other ends.
+SANDWICH = {
+    "norm_place": "sandwich", "qk_norm": True, "sliding_window": 5, "full_every": 2, "rope_theta_local": 100.0,
+    "embedding_scale": 4.0, "tied": True,
+}  # fmt: skip
+POST = {"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "logit_scale": 2.0, "residual_scale": 0.7}
+BESIDE = {
+    "positions": "rope", "rotary_size": 4, "parallel_norms": 1, "head_bias": True, "tied": False, "out_bias": False,
+}  # fmt: skip
+ALIBI = {"positions": "alibi", "embedding_norm": True}
+CAPS = {"attention_cap": 5.0, "logit_cap": 3.0, "sliding_window": 5, "full_first": 2}
+SWITCHED = [
+    case("llama", model=SANDWICH, cp=2, zero=3),
+    case("llama", micro_batch=2, model=SANDWICH, pp=2),
+    case("llama", model=SANDWICH, tp=2, sp=True),
+    case("llama", model=POST | {"qk_norm": False, "qk_norm_whole": False}, tp=2, sp=True),
+    case("llama", micro_batch=2, model=POST, pp=2),
+    case(model=BESIDE, tp=2, sp=True),
+    case(model=BESIDE, tp=2),
+    case(micro_batch=2, model=BESIDE | {"parallel_norms": 2}, pp=2),
+    case(micro_batch=2, model=BESIDE | {"parallel_norms": 2, "unrotated_every": 2}, tp=2, sp=True, zero=1),
+    case(micro_batch=2, model=ALIBI, pp=2),
+    case(micro_batch=2, model=ALIBI, zero=3),
+    case("llama", micro_batch=2, model=CAPS, pp=2),
+    case("llama", micro_batch=2, model=CAPS | {"attention_sinks": True}, dp=2),
+]
 QUICK = [  # one of each kind of parallelism
     case(micro_batch=2, model=D, dp=2),
     case("llama", micro_batch=2, model=D, zero=3),
@@ -135,6 +161,7 @@ EXPERTS_EIGHT = [
         pytest.param(2, QUICK, id="2-quick"),
         pytest.param(2, TWO, id="2", marks=pytest.mark.long),
         pytest.param(2, EXPERTS_TWO, id="2-experts", marks=pytest.mark.long),
+        pytest.param(2, SWITCHED, id="2-switched", marks=pytest.mark.long),
         pytest.param(4, FOUR, id="4", marks=pytest.mark.long),
         pytest.param(4, EXPERTS_FOUR, id="4-experts", marks=pytest.mark.long),
         pytest.param(2, LATENT, id="2-latent", marks=pytest.mark.long),
