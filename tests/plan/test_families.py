@@ -35,7 +35,7 @@ def test_a_window_in_some_layers_saves_their_share() -> None:
 
 
 def test_norms_after_branches_keep_more_and_branches_side_by_side_less() -> None:
-    from ironlaw.plan.engine import engine
+    from ironlaw.plan.named import engine
     from ironlaw.plan.sharded_memory import layer_activation_bytes
 
     llama = ModelConfig.named("llama3-8b")
