@@ -193,6 +193,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation": "silu",
         "unrotated_every": 2,
     },
+    "gpt-oss": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "kv_heads": 2,
+        "gated_ffn": True,
+        "activation": "clamped_swiglu",
+        "sliding_window": 9,
+        "full_every": 2,
+        "attention_sinks": True,
+        "ffn_bias": False,
+        "moe": {"experts": 5, "experts_per_token": 2, "bias": True},
+    },
     "sinks": {
         "positions": "rope",
         "norm": "rmsnorm",

@@ -28,7 +28,7 @@ class ModelConfig(Switches):
     head_size: int | None = Field(None, gt=0)  # hidden / heads unless the model says otherwise (Qwen3)
     ffn: int | None = Field(None, gt=0)  # inner width of the feed-forward network; 4 x hidden unless given
     gated_ffn: bool = False  # three matrices (SwiGLU) instead of two
-    activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"] = "gelu_tanh"  # relu2: squared (Nemotron)
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"] = "gelu_tanh"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
@@ -71,6 +71,8 @@ class ModelConfig(Switches):
             raise ValueError("dropout goes with norm_place = 'pre' and one branch after the other: use dropout = 0")
         if self.dropout and (self.composes_scores or self.positions == "alibi"):
             raise ValueError("dropout goes without attention_cap, attention_sinks and alibi: use dropout = 0")
+        if self.activation == "clamped_swiglu" and not (self.moe_layers == self.layers and self.gated_ffn):
+            raise ValueError('activation = "clamped_swiglu" is of gated experts, in all layers')
         if self.moe is not None:
             if self.parallel_norms or self.norm_place != "pre":
                 raise ValueError("experts go with norm_place = 'pre' and without parallel_norms")
@@ -214,7 +216,10 @@ class ModelConfig(Switches):
         if self.latent is not None:
             return small
         small += (self.query_size + 2 * self.key_value_size) * self.has_qkv_bias + self.hidden * self.has_out_bias
-        return small + sum(self.qk_norm_sizes) * self.qk_norm + self.heads * self.attention_sinks
+        small += sum(self.qk_norm_sizes) * self.qk_norm + self.heads * self.attention_sinks
+        if self.moe is not None and self.moe.bias:  # on average over all layers
+            small += self.moe.experts * (1 + self.expert_biases) * self.moe_layers // self.layers
+        return small
 
     @property
     def moe_layers(self) -> int:
@@ -238,7 +243,13 @@ class ModelConfig(Switches):
     @property
     def expert_parameters(self) -> int:
         """Of one expert."""
-        return self.ffn_matrices * self.hidden * self.expert_ffn_size
+        return self.ffn_matrices * self.hidden * self.expert_ffn_size + self.expert_biases
+
+    @property
+    def expert_biases(self) -> int:
+        """Of one expert's matrices."""
+        has = self.moe is not None and self.moe.bias
+        return ((self.ffn_matrices - 1) * self.expert_ffn_size + self.hidden) * has
 
     @property
     def moe_block_parameters(self) -> int:
@@ -249,7 +260,8 @@ class ModelConfig(Switches):
         """A block with experts of which `experts` are counted: attention, router, these, and the shared ones."""
         assert self.moe is not None
         shared = self.ffn_matrices * self.hidden * self.shared_ffn_size + self.hidden * self.moe.shared_gate
-        return self.attention_parameters + self.moe.experts * self.hidden + experts * self.expert_parameters + shared
+        router = self.moe.experts * (self.hidden + self.moe.bias)
+        return self.attention_parameters + router + experts * self.expert_parameters + shared
 
     @property
     def embedding_parameters(self) -> int:
@@ -288,7 +300,7 @@ class ModelConfig(Switches):
             attention = 7 if self.latent.query_rank else 5
         attention += self.norms_per_block * norm
         dense = attention + self.ffn_matrices * (1 + self.has_ffn_bias)
-        experts = attention + 1 + self.ffn_matrices
+        experts = attention + (1 + self.ffn_matrices) * (1 + (self.moe is not None and self.moe.bias))
         if self.moe and self.moe.shared_experts:
             experts += self.ffn_matrices + self.moe.shared_gate
         ends = 1 + (self.positions == "learned") + norm * (1 + self.embedding_norm) + (not self.tied) + self.head_bias

@@ -154,3 +154,54 @@ class Combine(torch.autograd.Function):
         of_rows = gradient.index_select(0, source // place.shape[1])
         of_rows *= of_row.to(rows.dtype)[:, None]
         return of_rows, of_weights, None, None, None, None
+
+
+class RowBias(torch.autograd.Function):
+    """Rows (R, N), sorted by expert, and the bias (E, N) of each one's expert, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Ends) -> Tensor:
+        ctx.ends, ctx.experts = ends, bias.shape[0]
+        if isinstance(ends, Tensor):
+            number = torch.arange(rows.shape[0], device=rows.device)
+            rows += bias[torch.searchsorted(ends, number, right=True).clamp(max=bias.shape[0] - 1)]
+        else:
+            for expert, (start, end) in enumerate(_spans(ends)):
+                rows[start:end] += bias[expert]
+        ctx.mark_dirty(rows)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        if isinstance(ctx.ends, Tensor):
+            lengths = torch.diff(ctx.ends, prepend=ctx.ends.new_zeros(1)).long()
+            of_bias = torch.segment_reduce(gradient.float(), "sum", lengths=lengths).to(gradient.dtype)
+        else:
+            of_bias = torch.stack([gradient[start:end].sum(0) for start, end in _spans(ctx.ends)])
+        return gradient, of_bias, None
+
+
+def _spans(ends: list[int]) -> list[tuple[int, int]]:
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+LIMIT, SLOPE = 7.0, 1.702
+
+
+class ClampedSwiGLU(torch.autograd.Function):
+    """gate sigmoid(1.702 gate) (up + 1), gates cut off above 7, up beyond 7 either way (gpt-oss). Keeps both inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gate = gate.clamp(max=LIMIT)
+        return gate * torch.sigmoid(SLOPE * gate) * (up.clamp(-LIMIT, LIMIT) + 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,), (gate, up) = gradients, ctx.saved_tensors
+        cut, wide = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        slope = torch.sigmoid(SLOPE * cut)
+        of_gate = gradient * (wide + 1) * slope * (1 + SLOPE * cut * (1 - slope)) * (gate <= LIMIT)
+        return of_gate, gradient * cut * slope * (up.abs() <= LIMIT)

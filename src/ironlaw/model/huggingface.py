@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface_common import Fields, activation, experts, llama_family, refuse, windows
-from ironlaw.model.huggingface_families import FAMILIES, REFUSED
+from ironlaw.model.huggingface_families import FAMILIES, REFUSED, WITH_EXPERTS
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that mean a mixture of experts."""
@@ -232,6 +232,7 @@ def _deepseek_v3(fields: Fields) -> dict[str, Any]:
 _WITH_EXPERTS = {
     "mixtral": _mixtral, "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe, "olmoe": _olmoe, "deepseek": _deepseek,
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "kimi_k2": _deepseek_v3,
+    **WITH_EXPERTS,
 }  # fmt: skip
 _READERS = cast(
     dict[str, Callable[[Fields], dict[str, Any]]],

@@ -18,18 +18,27 @@ class Entry:
     transposed: bool = False
     stacked: bool = False  # each is one entry of our first dimension
     order: tuple[int, ...] = ()  # of our rows, which of theirs each one is; empty: the same
+    # Of stacks with inputs first: the first of their outputs that is ours, and the step to the next.
+    every: tuple[int, int] | None = None
     plus: float = 0.0  # ours are theirs and this (norms that multiply by one and their weight)
 
     def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape here of tensors that have these shapes there."""
         if self.stacked:
             return len(shapes), *shapes[0]
+        if self.every is not None:
+            start, step = self.every
+            count, *inputs, outputs = shapes[0]
+            return count, len(range(start, outputs, step)), *inputs
         whole = (len(self.order) or sum(shape[0] for shape in shapes), *shapes[0][1:])
         return whole[::-1] if self.transposed else whole
 
     def join(self, tensors: list[Tensor]) -> Tensor:
         if self.stacked:
             return torch.stack(tensors)
+        if self.every is not None:
+            start, step = self.every
+            return tensors[0].movedim(-1, 1)[:, start::step]
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
         tensor = tensor[torch.tensor(self.order)] if self.order else tensor
         tensor = tensor.float() + self.plus if self.plus else tensor

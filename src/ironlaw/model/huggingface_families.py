@@ -10,7 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ironlaw.errors import UserError
-from ironlaw.model.huggingface_common import Fields, activation, llama_family, refuse, rope, rotary_size, windows
+from ironlaw.model.huggingface_common import (
+    Fields,
+    activation,
+    experts,
+    llama_family,
+    refuse,
+    rope,
+    rotary_size,
+    windows,
+)
 
 # -- RMSNorm and gated networks, as in Llama -----------------------------------------------------------------------
 
@@ -47,7 +56,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 
 def _phi3(fields: Fields) -> dict[str, Any]:
     """Phi-3 and Phi-4."""
-    return llama_family(fields) | {
+    return llama_family({"rms_norm_eps": 1e-5, **fields}) | {
         "sliding_window": fields.get("sliding_window"), "rotary_size": rotary_size(fields),
     }  # fmt: skip
 
@@ -60,7 +69,11 @@ def _olmo(fields: Fields) -> dict[str, Any]:
 def _olmo2(fields: Fields) -> dict[str, Any]:
     """OLMo 2, and OLMo 3, whose layers with a window do not scale positions."""
     refuse(fields, "attention_bias")
-    values = llama_family(fields) | {"norm_place": "post", "qk_norm": True, "qk_norm_whole": True}
+    values = llama_family({"rms_norm_eps": 1e-5, **fields}) | {
+        "norm_place": "post",
+        "qk_norm": True,
+        "qk_norm_whole": True,
+    }
     placed = windows(fields, every=4) if fields["model_type"] == "olmo3" else {}
     scaled = values["rope_scaling"] is not None and bool(placed)
     return values | placed | {"rope_theta_local": values["rope_theta"] if scaled else None}
@@ -91,7 +104,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
 
 def _glm(fields: Fields) -> dict[str, Any]:
     """GLM-4, whose first version has the usual norms, and the second (glm4) norms after branches too."""
-    return llama_family(fields) | {
+    return llama_family({"rms_norm_eps": 1.5625e-07, **fields}) | {
         "qkv_bias": bool(fields.get("attention_bias")),
         "rotary_size": rotary_size(fields, 0.5),
         "norm_place": "sandwich" if fields["model_type"] == "glm4" else "pre",
@@ -234,6 +247,17 @@ def _mpt(fields: Fields) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    if fields.get("swiglu_limit", 7.0) != 7.0 or fields.get("swiglu_alpha", 1.702) != 1.702:
+        raise UserError("swiglu_limit other than 7 is not supported")
+    moe = experts(fields, fields["num_local_experts"], None, normalize=True) | {"normalize": True, "bias": True}
+    return llama_family({"rms_norm_eps": 1e-5, **fields}) | windows(fields, every=2) | {
+        "bias": bool(fields.get("attention_bias", True)), "ffn_bias": False, "attention_sinks": True,
+        "activation": "clamped_swiglu", "moe": moe,
+    }  # fmt: skip
+
+
+WITH_EXPERTS: dict[str, Callable[[Fields], dict[str, Any]]] = {"gpt_oss": _gpt_oss}
 FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "phi": _phi, "phi3": _phi3, "gpt_neox": _gpt_neox,
     "gptj": _gptj, "olmo": _olmo, "olmo2": _olmo2, "olmo3": _olmo2, "starcoder2": _starcoder2,
@@ -242,7 +266,6 @@ FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
 }  # fmt: skip
 
 REFUSED = {
-    "gpt_oss": "has experts with biases and a clamped gate of their own",
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2", "falcon_h1", "granitemoehybrid", "nemotron_h",
          "recurrent_gemma", "rwkv", "xlstm", "lfm2", "qwen3_next", "kimi_linear", "minimax"),

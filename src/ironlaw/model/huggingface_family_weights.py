@@ -48,7 +48,7 @@ _FALCON = Names(
 _COHERE = Names(norms=("input_layernorm",), neighbours=True)
 
 NAMES: dict[str, Names] = {
-    **dict.fromkeys(("llama", "qwen2", "qwen3", "granite", "olmo", "smollm3", "stablelm"), Names()),
+    **dict.fromkeys(("gpt_oss", "llama", "qwen2", "qwen3", "granite", "olmo", "smollm3", "stablelm"), Names()),
     "gemma": Names(plus_one=True),
     "gemma2": Names(norms=_GEMMA2_NORMS, plus_one=True),
     "gemma3_text": Names(norms=_GEMMA2_NORMS, plus_one=True),
@@ -111,12 +111,26 @@ def _block(config: ModelConfig, kind: str, ours: str, theirs: str) -> Iterator[E
             there_name = f"{theirs}.self_attn.{part}_norm.weight"
             yield Entry(f"{ours}.attention.{which}_norm.weight", (there_name,), plus=float(names.plus_one))
     yield from _linear(f"{ours}.attention.out", (f"{theirs}.{names.out}",), config.has_out_bias)
+    if config.attention_sinks:
+        yield Entry(f"{ours}.attention.sinks", (f"{theirs}.self_attn.sinks",))
+    if config.moe is not None:
+        yield from _experts(f"{ours}.ffn", f"{theirs}.mlp")
+        return
     both = config.gated_ffn and names.gate == names.up
     width = config.ffn_size
     for which, start in (("gate", 0), ("up", width)) if config.gated_ffn else (("up", 0),):
         rows = tuple(range(start, start + width)) if both else ()
         yield from _linear(f"{ours}.ffn.{which}", (f"{theirs}.{getattr(names, which)}",), config.has_ffn_bias, rows)
     yield from _linear(f"{ours}.ffn.down", (f"{theirs}.{names.down}",), config.has_ffn_bias)
+
+
+def _experts(ours: str, theirs: str) -> Iterator[Entry]:
+    """gpt-oss: stacks with inputs first, gate and up taking turns."""
+    yield Entry(f"{ours}.router.weight", (f"{theirs}.router.weight",))
+    yield Entry(f"{ours}.router.score_bias", (f"{theirs}.router.bias",))
+    for which, name, every in (("gate", "gate_up", (0, 2)), ("up", "gate_up", (1, 2)), ("down", "down", (0, 1))):
+        yield Entry(f"{ours}.experts.{which}.weight", (f"{theirs}.experts.{name}_proj",), every=every)
+        yield Entry(f"{ours}.experts.{which}.bias", (f"{theirs}.experts.{name}_proj_bias",), every=every)
 
 
 def _norms(config: ModelConfig) -> list[str]:

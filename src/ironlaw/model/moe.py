@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward, activate
-from ironlaw.model.grouped import Combine, Dispatch, GroupedProduct, group_ends
+from ironlaw.model.grouped import ClampedSwiGLU, Combine, Dispatch, GroupedProduct, RowBias, group_ends
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,15 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.moe.experts, config.hidden))
         # Of the choice only, and moved by the load, not by a gradient; part of a checkpoint.
         self.register_buffer("bias", torch.zeros(config.moe.experts) if config.moe.balance == "bias" else None)
+        # Of the scores, and learned (gpt-oss).
+        self.score_bias = nn.Parameter(torch.empty(config.moe.experts)) if config.moe.bias else None
 
     def forward(self, x: Tensor, peers: Peers = ALONE) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(N, H) to weights (N, k), chosen experts (N, k), choices per expert (E,), and the balancing loss if any."""
         moe = self.moe
         with nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())  # (N, E)
+            learned = None if self.score_bias is None else self.score_bias.float()
+            logits = F.linear(x.float(), self.weight.float(), learned)  # (N, E)
             scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
             preference = scores.detach() if self.bias is None else scores.detach() + self.bias
             if moe.limits_groups:
@@ -138,17 +141,19 @@ class ExpertLinear(nn.Module):
 
     onednn = False  # as of `Linear`: whose kernel multiplies fp32 on a CPU
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(experts, outputs)) if bias else None
 
     def forward(self, rows: Tensor, ends: Any) -> Tensor:
         """(R, in) with the rows' ends by expert, or (E, C, in) where all experts have C rows."""
         weight = self.local().to(rows.dtype)
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
         if rows.dim() == 3:
-            return torch.bmm(rows, weight.transpose(1, 2))
+            return _biased(torch.bmm(rows, weight.transpose(1, 2)), bias)
         product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
-        return product
+        return product if bias is None else RowBias.apply(product, bias, ends)
 
     def local(self) -> Tensor:
         """The matrices of the experts, or the parts of them, that this process holds."""
@@ -163,10 +168,10 @@ class Experts(nn.Module):
         super().__init__()
         assert config.moe is not None
         count, hidden, width = config.moe.experts, config.hidden, config.expert_ffn_size
-        self.activation = config.activation
-        self.gate = ExpertLinear(count, hidden, width) if config.gated_ffn else None
-        self.up = ExpertLinear(count, hidden, width)
-        self.down = ExpertLinear(count, width, hidden)
+        self.activation, bias = config.activation, config.moe.bias
+        self.gate = ExpertLinear(count, hidden, width, bias) if config.gated_ffn else None
+        self.up = ExpertLinear(count, hidden, width, bias)
+        self.down = ExpertLinear(count, width, hidden, bias)
 
     @torch.compiler.disable  # the rows of an expert change from step to step, and each size would compile anew
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -174,7 +179,13 @@ class Experts(nn.Module):
         ends = None if rows.dim() == 3 else group_ends(counts, rows, self.up.local())
         if self.gate is None:
             return self.down(activate(self.up(rows, ends), self.activation), ends)
+        if self.activation == "clamped_swiglu":
+            return self.down(ClampedSwiGLU.apply(self.gate(rows, ends), self.up(rows, ends)), ends)
         return self.down(activate(self.gate(rows, ends), self.activation) * self.up(rows, ends), ends)
+
+
+def _biased(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias[:, None, :]
 
 
 class MixtureOfExperts(nn.Module):

@@ -23,6 +23,7 @@ class MoEConfig(BaseModel):
     shared_experts: int = Field(0, ge=0)  # that every token visits (DeepSeekMoE); computed as one network
     shared_ffn: int | None = Field(None, gt=0)  # inner width of them together; shared_experts x expert_ffn unless given
     shared_gate: bool = False  # a learned sigmoid scales what the shared experts give (Qwen2-MoE)
+    bias: bool = False  # of the router and of every expert's matrices (gpt-oss)
     dense_layers: int = Field(0, ge=0)  # so many first layers keep the dense network, `ffn` wide (DeepSeekMoE)
     every: int = Field(1, gt=0)  # of the rest, only each k-th layer has experts (GShard 2)
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits (sigmoid: DeepSeek-V3)
@@ -55,6 +56,8 @@ class MoEConfig(BaseModel):
             )
         if self.shared_ffn and not self.shared_experts:
             raise ValueError(f"shared_ffn = {self.shared_ffn} needs shared_experts = 1 or more")
+        if self.bias and (self.shared_experts or self.balance == "bias"):
+            raise ValueError("bias = true goes without shared_experts and with another balance than by a bias")
         if self.shared_gate and not self.shared_experts:
             raise ValueError("shared_gate needs shared_experts = 1 or more")
         return self

@@ -130,7 +130,7 @@ class Block(nn.Module):
 
 def initialize_tensor(name: str, tensor: Tensor, config: ModelConfig) -> None:
     """GPT-2's: normal(0, 0.02), the two residual projections divided by sqrt(2 x layers), biases zero."""
-    if tensor.dim() < 2:
+    if tensor.dim() < 2 or name.endswith("bias"):  # biases of experts are stacked
         (nn.init.zeros_ if name.endswith(("bias", "sinks")) else nn.init.ones_)(tensor)
         return
     residual = name.endswith((".out.weight", ".down.weight"))

@@ -32,7 +32,7 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
         holders = expert_holders(layout.dp, layout.cp, layout.ep)
         if layout.ep > 1 and layout.zero and model.hidden % holders:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
-    if reason := undivided(model, layout.tp, layout.cp):
+    if reason := undivided(model, layout.tp, layout.cp, layout.ep):
         return reason
     if model.key_value_heads % layout.tp:
         return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"

@@ -47,7 +47,8 @@ def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its options cannot say this, or None."""
-    if others := set(model.switched) - {"full_first", "attention_sinks", "full_every"}:
+    known = {"full_first", "full_every", "attention_sinks"} | ({"ffn_bias"} if model.moe and model.moe.bias else set())
+    if others := set(model.switched) - known:
         return f"none of its models has {sorted(others)[0]}"
     if model.positions not in ("rope", "learned") or model.activation in ("relu", "relu2"):
         return f"none of its models has {model.positions if model.positions != 'rope' else model.activation}"

@@ -48,8 +48,10 @@ def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
     return None
 
 
-def undivided(model: ModelConfig, tp: int, cp: int) -> str | None:
-    """Why this trainer does not divide the attention of a model over ranks, or None."""
+def undivided(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
+    """Why this trainer does not divide attention or experts of a model over ranks, or None."""
+    if tp * ep > 1 and model.moe is not None and model.moe.bias:
+        return "this trainer divides no experts that have biases: use tp = 1 and ep = 1"
     if tp * cp > 1 and (model.composes_scores or model.positions == "alibi"):
         return "this trainer divides no attention with attention_cap, attention_sinks or alibi: use tp = 1 and cp = 1"
     return None

@@ -113,6 +113,8 @@ def _divided(parameter: Parameter, model: ModelConfig, layout: Layout) -> list[P
 def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
     """Outputs divided: projections in, up, gate, vocabulary. Inputs divided: the two that narrow. The rest is whole."""
     name, shape, tp = parameter.name, parameter.shape, layout.tp
+    if of_experts(parameter) and len(shape) == 2:  # their biases
+        return (shape[0] // layout.ep, shape[1])
     if of_experts(parameter):
         count, outputs, inputs = shape
         narrows = ".down." in name

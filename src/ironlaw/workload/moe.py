@@ -174,6 +174,8 @@ def _grouped(shape: Shape, name: str, inputs: int, outputs: int, *, keep: bool) 
             saved_bytes=out if keep else 0, temporary_bytes=0 if keep else out,
         )
     )  # fmt: skip
+    if moe.bias:
+        operations.append(elementwise(shape, name, "add_in_place", count * outputs, 3))
     return operations
 
 
@@ -196,7 +198,9 @@ def _experts(shape: Shape) -> list[Operation]:
         operations += _grouped(shape, "expert_gate", model.hidden, width, keep=True)
     else:
         operations += _grouped(shape, "expert_up", model.hidden, width, keep=True)
-    operations.append(elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w))
+    together = model.activation == "clamped_swiglu"  # gate and product are one, and keep what they are given
+    if not together:
+        operations.append(elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w))
     if model.gated_ffn:
         operations += _grouped(shape, "expert_up", model.hidden, width, keep=True)
         operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w))
@@ -325,6 +329,10 @@ def _grouped_backward(
             frees_temporary_bytes=consumes,
         ),
     ]  # fmt: skip
+    if moe.bias:
+        gradients = moe.experts * outputs * FP32
+        summed = elementwise(shape, name, "sum_rows", count * outputs, 1, backward=True)
+        operations.insert(1, replace(summed, gradient_bytes=gradients))
     if shape.casts:
         operations.append(
             Operation(
@@ -355,20 +363,22 @@ def _experts_backward(shape: Shape) -> list[Operation]:
         ),
     ]  # fmt: skip
     operations += _grouped_backward(shape, "expert_down", width, model.hidden, frees=inner * w, consumes=wide)
+    passing = 5 * inner * w if model.activation == "clamped_swiglu" else 0  # its factors, one by one
     if model.gated_ffn:
         operations.append(
             elementwise(
                 shape, "gate_product", "multiply_backward", inner, 6, backward=True,
-                temporary=2 * inner * w, frees_saved=2 * inner * w, frees_temporary=inner * w,
+                temporary=2 * inner * w + passing, frees_saved=2 * inner * w, frees_temporary=inner * w + passing,
             )
         )  # fmt: skip
         operations += _grouped_backward(shape, "expert_up", model.hidden, width, frees=0, consumes=inner * w)
-    operations.append(
-        elementwise(
-            shape, "activation", f"{model.activation}_backward", inner, 3, backward=True,
-            temporary=inner * w, frees_saved=inner * w, frees_temporary=inner * w,
-        )
-    )  # fmt: skip
+    if model.activation != "clamped_swiglu":
+        operations.append(
+            elementwise(
+                shape, "activation", f"{model.activation}_backward", inner, 3, backward=True,
+                temporary=inner * w, frees_saved=inner * w, frees_temporary=inner * w,
+            )
+        )  # fmt: skip
     first = "expert_gate" if model.gated_ffn else "expert_up"
     operations += _grouped_backward(shape, first, model.hidden, width, frees=wide, consumes=inner * w)
     if model.gated_ffn:
@@ -420,7 +430,8 @@ def _route_backward(shape: Shape) -> list[Operation]:
         ),
         Operation(
             "router", Kind.MATMUL, backward, "block", "matmul_weight_gradient", matmul=(count, model.hidden, tokens),
-            flops=flops, bytes_moved=moved, precision="fp32", gradient_bytes=count * model.hidden * FP32,
+            flops=flops, bytes_moved=moved, precision="fp32",
+            gradient_bytes=count * (model.hidden + model.moe.bias) * FP32,
             frees_saved_bytes=full, frees_temporary_bytes=scores * FP32,
         ),
         _small("ffn_norm", backward, "add_in_place", tokens * model.hidden, 3 * full, frees_temporary=full),

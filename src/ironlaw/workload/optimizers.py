@@ -88,7 +88,7 @@ def _assignment(parameter: Parameter, config: OptimizerConfig) -> Assignment:
     if group is not None and group.weight_decay is not None:
         return Assignment(group.lr_scale, group.weight_decay, matrix)
     if config.no_decay is None:
-        kept = len(parameter.shape) < 2 or parameter.embedding  # they set scales, not functions
+        kept = parameter.is_small or parameter.embedding  # they set scales, not functions
     else:
         kept = any(fnmatchcase(parameter.name, pattern) for pattern in config.no_decay)
     return Assignment(group.lr_scale if group else 1.0, 0.0 if kept else config.weight_decay, matrix)

@@ -23,7 +23,12 @@ class Parameter:
     @property
     def is_block_matrix(self) -> bool:
         """A matrix of a linear layer inside a block: what optimizers for matrices are meant for."""
-        return len(self.shape) == 2 and not self.embedding and self.name.startswith("blocks.")
+        return len(self.shape) == 2 and not self.embedding and not self.is_small and self.name.startswith("blocks.")
+
+    @property
+    def is_small(self) -> bool:
+        """A vector, or those of all experts together."""
+        return len(self.shape) < 2 or self.name.endswith("bias")
 
 
 def model_parameters(model: ModelConfig) -> list[Parameter]:
@@ -94,10 +99,14 @@ def _experts(model: ModelConfig, name: str) -> list[Parameter]:
     assert model.moe is not None
     count, hidden, width = model.moe.experts, model.hidden, model.expert_ffn_size
     result = [Parameter(f"{name}.router.weight", (count, hidden))]
-    if model.gated_ffn:
-        result.append(Parameter(f"{name}.experts.gate.weight", (count, width, hidden)))
-    result.append(Parameter(f"{name}.experts.up.weight", (count, width, hidden)))
-    result.append(Parameter(f"{name}.experts.down.weight", (count, hidden, width)))
+    if model.moe.bias:
+        result.append(Parameter(f"{name}.router.score_bias", (count,)))
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    for which in ("gate", "up", "down") if model.gated_ffn else ("up", "down"):
+        outputs, inputs = shapes[which]
+        result.append(Parameter(f"{name}.experts.{which}.weight", (count, outputs, inputs)))
+        if model.moe.bias:
+            result.append(Parameter(f"{name}.experts.{which}.bias", (count, outputs)))
     if model.moe.shared_experts:
         result += _feed_forward(model, f"{name}.shared", model.shared_ffn_size)
     if model.moe.shared_gate:

@@ -137,7 +137,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if model.key_value_heads % layout.tp:
         raise UserError(f"layout.tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
-    if reason := undivided(model, layout.tp, layout.cp):
+    if reason := undivided(model, layout.tp, layout.cp, layout.ep):
         raise UserError(reason)
     if config.sequence % (2 * layout.cp) and layout.cp > 1:
         raise UserError(f"layout.cp = {layout.cp} needs sequences divisible by {2 * layout.cp}: two parts per rank")
