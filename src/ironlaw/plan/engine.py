@@ -67,6 +67,7 @@ class Engine:
     moment_bytes: float = 8.0
     gradient_communication_bytes: float = 4.0  # per parameter in the reduction over data parallel ranks
     pipeline_keeps: bool = False  # in pipelines: weights gathered for a whole step, gradients reduced at its end
+    fused_accumulation: bool = False  # a weight gradient is added to its buffer by the product that makes it
     half_gradient_bytes: float = 0.0  # per parameter: 16-bit gradients that stay beside the accumulation buffer
     entrance_bytes: float = 0.0  # per token and hidden element on the first stage, not divided by tp
     run_ahead_bytes: float = 0.0  # the same on the output layer's stage: what collectives still hold (engine_words.py)

@@ -46,6 +46,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "weight_bytes": ("B/parameter", "weights that compute reads, or the fp32 ones where those are gathered in 16 bits"),
     "gradient_bytes": ("B/parameter", "buffer that gradients accumulate in"),
     "pipeline_keeps": ("", "in pipelines, weights stay gathered for a whole step and gradients are reduced at its end"),
+    "fused_accumulation": ("", "a weight gradient is added to its buffer by the product that makes it, not read again"),
     "half_gradient_bytes": ("B/parameter", "16-bit gradients that stay beside it"),
     "master_bytes": ("B/parameter", "fp32 copy of the weights"),
     "moment_bytes": ("B/parameter", "both Adam moments"),

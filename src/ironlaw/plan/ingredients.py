@@ -360,7 +360,9 @@ def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
     message = stream_bytes / jobs.stream_shards
     tp_inside = np.minimum(jobs.tp, island)
     one, two = np.ones(len(jobs)), np.full(len(jobs), 2.0)
-    accumulated = jobs.local_block_parameters * (width + 2 * FP32)
+    # The fp32 buffer is read and written; the gradient read before, unless the product adds it.
+    read = 0.0 if setting.engine.fused_accumulation else width
+    accumulated = jobs.local_block_parameters * (read + 2 * FP32)
     return {
         "layer_matmul_forward": matmul_forward,
         "layer_matmul_backward": matmul_backward,
