@@ -85,7 +85,7 @@ def run(tiny_config: Config, train: Train, tmp_path: Path) -> Callable[..., Outc
                 pytest.importorskip("bitsandbytes")
         sections = {name: dict(table) for name, table in BASE.items()} | {"model": dict(MODEL)}
         for name in names:
-            for section, table in SETTINGS[name].items():
+            for section, table in (SETTINGS | SWITCHED)[name].items():
                 sections.setdefault(section, {}).update(table)
         model = sections.pop("model")
         # bf16 where asked for, fp32 elsewhere: tiny_config says so.
@@ -101,6 +101,35 @@ def check(outcome: Outcome, run: Path) -> None:
     assert plan.memory_bytes()["optimizer"] == measured.memory_bytes()["optimizer"]
     assert plan.memory_bytes()["weights"] == measured.memory_bytes()["weights"]
     assert measured.totals["train_loss"].value < 6.1  # ln 512 is 6.24
+
+
+ROTARY = {
+    "kv_heads": 2, "ffn": 160, "gated_ffn": True, "norm": "rmsnorm", "positions": "rope", "bias": False,
+}  # fmt: skip
+SWITCHED: dict[str, dict[str, dict[str, Any]]] = {
+    "gemma2": {"model": ROTARY | {
+        "norm_place": "sandwich", "sliding_window": 24, "full_every": 2, "attention_cap": 20.0, "logit_cap": 10.0,
+        "embedding_scale": 4.0,
+    }},
+    "gemma3": {"model": ROTARY | {
+        "norm_place": "sandwich", "sliding_window": 24, "full_every": 2, "qk_norm": True, "rope_theta_local": 1e3,
+    }},
+    "cohere": {"model": ROTARY | {"norm": "layernorm", "norm_bias": False, "parallel_norms": 1, "logit_scale": 2.0}},
+    "bloom": {"model": {"positions": "alibi", "embedding_norm": True}},
+    "gpt-oss": {"model": ROTARY | {
+        "bias": True, "ffn_bias": False, "activation": "clamped_swiglu", "attention_sinks": True,
+        "moe": {"experts": 4, "experts_per_token": 2, "bias": True},
+    }},
+}  # fmt: skip
+WITH = [
+    ("gemma2",), ("gemma2", "recompute full"), ("gemma3", "bf16"), ("gemma3", "recompute budget"),
+    ("cohere", "chunked loss"), ("cohere", "documents"), ("bloom", "documents"), ("gpt-oss", "ragged accumulation"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", WITH, ids=" and ".join)
+def test_families(names: tuple[str, ...], run: Callable[..., Outcome], tmp_path: Path) -> None:
+    check(run(*names), tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
