@@ -153,7 +153,7 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
     [
         ({"norm": "rmsnorm"}, "learned positions go with"),
         ({"bias": False}, "learned positions go with"),
-        ({"positions": "rope"}, "rotary positions go with"),
+        ({"positions": "rope", "qk_norm": True}, "has the rest"),
         (ROTARY | {"qk_norm": True, "sliding_window": 8}, "qk_norm is Qwen3's"),
         (ROTARY | {"qkv_bias": True, "sliding_window": 8}, "Qwen2's"),
         (ROTARY | {"bias": True, "sliding_window": 8}, "Mistral's"),

@@ -20,6 +20,7 @@ class Entry:
     order: tuple[int, ...] = ()  # of our rows, which of theirs each one is; empty: the same
     # Of stacks with inputs first: the first of their outputs that is ours, and the step to the next.
     every: tuple[int, int] | None = None
+    rows: int = 0  # of theirs, where `order` takes some of them
     plus: float = 0.0  # ours are theirs and this (norms that multiply by one and their weight)
 
     def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -51,3 +52,20 @@ class Entry:
             tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
         tensor = tensor.t() if self.transposed else tensor
         return tensor.split(self.sizes) if self.sizes else (tensor,)
+
+    def put(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
+        """Ours into theirs; some tensors of theirs are made of several of ours."""
+        tensor = tensor - self.plus if self.plus else tensor
+        name = self.theirs[0]
+        if self.every is not None:
+            start, step = self.every
+            count, outputs, *inputs = tensor.shape
+            whole = there.setdefault(name, tensor.new_zeros(count, *inputs, outputs * step))
+            whole.movedim(-1, 1)[:, start::step] = tensor
+        elif self.rows:
+            whole = there.setdefault(name, tensor.new_zeros(self.rows, *tensor.shape[1:]))
+            whole[torch.tensor(self.order)] = tensor
+        else:
+            # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
+            there |= {name: part.clone(memory_format=torch.contiguous_format)
+                      for name, part in zip(self.theirs, self.split(tensor), strict=True)}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names and forms of the tensors of more families in Hugging Face safetensors, for reading.
+"""Names and forms of the tensors of more families in Hugging Face safetensors.
 
 Beside names, families differ in form: query, key and value (or gate and up) may be one matrix, with the three of a head
 or of a group of heads next to each other; rotary positions may turn neighbours instead of halves, which is an order of
@@ -85,7 +85,8 @@ def family_entries(config: ModelConfig, kind: str) -> Iterator[Entry]:
     names = NAMES[kind]
     yield Entry("embedding.weight", (f"{names.embedding}.weight",))
     if config.positions == "learned":  # after two rows that nothing reads
-        yield Entry("positions.weight", (f"{names.positions}.weight",), order=tuple(range(2, config.context + 2)))
+        yield Entry("positions.weight", (f"{names.positions}.weight",), order=tuple(range(2, config.context + 2)),
+                    rows=config.context + 2)  # fmt: skip
     if config.embedding_norm:
         yield from _norm(config, "embedding_norm", names.embedding_norm, names)
     for layer in range(config.layers):
@@ -105,7 +106,8 @@ def _block(config: ModelConfig, kind: str, ours: str, theirs: str) -> Iterator[E
     for norm, name in zip(_norms(config), there, strict=False):
         yield from _norm(config, f"{ours}.{norm}", f"{theirs}.{name}", names)
     fused = tuple(f"{theirs}.{name}" for name in names.query_key_value)
-    yield from _linear(f"{ours}.attention.qkv", fused, config.has_qkv_bias, _order(config, names))
+    sizes = (config.query_size, config.key_value_size, config.key_value_size)
+    yield from _linear(f"{ours}.attention.qkv", fused, config.has_qkv_bias, _order(config, names), sizes=sizes)
     if config.qk_norm:
         for which, part in (("query", "q"), ("key", "k")):
             there_name = f"{theirs}.self_attn.{part}_norm.weight"
@@ -120,7 +122,8 @@ def _block(config: ModelConfig, kind: str, ours: str, theirs: str) -> Iterator[E
     width = config.ffn_size
     for which, start in (("gate", 0), ("up", width)) if config.gated_ffn else (("up", 0),):
         rows = tuple(range(start, start + width)) if both else ()
-        yield from _linear(f"{ours}.ffn.{which}", (f"{theirs}.{getattr(names, which)}",), config.has_ffn_bias, rows)
+        name = f"{theirs}.{getattr(names, which)}"
+        yield from _linear(f"{ours}.ffn.{which}", (name,), config.has_ffn_bias, rows, 2 * width if both else 0)
     yield from _linear(f"{ours}.ffn.down", (f"{theirs}.{names.down}",), config.has_ffn_bias)
 
 
@@ -147,9 +150,13 @@ def _norm(config: ModelConfig, ours: str, theirs: str, names: Names) -> Iterator
         yield Entry(f"{ours}.{part}", (f"{theirs}.{part}",), plus=float(names.plus_one and part == "weight"))
 
 
-def _linear(ours: str, theirs: tuple[str, ...], bias: bool, order: tuple[int, ...] = ()) -> Iterator[Entry]:
+def _linear(
+    ours: str, theirs: tuple[str, ...], bias: bool, order: tuple[int, ...] = (), rows: int = 0,
+    sizes: tuple[int, ...] = (),
+) -> Iterator[Entry]:  # fmt: skip
     for part in ("weight", "bias") if bias else ("weight",):
-        yield Entry(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), order=order)
+        there = tuple(f"{name}.{part}" for name in theirs)
+        yield Entry(f"{ours}.{part}", there, sizes if len(theirs) > 1 else (), order=order, rows=rows)
 
 
 def _order(config: ModelConfig, names: Names) -> tuple[int, ...]:

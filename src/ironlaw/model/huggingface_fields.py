@@ -6,6 +6,7 @@ from typing import Any
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface_family_fields import family_fields
 from ironlaw.model.yarn import is_yarn
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
@@ -19,10 +20,12 @@ _CLASSES = {
 
 def family(config: ModelConfig) -> str:
     """gpt2, llama, mistral, qwen2, qwen3, mixtral, ...; UserError for a combination that none of them has."""
-    if others := config.switched:
-        raise _none(config, f"{others[0]} is of families whose weights are read here and not written")
-    if config.positions not in ("learned", "rope"):
-        raise _none(config, f'positions = "{config.positions}" is of families whose weights are read and not written')
+    if is_switched(config):
+        fields = family_fields(config, _rope_scaling(config))
+        if fields is None:
+            reason = (config.switched or [f'positions = "{config.positions}"'])[0]
+            raise _none(config, f"none of the families that have {reason} has the rest")
+        return str(fields["model_type"])
     if config.latent is not None:
         return _family_with_latents(config)
     if config.moe is not None:
@@ -95,9 +98,20 @@ def _family_with_latents(config: ModelConfig) -> str:
     raise _none(config, "softmax scores go without a bias and a normalised sum (V2), sigmoid ones with a bias (V3)")
 
 
+def is_switched(config: ModelConfig) -> bool:
+    """Whether it is one of `huggingface_families.py`."""
+    plain = config.positions in ("learned", "rope") and config.activation not in ("relu", "relu2")
+    gpt2 = config.positions == "learned" or (config.norm == "rmsnorm" and config.gated_ffn)
+    return bool(config.switched) or not plain or not gpt2
+
+
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """The content of `config.json`."""
     kind = family(config)
+    if is_switched(config):
+        fields = family_fields(config, _rope_scaling(config))
+        assert fields is not None
+        return fields
     shared = {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -171,9 +185,12 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None
     scaling = dict(config.rope_scaling)
+    if set(scaling) == {"factor"}:
+        return {"rope_type": "linear", **scaling}
     original = int(scaling.pop("original_context"))
     if is_yarn(scaling):
-        return {"rope_type": "yarn", **scaling, "original_max_position_embeddings": original}
+        whole = {} if scaling.pop("truncate", 1.0) else {"truncate": False}
+        return {"rope_type": "yarn", **scaling, **whole, "original_max_position_embeddings": original}
     return {"rope_type": "llama3", **scaling, "original_max_position_embeddings": original}
 
 

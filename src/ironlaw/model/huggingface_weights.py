@@ -1,6 +1,6 @@
 """Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2, Qwen3, with experts Mixtral, Qwen2-MoE,
-Qwen3-MoE and OLMoE, and with latent attention DeepSeek-V2 and V3. Those of more families are read
-(`huggingface_family_weights.py`).
+Qwen3-MoE and OLMoE, and with latent attention DeepSeek-V2 and V3. Those of more families are in
+`huggingface_family_weights.py`.
 
 Differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
 stores its matrices input first; the experts' matrices are one stack here and one by one there. Rotary positions turn
@@ -252,11 +252,8 @@ def write_model(
     # Without these the family's own special tokens would be taken for ours.
     fields |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
     tensors: dict[str, Tensor] = {}
-    for entry in entries(config):
-        parts = entry.split(weights[entry.ours].detach().to(dtype))
-        # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
-        tensors |= {name: part.clone(memory_format=torch.contiguous_format)
-                    for name, part in zip(entry.theirs, parts, strict=True)}  # fmt: skip
+    for entry in entries(config, str(fields["model_type"])):
+        entry.put(weights[entry.ours].detach().to(dtype), tensors)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
