@@ -212,7 +212,7 @@ def test_file_or_directory_names_the_model(tmp_path):
         (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias"),
         (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
         ({"model_type": "qwen3_next"}, "recurrent"),
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
         ({"hidden_act": "relu6"}, "'relu6' is not supported"),
         ({"text_config": {}}, "parts beside a decoder"),

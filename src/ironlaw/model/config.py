@@ -63,6 +63,13 @@ class ModelConfig(Switches):
         if self.positions == "rope" and self.size_of_rotary % 2:
             part = "rotary_size" if self.rotary_size else "head size"
             raise ValueError(f"rotary positions need an even {part}, this one is {self.size_of_rotary}")
+        for factors in (self.rope_short, self.rope_long):
+            both = self.rope_short and self.rope_long and "original_context" in (self.rope_scaling or {})
+            if factors and not (both and len(factors) == self.size_of_rotary // 2):
+                raise ValueError(
+                    f"rope_short and rope_long have {self.size_of_rotary // 2} numbers each, and need rope_scaling's "
+                    "factor and original_context"
+                )
         if self.size_of_rotary > self.size_of_head:
             raise ValueError(f"rotary_size = {self.rotary_size} is more than the head size {self.size_of_head}")
         if self.qk_norm_whole and not self.qk_norm:

@@ -53,6 +53,7 @@ def llama_family(fields: Fields) -> dict[str, Any]:
         "positions": "rope",
         "rope_theta": theta,
         "rope_scaling": scaling,
+        **long_factors(fields),
         "bias": False,
         "vocab": fields["vocab_size"],
         "context": fields["max_position_embeddings"],
@@ -72,13 +73,26 @@ def rope(fields: Fields) -> tuple[dict[str, float] | None, float]:
         return None, theta
     if kind == "yarn":
         return _yarn(table, fields), theta
+    if kind == "longrope":
+        original = float(table.get("original_max_position_embeddings") or fields["original_max_position_embeddings"])
+        factor = float(table.get("factor") or fields["max_position_embeddings"] / original)
+        fixed = {"attention_factor": float(table["attention_factor"])} if table.get("attention_factor") else {}
+        return {"factor": factor, "original_context": original, **fixed}, theta
     if kind == "linear":
         return {"factor": float(table["factor"])}, theta
     if kind != "llama3":
-        raise UserError(f"rope_scaling of type '{kind}' is not supported: default, linear, llama3 and yarn are")
+        raise UserError(f"rope_scaling of type '{kind}' is not supported: linear, llama3, yarn and longrope are")
     names = ("factor", "low_freq_factor", "high_freq_factor")
     scaling = {name: float(table[name]) for name in names}
     return scaling | {"original_context": float(table["original_max_position_embeddings"])}, theta
+
+
+def long_factors(fields: Fields) -> dict[str, Any]:
+    """LongRoPE's two lists, if there are any."""
+    table: Fields = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if table.get("short_factor") is None:
+        return {}
+    return {"rope_short": tuple(table["short_factor"]), "rope_long": tuple(table["long_factor"])}
 
 
 def rotary_size(fields: Fields, share: float = 1.0, *names: str) -> int | None:

@@ -79,6 +79,7 @@ def _shared(config: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> d
         "partial_rotary_factor": config.size_of_rotary / config.size_of_head,
         "sliding_window": config.sliding_window, "layer_types": kinds if placed else None,
         "attention_bias": config.has_qkv_bias, "mlp_bias": config.has_ffn_bias,
+        "original_max_position_embeddings": (scaling or {}).get("original_max_position_embeddings"),
     }  # fmt: skip
 
 

@@ -185,6 +185,12 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None
     scaling = dict(config.rope_scaling)
+    if config.rope_short and config.rope_long:
+        extra = {"attention_factor": scaling["attention_factor"]} if "attention_factor" in scaling else {}
+        return {
+            "rope_type": "longrope", "short_factor": list(config.rope_short), "long_factor": list(config.rope_long),
+            "factor": scaling["factor"], "original_max_position_embeddings": int(scaling["original_context"]), **extra,
+        }  # fmt: skip
     if set(scaling) == {"factor"}:
         return {"rope_type": "linear", **scaling}
     original = int(scaling.pop("original_context"))

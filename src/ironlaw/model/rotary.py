@@ -17,17 +17,21 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import cosine_factor, is_yarn
 
 
-def rotary_tables(config: ModelConfig, local: bool = False) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: ModelConfig, local: bool = False, long: bool = False) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (context, R/2) in fp32; R is the rotated part of a head.
 
-    `local`: those of layers with a sliding window, where they are others (`rope_theta_local`).
+    `local`: those of layers with a sliding window, where they are others (`rope_theta_local`). `long`: those of
+    sequences beyond the original context (`rope_long`).
     """
     half = config.size_of_rotary // 2
     theta, scaling, scale = config.rope_theta, config.rope_scaling, 1.0
     if local and config.rope_theta_local is not None:
         theta, scaling = config.rope_theta_local, None
     frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    if scaling and is_yarn(scaling):
+    factors = config.rope_long if long else config.rope_short
+    if scaling and factors:
+        frequency, scale = frequency / torch.tensor(factors, dtype=torch.float64), _long_factor(scaling)
+    elif scaling and is_yarn(scaling):
         frequency, scale = _yarn(frequency, config.rope_theta, scaling), cosine_factor(scaling)
     elif scaling and "low_freq_factor" in scaling:
         frequency = _llama3(frequency, scaling)
@@ -35,6 +39,14 @@ def rotary_tables(config: ModelConfig, local: bool = False) -> tuple[Tensor, Ten
         frequency = frequency / scaling["factor"]
     angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
     return (angle.cos() * scale).float(), (angle.sin() * scale).float()
+
+
+def _long_factor(scaling: Mapping[str, float]) -> float:
+    """Of cosines and sines under LongRoPE (arXiv 2402.13753, as released checkpoints have it)."""
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    factor = scaling["factor"]
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(scaling["original_context"]))
 
 
 def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:

@@ -30,6 +30,9 @@ class Switches(BaseModel):
     full_every: int | None = Field(None, gt=1)
     full_first: int = Field(0, ge=0)
     rope_theta_local: float | None = Field(None, gt=0)  # of layers with a window, unscaled; rope_theta unless given
+    # LongRoPE: what each frequency is divided by, up to rope_scaling's original_context and in longer sequences (Phi).
+    rope_short: tuple[float, ...] | None = None
+    rope_long: tuple[float, ...] | None = None
     unrotated_every: int | None = Field(None, gt=1)  # every n-th layer has no positions (SmolLM3, Command R7B)
     # Scores, or logits, become cap x tanh(x / cap) (Gemma 2).
     attention_cap: float | None = Field(None, gt=0)

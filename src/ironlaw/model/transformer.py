@@ -165,9 +165,10 @@ class Transformer(nn.Module):
         """Buffers of cosines and sines; those of layers with a window apart where they turn otherwise."""
         if self.config.positions != "rope":
             return
-        for local in (False, True) if self.config.rope_theta_local else (False,):
-            for name, table in zip(("rotary_cos", "rotary_sin"), rotary_tables(self.config, local), strict=True):
-                self.register_buffer(name + "_local" * local, table.to(device), persistent=False)
+        kinds = [(False, False)] + [(True, False)] * bool(self.config.rope_theta_local)
+        for local, long in kinds + [(False, True)] * bool(self.config.rope_long):
+            for name, table in zip(("rotary_cos", "rotary_sin"), rotary_tables(self.config, local, long), strict=True):
+                self.register_buffer(name + "_local" * local + "_long" * long, table.to(device), persistent=False)
 
     def initialize(self) -> None:
         for name, parameter in self.named_parameters():
@@ -240,9 +241,12 @@ class Transformer(nn.Module):
     def rotary(self, sequence: int, windowed: bool, rotated: bool) -> tuple[Tensor, Tensor] | None:
         if self.config.positions != "rope" or not rotated:
             return None
-        local = "_local" if windowed and self.config.rope_theta_local else ""
+        which = "_local" if windowed and self.config.rope_theta_local else ""
+        scaling = self.config.rope_scaling or {}
+        if self.config.rope_long and sequence > scaling["original_context"]:
+            which = "_long"
         rows = self.place.positions(sequence)
-        return getattr(self, f"rotary_cos{local}")[rows], getattr(self, f"rotary_sin{local}")[rows]
+        return getattr(self, f"rotary_cos{which}")[rows], getattr(self, f"rotary_sin{which}")[rows]
 
     def attention_mask(
         self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None, windowed: bool = True

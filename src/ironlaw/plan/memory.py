@@ -76,7 +76,7 @@ def highest(operations: Iterable[Operation], gradients_held: int = 0) -> Peak:
 
 
 def rotary_table_bytes(model: ModelConfig) -> int:
-    tables = 1 + (model.rope_theta_local is not None)
+    tables = 1 + (model.rope_theta_local is not None) + (model.rope_long is not None)
     return tables * model.context * model.size_of_rotary * FP32 if model.positions == "rope" else 0
 
 
