@@ -32,8 +32,9 @@ OPERATION = {
         ({"dropout": 0.1}, {}, "fp32"),
         ({"sliding_window": 6}, {}, "fp32"),
         ({"heads": 4, "kv_heads": 2}, {"packing": "best_fit"}, "bf16"),
+        ({"positions": "alibi"}, {}, "fp32"),
     ],
-    ids=["plain", "bf16", "dropout", "window", "documents and grouped heads"],
+    ids=["plain", "bf16", "dropout", "window", "documents and grouped heads", "alibi"],
 )
 def test_what_is_reported_runs(
     model: dict[str, Any], data: dict[str, Any], precision: str, tiny_config: Callable[..., RunConfig]
@@ -61,3 +62,8 @@ def test_a_run_says_it_and_its_ledger_keeps_it(
     train(tiny_config(train={"steps": 2}), tmp_path / "run", watch=lambda report: said.append(report.attention))
     assert said == ["SDPA: flash"] * 2
     assert Ledger.load(tmp_path / "run" / "ledger.json").facts["attention"] == "SDPA: flash"
+
+
+def test_caps_and_sinks_are_said_to_be_computed_in_memory(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config({"attention_cap": 20.0})
+    assert "scores in memory" in attention_kernel(Transformer(config.model), config, CPU, "fp32")

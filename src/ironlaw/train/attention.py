@@ -26,6 +26,8 @@ def attention_kernel(model: Transformer, config: RunConfig, device: torch.device
     sequence = config.sequence
     if model.config.dropout and config.layout is not None:
         return "scores in memory: with a [layout] dropout is drawn by sample, which no fused kernel does"
+    if model.config.composes_scores and device.type != "cuda":
+        return "scores in memory: caps and sinks change them, which no fused kernel does on this device"
     documents = torch.zeros(1, sequence, dtype=torch.int32, device=device) if config.data.masks_documents else None
     with torch.no_grad(), autocast(device, precision):
         mask = model.attention_mask(sequence, device, documents, None)
