@@ -15,12 +15,12 @@ import fit_engines
 import numpy as np
 from fit_intervals import Left, coverage, errors_at_a_distance
 
-from ironlaw.plan.engine import Engine
-from ironlaw.plan.engine_words import MEANING
-from ironlaw.plan.intervals import factors
-from ironlaw.plan.named import engines
-from ironlaw.plan.runs import read_runs
-from ironlaw.plan.validate import validate
+from ironlaw.plan.cluster.intervals import factors
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engines
+from ironlaw.plan.engines.words import MEANING
+from ironlaw.plan.measured.read import read_runs
+from ironlaw.plan.measured.validate import validate
 
 ROOT = Path(__file__).parents[1]
 

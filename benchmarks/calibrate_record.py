@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ironlaw.plan.calibrate import calibrate
-from ironlaw.plan.engine import Engine
-from ironlaw.plan.evaluate import evaluate, settled
-from ironlaw.plan.named import engine
-from ironlaw.plan.runs import Run, read_runs
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engine
+from ironlaw.plan.measured.calibrate import calibrate
+from ironlaw.plan.measured.evaluate import evaluate, settled
+from ironlaw.plan.measured.read import Run, read_runs
 
 ONE_NODE = ("vtrain-1node-h1024",)
 NODES = ("vtrain-GPT-3.6B", "vtrain-GPT-18.4B")

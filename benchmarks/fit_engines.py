@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from ironlaw.plan.engine import Engine
-from ironlaw.plan.engine_words import MEANING
-from ironlaw.plan.evaluate import settings_of, settled, under_pressure
-from ironlaw.plan.ingredients import Parts, step_parts
-from ironlaw.plan.jobs import Jobs, jobs_of_columns
-from ironlaw.plan.named import engines
-from ironlaw.plan.runs import Run, read_runs
-from ironlaw.plan.sharded_memory import peak_memory, reported_bytes
-from ironlaw.plan.stages import StageLayers, stage_layers
-from ironlaw.plan.timeline import assemble
+from ironlaw.plan.cluster.ingredients import Parts, step_parts
+from ironlaw.plan.cluster.jobs import Jobs, jobs_of_columns
+from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
+from ironlaw.plan.cluster.stages import StageLayers, stage_layers
+from ironlaw.plan.cluster.timeline import assemble
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engines
+from ironlaw.plan.engines.words import MEANING
+from ironlaw.plan.measured.evaluate import settings_of, settled, under_pressure
+from ironlaw.plan.measured.read import Run, read_runs
 
 # name: (lowest, highest, scale of the prior in the fitted variable)
 TIME_BOUNDS: dict[str, tuple[float, float]] = {
@@ -353,7 +353,7 @@ def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
     free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}
     lines = [f"# Constants of the engine {name}. Conventions are read from the framework's documentation or code;"]
     lines += [
-        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engine_words.py.",
+        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engines/words.py.",
         "",
     ]
     lines += [f"{key} = {toml(old[key])}" for key in TEXT if key in old]

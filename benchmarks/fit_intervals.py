@@ -4,8 +4,8 @@
 
 Every run is planned three times by constants that never saw it: by its engine fitted without its group; without its
 accelerator generation; and by the generic engine, as if its software were not known. The constants of
-`plan/intervals.py` are those with the least quantile loss at 10 and 90% over all of them, every group weighing by the
-fourth root of its size. Coverage of a group is that of intervals learned from the other groups.
+`plan/cluster/intervals.py` are those with the least quantile loss at 10 and 90% over all of them, every group weighing
+by the fourth root of its size. Coverage of a group is that of intervals learned from the other groups.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fit_engines import PLAN, Unseen, fit, fold_of, left_out, log_errors, start_
 from fit_engines import blocks as blocks_of
 from scipy.optimize import minimize
 
-from ironlaw.plan.evaluate import settled
-from ironlaw.plan.intervals import Distance, comparable, spread_factors
-from ironlaw.plan.jobs import jobs_of_columns
-from ironlaw.plan.named import GENERIC
-from ironlaw.plan.named import engine as engine_named
-from ironlaw.plan.runs import Run, read_runs
+from ironlaw.plan.cluster.intervals import Distance, comparable, spread_factors
+from ironlaw.plan.cluster.jobs import jobs_of_columns
+from ironlaw.plan.engines.named import GENERIC
+from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.measured.evaluate import settled
+from ironlaw.plan.measured.read import Run, read_runs
 
 LEARNED = ("within", "between", "unknown_engine", "skew")
 FIXED = {"assumed_hardware": 0.4, "doubling": 0.02}
@@ -165,8 +165,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write interval_factors.toml")
     arguments = parser.parse_args()
     lines = [
-        "# Constants of the 80% intervals (plan/intervals.py), in ln(measured / planned), and what engines were",
-        "# checked on, a list per group of runs: fewest and most parameters, most accelerators, runs.",
+        "# Constants of the 80% intervals (plan/cluster/intervals.py), in ln(measured / planned), and what engines",
+        "# were checked on, a list per group of runs: fewest and most parameters, most accelerators, runs.",
         "# Written by benchmarks/fit_intervals.py.",
     ]
     for kind in ("time", "memory"):
@@ -185,7 +185,7 @@ def main() -> None:
         for name, generations in checked(arguments.csv, kind).items():
             lines += ["", f"[{kind}.checked.{name}]", *(f"{key} = {entry}" for key, entry in generations.items())]
     if arguments.write:
-        path = Path(__file__).parents[1] / "src/ironlaw/plan/interval_factors.toml"
+        path = Path(__file__).parents[1] / "src/ironlaw/plan/cluster/interval_factors.toml"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

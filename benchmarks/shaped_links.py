@@ -230,7 +230,7 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     from ironlaw.machine.links import Fabric, Link, load_costs
     from ironlaw.machine.profile import load_profile
     from ironlaw.plan.layout import parse_layout
-    from ironlaw.plan.on_ranks import plan_ranks
+    from ironlaw.plan.ranks.estimate import plan_ranks
 
     config = build_config(document(workload, layout))
     link = Link(delay_ms / 1e3, rate / 8 * GOODPUT)

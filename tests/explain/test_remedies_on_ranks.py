@@ -13,7 +13,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.on_ranks import plan_ranks
+from ironlaw.plan.ranks.estimate import plan_ranks
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))

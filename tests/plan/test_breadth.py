@@ -8,13 +8,13 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.engine import Engine
-from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.cluster.estimate import plan_cluster, plan_jobs
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engines
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.named import engines
-from ironlaw.plan.setting import setting
-from ironlaw.plan.update_cost import ADAMW, update_cost
 from ironlaw.workload.optimizers import OptimizerConfig, state_bytes
 from ironlaw.workload.parameters import model_parameters
 

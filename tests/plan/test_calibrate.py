@@ -7,12 +7,12 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.plan.calibrate import CONSTANTS, calibrate
-from ironlaw.plan.engine_words import MEANING
-from ironlaw.plan.evaluate import evaluate
-from ironlaw.plan.named import engine, own_profiles, profile_path
-from ironlaw.plan.profiles import save_profile
-from ironlaw.plan.runs import Run
+from ironlaw.plan.engines.named import engine, own_profiles, profile_path
+from ironlaw.plan.engines.words import MEANING
+from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate
+from ironlaw.plan.measured.evaluate import evaluate
+from ironlaw.plan.measured.profiles import save_profile
+from ironlaw.plan.measured.read import Run
 
 TRUE = {"host_layer_seconds": 2.0e-3, "matmul_slowdown": 1.35, "network_slowdown": 2.0}
 LAYOUTS = [

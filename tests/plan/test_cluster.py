@@ -9,7 +9,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_cluster
+from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
@@ -77,7 +77,10 @@ def test_wrong_input_is_a_user_error(options, words):
 
 
 def test_planning_does_not_import_torch():
-    code = "import sys, ironlaw.plan.cluster, ironlaw.plan.search, ironlaw.plan.validate; print('torch' in sys.modules)"
+    code = (
+        "import sys, ironlaw.plan.cluster.estimate, ironlaw.plan.cluster.search, ironlaw.plan.measured.validate;"
+        "print('torch' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
 

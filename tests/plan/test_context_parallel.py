@@ -8,13 +8,13 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.jobs import CP_KINDS, jobs_of
+from ironlaw.plan.cluster.estimate import plan_cluster, plan_jobs
+from ironlaw.plan.cluster.jobs import CP_KINDS, jobs_of
+from ironlaw.plan.cluster.layout_space import layout_of, layout_table
+from ironlaw.plan.cluster.search import search
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.layout_space import layout_of, layout_table
-from ironlaw.plan.named import engine, engines
-from ironlaw.plan.search import search
-from ironlaw.plan.setting import setting
 
 LLAMA = ModelConfig.named("llama3-8b").model_copy(update={"context": 131_072})
 LONG = 131_072

@@ -14,7 +14,7 @@ from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.emit import TRAINERS, emit, trainer_named
+from ironlaw.plan.emit.trainers import TRAINERS, emit, trainer_named
 from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.work import Work
 

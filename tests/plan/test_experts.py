@@ -11,19 +11,19 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.emit import TRAINERS, emit
-from ironlaw.plan.experts import IMBALANCE, places_of_a_token, rows_sent_per_token
-from ironlaw.plan.jobs import jobs_of
-from ironlaw.plan.known_experts import known_experts
-from ironlaw.plan.launches import expert_launches, usual_expert_launches
+from ironlaw.plan.cluster.estimate import plan_cluster, plan_jobs
+from ironlaw.plan.cluster.experts import IMBALANCE, places_of_a_token, rows_sent_per_token
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.launches import expert_launches, usual_expert_launches
+from ironlaw.plan.cluster.layout_space import EXPERT_WALL
+from ironlaw.plan.cluster.search import search
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.utilisation import other_conventions
+from ironlaw.plan.emit.trainers import TRAINERS, emit
+from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.layout_space import EXPERT_WALL
-from ironlaw.plan.named import engine
-from ironlaw.plan.runs import read_runs
-from ironlaw.plan.search import search
-from ironlaw.plan.setting import setting
-from ironlaw.plan.utilisation import other_conventions
+from ironlaw.plan.measured.known_experts import known_experts
+from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.work import Work
 from ironlaw.workload.transformer import Shape, training_operations
 

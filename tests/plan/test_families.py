@@ -6,7 +6,7 @@ import pytest
 
 from ironlaw.catalog.models import model_names
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.cluster.jobs import jobs_of
 from ironlaw.plan.layout import Layout
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.transformer import Shape, training_operations
@@ -35,8 +35,8 @@ def test_a_window_in_some_layers_saves_their_share() -> None:
 
 
 def test_norms_after_branches_keep_more_and_branches_side_by_side_less() -> None:
-    from ironlaw.plan.named import engine
-    from ironlaw.plan.sharded_memory import layer_activation_bytes
+    from ironlaw.plan.cluster.memory import layer_activation_bytes
+    from ironlaw.plan.engines.named import engine
 
     llama = ModelConfig.named("llama3-8b")
     kept = [

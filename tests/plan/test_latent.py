@@ -13,18 +13,18 @@ from ironlaw.machine.efficiency.attention import attention_flops
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface_fields import to_fields
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster import plan_jobs
-from ironlaw.plan.emit import emit
-from ironlaw.plan.ingredients import block_products
-from ironlaw.plan.jobs import jobs_of
-from ironlaw.plan.latent import kept_bytes, spared_collectives, widened_bytes
+from ironlaw.plan.cluster.estimate import plan_jobs
+from ironlaw.plan.cluster.ingredients import block_products
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.latent import kept_bytes, spared_collectives, widened_bytes
+from ironlaw.plan.cluster.memory import kept_activation_bytes, layer_activation_bytes
+from ironlaw.plan.cluster.search import search
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.emit.trainers import emit
+from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.named import engine
-from ironlaw.plan.parts import stage_parameters
+from ironlaw.plan.ranks.parts import stage_parameters
 from ironlaw.plan.request import plan_request
-from ironlaw.plan.search import search
-from ironlaw.plan.setting import setting
-from ironlaw.plan.sharded_memory import kept_activation_bytes, layer_activation_bytes
 from ironlaw.plan.work import Work
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.transformer import Shape, training_operations
@@ -124,7 +124,7 @@ def test_a_mixture_of_kinds_is_planned_as_each_alone():
     """Rows of validation come together: latent attention in one leaves the others as they are."""
     from dataclasses import fields
 
-    from ironlaw.plan.jobs import Jobs
+    from ironlaw.plan.cluster.jobs import Jobs
 
     where = setting(parse_cluster("64xh100-sxm-80gb"), MEGATRON, "bf16")
     parts = [jobs(V3, "dp=8 pp=8 ep=8 zero=1"), jobs(ModelConfig.named("llama3-8b"), "dp=64 zero=1")]

@@ -6,14 +6,14 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_cluster
-from ironlaw.plan.ingredients import block_products, product_seconds, step_parts
-from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.ingredients import block_products, product_seconds, step_parts
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.engines.low_precision import NARROW, Casts, held_by
+from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.low_precision import NARROW, Casts, held_by
-from ironlaw.plan.named import engine
-from ironlaw.plan.setting import setting
-from ironlaw.plan.sharded_memory import layer_activation_bytes, peak_memory
 
 LLAMA = ModelConfig.named("llama3-8b")
 MATRICES = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # of a block

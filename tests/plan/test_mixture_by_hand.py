@@ -10,13 +10,13 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_cluster, plan_jobs
-from ironlaw.plan.experts import IMBALANCE, permutation_elements
-from ironlaw.plan.ingredients import block_products
-from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.cluster.estimate import plan_cluster, plan_jobs
+from ironlaw.plan.cluster.experts import IMBALANCE, permutation_elements
+from ironlaw.plan.cluster.ingredients import block_products
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.named import engine
-from ironlaw.plan.setting import setting
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")
 CLUSTER = parse_cluster("64xh100-sxm-80gb")

@@ -10,12 +10,12 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve, Profile
-from ironlaw.plan.estimate import plan_run
 from ironlaw.plan.layout import Layout, parse_layout
-from ironlaw.plan.on_ranks import RanksPlan, plan_ranks
-from ironlaw.plan.rank_passes import most_in_flight, passes, play
-from ironlaw.plan.rank_search import best_layout
-from ironlaw.plan.traffic import traffic
+from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
+from ironlaw.plan.ranks.passes import most_in_flight, passes, play
+from ironlaw.plan.ranks.search import best_layout
+from ironlaw.plan.ranks.traffic import traffic
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
 LLAMA = GPT | {

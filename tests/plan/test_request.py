@@ -12,10 +12,10 @@ from ironlaw.catalog import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.checked import DEFAULT_ON, checked_runs
-from ironlaw.plan.cluster import plan_cluster
+from ironlaw.plan.cluster.checked import DEFAULT_ON, checked_runs
+from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.engines.named import engines
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.named import engines
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import Wishes
 

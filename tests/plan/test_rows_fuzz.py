@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ironlaw.plan.validate import validate
+from ironlaw.plan.measured.validate import validate
 
 SIZES = ["", "1", "2.0", "7", "8", "12", "64", "96", "-1", "0", "1e9", "2.5", "many", "nan", "inf", "1,024"]
 FLAGS = ["", "True", "false", "1.0", "yes", "maybe"]

@@ -9,11 +9,11 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
-from ironlaw.plan.described_node import described_node, resized
-from ironlaw.plan.jobs import jobs_of_columns
-from ironlaw.plan.row_accelerator import accelerator_of
-from ironlaw.plan.runs import read_runs
-from ironlaw.plan.validate import validate
+from ironlaw.plan.cluster.jobs import jobs_of_columns
+from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.network import described_node, resized
+from ironlaw.plan.measured.read import read_runs
+from ironlaw.plan.measured.validate import validate
 
 ROW = {
     "group": "g", "framework": "something new 1.0", "layers": "32.0", "hidden": "4096.0", "heads": "32",

@@ -9,12 +9,12 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import plan_jobs
-from ironlaw.plan.jobs import jobs_of_table
-from ironlaw.plan.layout_space import COLUMNS, layout_table, savings
-from ironlaw.plan.named import engine
-from ironlaw.plan.search import hiding, search
-from ironlaw.plan.setting import setting
+from ironlaw.plan.cluster.estimate import plan_jobs
+from ironlaw.plan.cluster.jobs import jobs_of_table
+from ironlaw.plan.cluster.layout_space import COLUMNS, layout_table, savings
+from ironlaw.plan.cluster.search import hiding, search
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.engines.named import engine
 
 CASES = [
     ("llama3-8b", "64xh100-sxm-80gb", "nemo", "bf16", 8192, 256),

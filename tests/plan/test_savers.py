@@ -12,11 +12,11 @@ from ironlaw.config import build_config
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.answers.savers import Saver, cluster_savers, compressed_share, rank_savers
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.on_ranks import plan_ranks
-from ironlaw.plan.savers import Saver, cluster_savers, compressed_share, rank_savers
-from ironlaw.plan.traffic import Settings, compressed_elements, traffic
+from ironlaw.plan.ranks.estimate import plan_ranks
+from ironlaw.plan.ranks.traffic import Settings, compressed_elements, traffic
 from ironlaw.plan.work import Work
 from ironlaw.workload.parameters import Parameter
 

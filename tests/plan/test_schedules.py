@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.jobs import SCHEDULES, jobs_of
+from ironlaw.plan.cluster.jobs import SCHEDULES, jobs_of
+from ironlaw.plan.cluster.memory import in_flight
+from ironlaw.plan.cluster.stages import stage_layers
+from ironlaw.plan.cluster.timeline import bubble_share
 from ironlaw.plan.layout import Layout, ends_lighter
-from ironlaw.plan.sharded_memory import in_flight
-from ironlaw.plan.stages import stage_layers
-from ironlaw.plan.timeline import bubble_share
 
 GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
 SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]

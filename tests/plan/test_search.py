@@ -10,12 +10,12 @@ from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import least_seconds, plan_cluster, plan_jobs
-from ironlaw.plan.jobs import jobs_of_table
-from ironlaw.plan.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
-from ironlaw.plan.named import engine
-from ironlaw.plan.search import hiding, search
-from ironlaw.plan.setting import setting
+from ironlaw.plan.cluster.estimate import least_seconds, plan_cluster, plan_jobs
+from ironlaw.plan.cluster.jobs import jobs_of_table
+from ironlaw.plan.cluster.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
+from ironlaw.plan.cluster.search import hiding, search
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.engines.named import engine
 
 TINY = ModelConfig.named("gpt2").model_copy(update={"layers": 6})
 EIGHT = parse_cluster("4xa100-sxm-80gb")
@@ -42,7 +42,7 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memo
     if memory_gib is not None:
         small = replace(EIGHT.accelerator, memory_bytes=Figure(memory_gib * 2**30, "test"))
         cluster = replace(EIGHT, accelerator=small)
-    monkeypatch.setattr("ironlaw.plan.search.CHUNK", 64)
+    monkeypatch.setattr("ironlaw.plan.cluster.search.CHUNK", 64)
     found = search(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core", keep=5)
     fitting, count = brute_force(cluster)
     assert found.best[0].step_seconds == pytest.approx(fitting[0][0])

@@ -7,13 +7,13 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.engine import Engine
-from ironlaw.plan.ingredients import step_parts
-from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.cluster.ingredients import step_parts
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engine_of_framework, engines
 from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.named import engine_of_framework, engines
-from ironlaw.plan.setting import setting
-from ironlaw.plan.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
 
 GPT = ModelConfig.named("gpt2-xl")
 ENGINE = Engine(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ironlaw.errors import UserError
-from ironlaw.plan.intervals import factors, interval_factors
-from ironlaw.plan.validate import _spearman, errors, validate
+from ironlaw.plan.cluster.intervals import factors, interval_factors
+from ironlaw.plan.measured.validate import _spearman, errors, validate
 
 COLUMNS = {
     "group": "made-up", "framework": "Megatron-LM", "model": "m", "layers": "24", "hidden": "2048", "heads": "16",

@@ -4,10 +4,10 @@ import pytest
 
 from ironlaw.machine.efficiency import collective_seconds, ideal_fabric, traffic_bytes
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.engine import Engine
-from ironlaw.plan.jobs import jobs_of
+from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
+from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.sharded_memory import layer_activation_bytes, peak_memory
 
 GPT2 = ModelConfig.named("gpt2")
 XL = ModelConfig.named("gpt2-xl")

@@ -15,10 +15,10 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.estimate import plan_run
-from ironlaw.plan.offload import held_operations, saved_by_layer
-from ironlaw.plan.setting import Host
-from ironlaw.plan.supported import check_supported
+from ironlaw.plan.cluster.setting import Host
+from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.process.offload import held_operations, saved_by_layer
+from ironlaw.plan.process.supported import check_supported
 from ironlaw.train.lane import Arrival
 from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
@@ -77,9 +77,9 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     late = LateLane()
     monkeypatch.setattr("ironlaw.train.step.lane_to_host", lambda device: late)
     monkeypatch.setattr("ironlaw.train.offload.SMALLEST_BYTES", 1)
-    monkeypatch.setattr("ironlaw.plan.offload.SMALLEST_BYTES", 1)
-    monkeypatch.setattr("ironlaw.plan.estimate.host_of_machine", lambda profile: HOST)
-    monkeypatch.setattr("ironlaw.plan.estimate.check_supported", lambda config, device: None)
+    monkeypatch.setattr("ironlaw.plan.process.offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("ironlaw.plan.process.estimate.host_of_machine", lambda profile: HOST)
+    monkeypatch.setattr("ironlaw.plan.process.estimate.check_supported", lambda config, device: None)
     return late
 
 
@@ -197,7 +197,7 @@ def test_the_plan_needs_less_memory_and_says_what_it_costs(
     assert both.facts["offload"]["host_bytes"] > both.facts["offload"]["activation_bytes"]
     fast = both.totals["step_seconds"].value
     slow = Host(1e8, HOST.memory_bytes, HOST.memory_bytes_per_second)
-    monkeypatch.setattr("ironlaw.plan.estimate.host_of_machine", lambda profile: slow)
+    monkeypatch.setattr("ironlaw.plan.process.estimate.host_of_machine", lambda profile: slow)
     waiting = plan_run(tiny_config(model, train={"offload": "both"}), machine_profile)
     assert waiting.totals["step_seconds"].value > fast
     shown = {line.phase: line.seconds for line in waiting.lines if line.operation == "host_offload"}
@@ -218,7 +218,7 @@ def test_what_the_host_cannot_do_is_refused(sections: dict[str, Any], message: s
 
 
 def test_a_machine_whose_host_is_not_known_is_refused(machine_profile: Profile) -> None:
-    from ironlaw.plan.offload import host_of_machine
+    from ironlaw.plan.process.offload import host_of_machine
 
     with pytest.raises(UserError, match="the catalogue lacks the host's memory"):
         host_of_machine(machine_profile)

@@ -12,7 +12,7 @@ from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.memory import in_execution_order, walk
+from ironlaw.plan.process.memory import in_execution_order, walk
 from ironlaw.workload.operations import saved_bytes
 from ironlaw.workload.transformer import Precision, Shape, layer_groups, training_operations
 

@@ -18,11 +18,11 @@ def calibrate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.calibrate import calibrate as fit
-    from ironlaw.plan.named import engine as engine_named
-    from ironlaw.plan.named import profile_path
-    from ironlaw.plan.profiles import save_profile
-    from ironlaw.plan.runs import read_runs
+    from ironlaw.plan.engines.named import engine as engine_named
+    from ironlaw.plan.engines.named import profile_path
+    from ironlaw.plan.measured.calibrate import calibrate as fit
+    from ironlaw.plan.measured.profiles import save_profile
+    from ironlaw.plan.measured.read import read_runs
     from ironlaw.report.calibration_view import show_calibration
 
     profile_path(name)  # before anything is fitted

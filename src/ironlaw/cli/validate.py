@@ -19,8 +19,8 @@ def validate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.errors import UserError
-    from ironlaw.plan.named import engine as engine_named
-    from ironlaw.plan.validate import validate as validate_runs
+    from ironlaw.plan.engines.named import engine as engine_named
+    from ironlaw.plan.measured.validate import validate as validate_runs
 
     engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()

@@ -12,7 +12,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, load_costs
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.rank_search import best_layout
+from ironlaw.plan.ranks.search import best_layout
 
 
 def ranks_of(run: Ledger) -> int:

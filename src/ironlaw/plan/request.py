@@ -20,7 +20,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface import is_config_file, left_out, read_config
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.estimate import fits, plan_run
+from ironlaw.plan.process.estimate import fits, plan_run
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.work import Assumption, settle
 
@@ -34,7 +34,7 @@ def plan_request(
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
     if re.fullmatch(r"[\w.]+:\w+", what):
-        from ironlaw.plan.traced import plan_traced
+        from ironlaw.plan.process.traced import plan_traced
 
         return Answer(*plan_traced(what, options.inputs, on))
     subject = resolve(what, overrides)
@@ -42,7 +42,7 @@ def plan_request(
         return _on_this(subject, options)
     if options.ranks:
         raise UserError("--ranks are processes of this machine: for a cluster write --on COUNTxACCELERATOR")
-    from ironlaw.plan.on_cluster import plan_on_cluster
+    from ironlaw.plan.answers.cluster_request import plan_on_cluster
 
     return plan_on_cluster(subject, on, options)
 
@@ -119,7 +119,7 @@ def _on_this(subject: Subject, options: Options) -> Answer:
         document["optimizer"]["name"] = options.optimizer
     settled = build_config(document, where="the options")
     if options.ranks:
-        from ironlaw.plan.ranks_answer import answer_on_ranks
+        from ironlaw.plan.answers.ranks import answer_on_ranks
 
         answer = answer_on_ranks(settled, options)
     else:

@@ -44,7 +44,7 @@ from ironlaw.observe.profile import (
     step_scope,
 )
 from ironlaw.observe.trials import misaligned_weights, odd_sizes
-from ironlaw.plan.memory import batch_bytes
+from ironlaw.plan.process.memory import batch_bytes
 from ironlaw.train import checkpoint
 from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage

@@ -58,7 +58,7 @@ class RecomputeConfig(BaseModel):
 
 
 def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
-    """One policy per layer. A budget has to be solved first (`plan/recompute.py`): until then nothing is recomputed."""
+    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/process/recompute.py`)."""
     match config.mode:
         case "full":
             return (frozenset(),) * model.layers

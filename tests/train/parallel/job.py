@@ -34,9 +34,9 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.estimate import training_shape
-from ironlaw.plan.parts import of_site
-from ironlaw.plan.traffic import Settings, merged, traffic
+from ironlaw.plan.process.estimate import training_shape
+from ironlaw.plan.ranks.parts import of_site
+from ironlaw.plan.ranks.traffic import Settings, merged, traffic
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
@@ -453,8 +453,8 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The most bytes of tensors this rank holds in its fourth step, everything allocated since its start counted."""
     from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
-    from ironlaw.plan.rank_memory import rank_peak
-    from ironlaw.plan.rank_work import local_shape
+    from ironlaw.plan.ranks.memory import rank_peak
+    from ironlaw.plan.ranks.work import local_shape
     from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.waiting import watch_replica, watching
 

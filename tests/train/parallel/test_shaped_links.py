@@ -19,7 +19,7 @@ import pytest
 
 from ironlaw.config import load_config
 from ironlaw.plan.layout import Layout
-from ironlaw.plan.traffic import traffic
+from ironlaw.plan.ranks.traffic import traffic
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "shaped_links.py"
 _spec = importlib.util.spec_from_file_location("shaped_links", PROGRAM)

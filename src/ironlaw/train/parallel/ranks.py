@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.plan.layout import SPLIT_BACKWARD, Layout, undivided
-from ironlaw.plan.parts import expert_holders
+from ironlaw.plan.ranks.parts import expert_holders
 from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
 

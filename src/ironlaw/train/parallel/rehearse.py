@@ -24,13 +24,13 @@ from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.emit_ironlaw import recomputation
-from ironlaw.plan.estimate import training_shape
+from ironlaw.plan.emit.ironlaw import recomputation
 from ironlaw.plan.layout import V_SHAPED, Layout
-from ironlaw.plan.parts import expert_holders, shards_hidden
-from ironlaw.plan.rank_memory import RankPeak, rank_peak
-from ironlaw.plan.rank_work import local_shape
-from ironlaw.plan.traffic import Sent, Settings, Table, merged, traffic
+from ironlaw.plan.process.estimate import training_shape
+from ironlaw.plan.ranks.memory import RankPeak, rank_peak
+from ironlaw.plan.ranks.parts import expert_holders, shards_hidden
+from ironlaw.plan.ranks.traffic import Sent, Settings, Table, merged, traffic
+from ironlaw.plan.ranks.work import local_shape
 
 STEPS = 2
 HEAD_SIZE = 4

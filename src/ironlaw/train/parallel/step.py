@@ -20,7 +20,7 @@ from ironlaw.data.batch import IGNORED
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.layout import V_SHAPED
-from ironlaw.plan.parts import rank_of_last
+from ironlaw.plan.ranks.parts import rank_of_last
 from ironlaw.train.parallel import early, pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace

@@ -1,0 +1,96 @@
+"""80% intervals, learned from how far plans were off on measured runs that took no part in the fit.
+
+The error of a run, ln(measured / planned), has a part that it shares with the other runs of its group (the cluster, the
+version, the habits of who ran it) and one of its own. The shared part is the smaller the more comparable groups the
+constants were checked on (same engine, same accelerator generation, models within a factor `COMPARABLE` in size), and
+larger for software or hardware nobody checked. No checked run had experts, so none is comparable to a mixture:
+
+    spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + doubling^2 x doublings
+    interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
+
+`doublings`: of the number of accelerators beyond the largest that was checked. Skewed because runs are disturbed more
+often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_intervals.py` writes it.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ironlaw.plan.cluster.setting import matmul_is_assumed
+from ironlaw.plan.engines.named import GENERIC, engines
+
+_FILE = Path(__file__).parent / "interval_factors.toml"
+
+COMPARABLE = 8.0
+"""Small models wait for launches and large ones do not: a group says little of models ten times its size."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a plan is from the runs that its constants were checked on."""
+
+    groups: int  # comparable measured ones
+    unknown_engine: bool
+    assumed_hardware: bool  # nothing was measured on this generation, not even single matmuls
+    doublings: float
+
+    def __str__(self) -> str:
+        words = [f"{self.groups} groups of comparable runs" if self.groups else ""]
+        words += ["an engine that no runs are known of" if self.unknown_engine else ""]
+        words += ["no comparable runs of this engine" if not (self.groups or self.unknown_engine) else ""]
+        words += ["hardware that nothing was measured on" if self.assumed_hardware else ""]
+        words += [f"{2**self.doublings:.0f} times the accelerators of any checked run" if self.doublings >= 1 else ""]
+        return ", ".join(word for word in words if word)
+
+
+@lru_cache(maxsize=1)
+def factors() -> dict[str, dict[str, Any]]:
+    """Quantity ("time", "memory") to the constants above, and `checked`: engine to generation to its groups.
+
+    A group is [fewest parameters, most parameters, most accelerators, runs].
+    """
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=4096)
+def distance(
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False
+) -> Distance:
+    """An engine that is none of the shipped ones was calibrated by its user: one group, of unknown size."""
+    if engine not in engines():
+        return Distance(1, False, False, 0.0)
+    checked = factors()[quantity].get("checked", {}).get(engine, {})
+    here = checked.get(generation, [])
+    groups = 0 if experts else sum(comparable(parameters, low, high) for low, high, _, _ in here)
+    most = max((group[2] for groups_ in checked.values() for group in groups_), default=accelerators)
+    doublings = max(0.0, math.log2(accelerators / most))
+    assumed = quantity == "time" and not here and matmul_is_assumed(generation)
+    return Distance(groups, engine == GENERIC, assumed, doublings)
+
+
+def comparable(parameters: float, low: float, high: float) -> bool:
+    """Whether models of `low` to `high` parameters say something of one of this size."""
+    return low / COMPARABLE <= parameters <= high * COMPARABLE
+
+
+def spread_factors(known: dict[str, Any], where: Distance) -> tuple[float, float]:
+    """Logarithms of lower and upper bound over the planned value."""
+    squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
+    squared += known["unknown_engine"] ** 2 * where.unknown_engine
+    squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
+    squared += known["doubling"] ** 2 * where.doublings
+    spread = math.sqrt(squared)
+    return -spread / known["skew"], spread * known["skew"]
+
+
+def interval_factors(
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False
+) -> tuple[float, float]:
+    """The same for a plan of one engine on so many accelerators of one generation."""
+    where = distance(quantity, engine, generation, accelerators, parameters, experts)
+    return spread_factors(factors()[quantity], where)

@@ -1,0 +1,229 @@
+"""Every layout whose numbers divide: what a search plans, as rows of numbers, and why the others cannot be formed.
+
+    walls = {}
+    table = layout_table(model, 64, sequence=8192, global_batch=1024, ruled_out=walls)
+    layout_of(table[0])                 # the row as a Layout
+    savings(model, offload=False)       # what may be put in place of a row's end to save memory for time
+
+A row has the columns `COLUMNS`; whether it fits, and how long it takes, is found out later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.jobs import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
+from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
+
+MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
+MAX_CP = 64
+MAX_MICRO_BATCH = 64
+COLUMNS = (
+    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "cp_kind", "ep", "etp", "micro_batch",
+    "recompute", "every", "offload",
+)  # fmt: skip
+
+GRID_WALLS = (
+    "tensor parallelism across the network",
+    "heads or feed-forward width not divisible by tp",
+    "key/value heads not divisible by tp",
+    "more pipeline stages than layers",
+    "sequence too short for cp",
+    "global batch not divisible by dp",
+)
+"""Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
+
+EXPERT_WALL = "experts not divisible by ep, or their width by tp"
+"""The same for a grid with one degree of expert parallelism, folded or not."""
+
+MICRO_BATCH_WALL = f"micro-batches above {MAX_MICRO_BATCH} sequences"
+SCHEDULE_WALL = "number of micro-batches not what the pipeline schedule needs"
+"""Reasons that rule out a layout before it is planned."""
+
+
+def unit_of(wall: str) -> str:
+    """What a wall is counted in: whole grids, grids with a degree of expert parallelism, or single layouts."""
+    return "grids" if wall in GRID_WALLS else "grids with ep" if wall == EXPERT_WALL else "layouts"
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def grids(
+    model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int
+) -> Iterator[tuple[int, ...]]:
+    """Every (dp, tp, pp, cp) whose product is `count` and that can run; the others are counted by reason."""
+    for tp, pp, cp in product(divisors(count), repeat=3):
+        if count % (tp * pp * cp):
+            continue
+        dp = count // (tp * pp * cp)
+        if tp > widest_tp:
+            reason = GRID_WALLS[0]
+        elif model.heads % tp or any(width % tp for width in _ffn_widths(model)):
+            reason = GRID_WALLS[1]
+        elif model.key_value_heads % tp and tp % model.key_value_heads:
+            reason = GRID_WALLS[2]
+        elif pp > model.layers:
+            reason = GRID_WALLS[3]
+        elif sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1):
+            reason = GRID_WALLS[4]
+        elif global_batch % dp:
+            reason = GRID_WALLS[5]
+        else:
+            yield dp, tp, pp, cp
+            continue
+        _count(ruled_out, reason, 1)
+
+
+def layout_table(
+    model: ModelConfig,
+    count: int,
+    sequence: int,
+    global_batch: int,
+    ruled_out: dict[str, int],
+    widest_tp: int = MAX_TP,
+    groups: bool = True,
+    cp_kinds: tuple[str, ...] = ("ring",),
+) -> npt.NDArray[np.int64]:
+    """Rows of `COLUMNS`: every combination that can run, without what saves memory for time (`savings`).
+
+    `cp_kinds`: ways of context parallel attention that are tried."""
+    parts = [np.zeros((0, len(COLUMNS)), dtype=np.int64)]
+    for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
+        per_replica = global_batch // dp
+        sharding = _shardings(dp, cp, groups)
+        experts = _expert_parallel(model, dp * cp, tp, ruled_out)
+        # The same for every micro-batch and schedule.
+        ways = [
+            (zero, shard, sp, kind, ep, etp)
+            for (zero, shard), sp, kind, (ep, etp) in product(
+                sharding, (0, 1) if tp > 1 else (0,), _context_kinds(model, sequence, cp, tp, cp_kinds), experts
+            )
+            if (sp or not etp) and (shard or dp) * cp * (tp if etp else 1) % ep == 0
+        ]
+        chunks = _pipelines(model.layers, pp)
+        for micro_batch in divisors(per_replica):
+            if micro_batch > MAX_MICRO_BATCH:
+                _count(ruled_out, MICRO_BATCH_WALL, len(chunks) * len(ways))
+                continue
+            accumulation = per_replica // micro_batch
+            allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
+            _count(ruled_out, SCHEDULE_WALL, (len(chunks) - len(allowed)) * len(ways))
+            if ways and allowed:
+                fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}
+                parts.append(_rows(fixed | dict(zip(COLUMNS[-3:], NO_SAVING, strict=True)), ways, allowed))
+    return np.concatenate(parts)
+
+
+_WAY = ("zero", "shard", "sp", "cp_kind", "ep", "etp")
+_PIPELINE = ("virtual", "schedule")
+
+
+def _rows(
+    fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, int]]
+) -> npt.NDArray[np.int64]:
+    """Every way with every pipeline, the columns of `fixed` the same in all rows."""
+    rows = np.empty((len(ways) * len(pipelines), len(COLUMNS)), dtype=np.int64)
+    for name, value in fixed.items():
+        rows[:, COLUMNS.index(name)] = value
+    rows[:, [COLUMNS.index(name) for name in _WAY]] = np.repeat(np.array(ways), len(pipelines), axis=0)
+    rows[:, [COLUMNS.index(name) for name in _PIPELINE]] = np.tile(np.array(pipelines), (len(ways), 1))
+    return rows
+
+
+def _count(ruled_out: dict[str, int], wall: str, number: int) -> None:
+    if number:
+        ruled_out[wall] = ruled_out.get(wall, 0) + number
+
+
+def _ffn_widths(model: ModelConfig) -> list[int]:
+    """Inner widths that tensor parallelism splits whatever is done with the experts."""
+    dense = [model.ffn_size] if model.dense_layers else []
+    return [*dense, model.shared_ffn_size]
+
+
+def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict[str, int]) -> list[tuple[int, int]]:
+    """(ep, etp) that `replicas` = dp x cp ranks of tp each allow; what the experts do not allow is counted.
+
+    An expert is split over tp like the rest (etp 0), or folded and whole (etp 1): what lies between is left to
+    `--layout`.
+    """
+    if model.moe is None:
+        return [(1, 0)]
+    plain = [(ep, 0) for ep in divisors(replicas)]
+    folded = [(ep, 1) for ep in divisors(replicas * tp)] if tp > 1 else []
+    allowed = [(ep, 0) for ep, _ in plain if model.moe.experts % ep == 0 and model.expert_ffn_size % tp == 0]
+    allowed += [(ep, 1) for ep, _ in folded if model.moe.experts % ep == 0]
+    _count(ruled_out, EXPERT_WALL, len(plain) + len(folded) - len(allowed))
+    return allowed
+
+
+def _context_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, usable: tuple[str, ...]) -> list[int]:
+    """Those of the usable ways that can run; the engine's own (0) where none is needed or known to."""
+    tried = [Layout(cp=cp, tp=tp, cp_kind=kind) for kind in usable] if cp > 1 else []
+    return [CP_KINDS[t.cp_kind] for t in tried if t.cp_kind and t.reason_context(model, sequence) is None] or [0]
+
+
+NO_SAVING = (RECOMPUTE["none"], 1, OFFLOAD["none"])
+MOST_EVERY = 8  # sparser recomputation saves less than the interval of the memory
+
+
+def savings(model: ModelConfig, offload: bool) -> list[tuple[int, int, int]]:
+    """(recompute, every, offload) of what saves memory for time."""
+    full = RECOMPUTE["full"]
+    partly = [(full, k, 0) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
+    again = [NO_SAVING, (RECOMPUTE["selective"], 1, 0), *partly, (full, 1, 0)]
+    kinds = [OFFLOAD[name] for name in ("optimizer", "activations", "both")] if offload else [0]
+    return [(r, k, kind) for kind in kinds for r, k, _ in again if (r, k, kind) != NO_SAVING]
+
+
+def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
+    """(zero, shard) of so many replicas: nothing, everything over all of them, or over groups of them."""
+    if dp * cp == 1:
+        return [(0, 0)]
+    groups = [0] + [d for d in divisors(dp)[:-1] if hybrid and d * cp > 1]
+    return [(0, 0)] + [(zero, shard) for zero in (1, 2, 3) for shard in groups]
+
+
+def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
+    """(virtual stages, schedule) of a pipeline; GPipe takes as long as 1F1B and never holds less, so it is left out."""
+    if pp == 1:
+        return [(1, SCHEDULES["1f1b"])]
+    most = layers // pp + 1
+    even = [v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None]
+    found = [(v, SCHEDULES[name]) for v in even for name in ("1f1b", "zb")]
+    return found + [(2, SCHEDULES[name]) for name in V_SHAPED if 2 in even]
+
+
+def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
+    """Whether there are as many micro-batches as the schedule wants."""
+    virtual, schedule = pair
+    if schedule in (SCHEDULES["zbv"], SCHEDULES["dualpipe"]):
+        return accumulation >= 2 * pp
+    return virtual == 1 or accumulation % pp == 0
+
+
+_RECOMPUTE_NAMES = {number: word for word, number in RECOMPUTE.items()}
+_OFFLOAD_NAMES = {number: word for word, number in OFFLOAD.items()}
+_CP_KIND_NAMES = {number: word for word, number in CP_KINDS.items()}
+_SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
+
+
+def layout_of(row: Iterable[float]) -> Layout:
+    """The layout of a row of `COLUMNS`."""
+    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, kind, ep, etp, micro_batch, recompute, every, offload = (
+        int(value) for value in row
+    )
+    return Layout(
+        dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
+        schedule=_SCHEDULE_NAMES[schedule], cp=cp, cp_kind=_CP_KIND_NAMES.get(kind), ep=ep, etp=etp or None,
+        micro_batch=micro_batch, recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute],
+        offload=_OFFLOAD_NAMES[offload],
+    )  # fmt: skip

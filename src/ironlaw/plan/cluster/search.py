@@ -1,0 +1,327 @@
+"""All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which wall.
+
+    found = search(model, cluster, sequence=8192, global_batch=1024)
+    found.best[0].layout, found.best[0].step_seconds
+    found.ruled_out                     # {"memory": 5120, "heads not divisible by tp": 64, ...}
+
+Every layout whose numbers divide is planned in chunks of arrays, first without what saves memory for time. Recomputing
+or offloading never makes a layout faster, so those variants are planned only of layouts that do not fit for sure, and
+only while the layout itself is faster than what was found (the others are counted). The first of the ranking is the
+best of the space by the model. Offloading is tried where nothing fits without: no measured run backs its figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ironlaw.catalog.nodes import Cluster
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
+from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
+from ironlaw.plan.cluster.intervals import interval_factors
+from ironlaw.plan.cluster.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
+from ironlaw.plan.cluster.layout_space import COLUMNS, MAX_TP, layout_of, layout_table, savings
+from ironlaw.plan.cluster.memory import peak_memory
+from ironlaw.plan.cluster.setting import Setting, setting
+from ironlaw.plan.cluster.update_cost import update_cost
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.layout import Layout
+
+HIDING = 0.005
+"""Of the step, that recomputing gains at most by giving messages more to hide behind where launches set the pace:
+0.2% in thousands of layouts tried (tests/plan/test_sanity.py)."""
+
+HIDING_IN_BUBBLE = 0.03
+"""The same of sharded weights under a zero-bubble schedule, which a longer backward pass hides without filling less of
+the bubble: 1.7% there."""
+
+CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
+FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned at first, and bounded at once
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout that fits, planned."""
+
+    layout: Layout
+    step_seconds: float
+    peak_bytes: float
+    why_slower: str = ""  # what it loses to the best, largest term first
+    terms: dict[str, float] = field(default_factory=dict)  # seconds of the step by term
+
+
+@dataclass
+class Found:
+    """The ranking, fastest first, and the layouts that are not in it by reason."""
+
+    best: list[Candidate]
+    planned: int
+    fitting: int
+    ruled_out: dict[str, int] = field(default_factory=dict)
+    nearest_miss_bytes: float | None = None  # least memory over the limit, when nothing fits
+    nearest_miss: Candidate | None = None  # the layout that misses by that
+    safest: Candidate | None = None  # the fastest of which even the upper end of the memory interval fits
+
+
+Entry = tuple[float, float, np.ndarray, dict[str, float]]
+"""Step seconds, peak bytes, row of `COLUMNS`, terms."""
+
+BEATEN = "slower than what was found, before saving memory"
+"""Reason that rules out recomputing and offloading variants of a layout."""
+
+
+def search(
+    model: ModelConfig,
+    cluster: Cluster,
+    *,
+    sequence: int,
+    global_batch: int,
+    precision: str = "bf16",
+    engine: str | Engine = DEFAULT_ENGINE,
+    attention: str = "flash",
+    optimizer: str = "adamw",
+    keep: int = 20,
+    excluded: Callable[[Layout], str | None] | None = None,
+    hybrid: bool = True,
+    fastest_alone: bool = False,
+) -> Found:
+    """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
+
+    `excluded` gives the reason why a layout must not be considered; those are counted as ruled out by it.
+    Without `hybrid` no groups of replicas that share one sharded copy: a third of the work for hardly less speed.
+    With `fastest_alone` only layouts that may be the fastest are planned: the ranking holds it and others of the `keep`
+    fastest, and neither the counts nor `safest` mean anything.
+    """
+    chosen = engine_named(engine) if isinstance(engine, str) else engine
+    where = setting(cluster, chosen, precision, update_cost(optimizer, model))
+    walls: dict[str, int] = {}
+    widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
+    table = layout_table(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds)
+    if excluded is not None and len(table):
+        refused: dict[str, int] = {}
+        table = _permitted(table, excluded, refused)
+        walls |= refused
+        if not len(table):
+            reasons = "; or ".join(refused)
+            raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
+    if not len(table):
+        reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
+        raise UserError(
+            f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
+        )
+    table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")].astype(float)  # alike ones share shapes
+    hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)
+    hunt.fastest_alone = fastest_alone
+    if fastest_alone:
+        hunt.plan_fastest(table)
+        return hunt.found()
+    bound = np.concatenate([hunt.plan(part) for part in _chunks(table, CHUNK)])
+    hunt.plan_savings(table, bound, savings(model, offload=False))
+    if not hunt.best and where.host is not None:
+        hunt.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
+    return hunt.found()
+
+
+def hiding(rows: np.ndarray) -> np.ndarray:
+    """Of each row's step, what recomputing may gain."""
+    zero, schedule = rows[:, COLUMNS.index("zero")], rows[:, COLUMNS.index("schedule")]
+    return np.where((zero >= 2) & (schedule >= SCHEDULES["zb"]), HIDING_IN_BUBBLE, HIDING)
+
+
+def _chunks(table: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (table[start : start + size] for start in range(0, len(table), size))
+
+
+@dataclass
+class _Hunt:
+    """A search under way: what it is about, and the best so far."""
+
+    model: ModelConfig
+    cluster: Cluster
+    where: Setting
+    sequence: int
+    global_batch: int
+    flash: bool
+    keep: int
+    excluded: Callable[[Layout], str | None] | None
+    walls: dict[str, int]
+    planned: int = 0
+    fitting: int = 0
+    best: list[Entry] = field(default_factory=list)
+    safest: Entry | None = None
+    nearest: tuple[float, Entry] | None = None
+    fastest_alone: bool = False
+
+    def plan_fastest(self, table: np.ndarray) -> None:
+        """Plan rows and their variants in the order of what they take at least, until that is more than the best.
+
+        The bound is of blocks, output layer and bubble alone: what is left out can only add.
+        """
+        parts = _chunks(table, MANY)
+        least = np.concatenate([least_seconds(self._jobs(part), self.where) for part in parts]) * (1 - hiding(table))
+        order = np.argsort(least, kind="stable")
+        for offload in (False, True) if self.where.host is not None else (False,):
+            start, step = 0, FEW
+            while start < len(order) and not (self.best and least[order[start]] >= self.best[0][0]):
+                index = order[start : start + step]
+                bound = least[index] if offload else self.plan(table[index])
+                self.plan_savings(table[index], bound, savings(self.model, offload))
+                start, step = start + step, min(2 * step, CHUNK)
+            if self.best:
+                return
+
+    def _jobs(self, table: np.ndarray) -> Jobs:
+        columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
+        return jobs_of_table(
+            self.model, columns, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
+        )
+
+    @property
+    def memory_upper(self) -> float:
+        """Upper end of the memory interval over the planned peak."""
+        size, generation = self.model.parameters, self.cluster.accelerator.generation
+        engine, experts = self.where.engine.name, self.model.moe is not None
+        return math.exp(interval_factors("memory", engine, generation, self.cluster.count, size, experts)[1])
+
+    def plan(self, part: np.ndarray) -> np.ndarray:
+        """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
+
+        Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
+        """
+        outcome = plan_jobs(self._jobs(part), self.where)
+        fits = outcome.fits
+        self.planned += len(part)
+        self.fitting += int(fits.sum())
+        if not fits.any() and not self.best:
+            over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
+            over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
+            least = int(over.argmin())
+            missed = (float(over[least]), _entry(outcome, part, least))
+            self.nearest = min(self.nearest or missed, missed, key=lambda pair: pair[0])
+        self.best = sorted(self.best + _fastest(outcome, fits, part, self.keep), key=lambda entry: entry[:2])
+        self.best = self.best[: self.keep]
+        sure = fits & (outcome.peak.total * self.memory_upper <= outcome.limit_bytes)
+        first = _fastest(outcome, sure, part, 1) + ([self.safest] if self.safest else [])
+        self.safest = min(first, key=lambda entry: entry[:2], default=None)
+        calm = outcome.step_seconds <= outcome.times.step_seconds
+        gain = hiding(part)
+        settled = sure & calm & (gain < HIDING_IN_BUBBLE)
+        return np.where(settled, np.inf, outcome.times.step_seconds * (1 - gain))
+
+    def plan_savings(self, table: np.ndarray, bound: np.ndarray, variants: list[tuple[int, int, int]]) -> None:
+        """Plan the variants of all rows whose bound leaves hope, fastest rows first."""
+        order = np.argsort(bound, kind="stable")
+        order = order[np.isfinite(bound[order])]
+        step = max(1, CHUNK // len(variants))
+        for start in range(0, len(order), step):
+            index = order[start : start + step]
+            index = index[bound[index] < self._worst_wanted()]
+            beaten = len(order[start : start + step]) - len(index)
+            if beaten:
+                self.walls[BEATEN] = self.walls.get(BEATEN, 0) + beaten * len(variants)
+            index = index[self._may_fit(table[index], variants)]
+            if len(index):
+                self._plan_variants(table[index], variants)
+
+    def _may_fit(self, rows: np.ndarray, variants: list[tuple[int, int, int]]) -> np.ndarray:
+        """Rows of which a variant that saves most fits; nothing that saves less can fit where that does not.
+
+        Recomputing a block needs its activations once: with one block in flight, keeping them is as good.
+        """
+        most = max(kind for _, _, kind in variants)
+        fits = np.zeros(len(rows), dtype=bool)
+        for recompute in (RECOMPUTE["full"], RECOMPUTE["selective"], RECOMPUTE["none"]):
+            if (recompute, 1, most) in variants:
+                fits |= self._fits(rows, (recompute, 1, most))
+        return fits
+
+    def _fits(self, rows: np.ndarray, variant: tuple[int, int, int]) -> np.ndarray:
+        if not len(rows):
+            return np.zeros(0, dtype=bool)
+        saving = rows.copy()
+        saving[:, -3:] = variant
+        over = peak_memory(self._jobs(saving), self.where.engine).total - (self.where.memory_bytes - UNUSABLE_BYTES)
+        if not self.best and not self.fastest_alone and over.min() > 0:
+            least = int(over.argmin())
+            self.plan(saving[least : least + 1])
+        return np.asarray(over <= 0)
+
+    def _plan_variants(self, rows: np.ndarray, variants: list[tuple[int, int, int]]) -> None:
+        spread = np.repeat(rows, len(variants), axis=0)
+        spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
+        if self.excluded is not None:
+            spread = _permitted(spread, self.excluded, self.walls)
+        if len(spread):
+            self.plan(spread)
+
+    def _worst_wanted(self) -> float:
+        """Seconds from which on neither the ranking nor the safest layout can change."""
+        ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
+        if self.fastest_alone:
+            return self.best[0][0] if self.best else np.inf
+        return max(ranked, self.safest[0] if self.safest else np.inf)
+
+    def found(self) -> Found:
+        found = Found([], self.planned, self.fitting, self.walls)
+        if self.planned > self.fitting:
+            found.ruled_out["memory"] = self.planned - self.fitting
+        if not self.best and self.nearest is not None:
+            found.nearest_miss_bytes = self.nearest[0]
+            found.nearest_miss = _candidate(self.nearest[1], self.nearest[1][3])
+        found.best = [_candidate(entry, self.best[0][3]) for entry in self.best]
+        found.safest = _candidate(self.safest, self.best[0][3]) if self.safest else None
+        return found
+
+
+def _fastest(outcome: Outcome, among: np.ndarray, part: np.ndarray, keep: int) -> list[Entry]:
+    """The fastest of those marked; of equally fast ones that with the lowest peak."""
+    index = np.flatnonzero(among)
+    order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
+    return [_entry(outcome, part, i) for i in order]
+
+
+def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
+    return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
+
+
+def _permitted(rows: np.ndarray, excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]) -> np.ndarray:
+    kept = []
+    for index, row in enumerate(rows):
+        reason = excluded(layout_of(row))
+        if reason is None:
+            kept.append(index)
+        else:
+            ruled_out[reason] = ruled_out.get(reason, 0) + 1
+    return rows[kept]
+
+
+_TERMS = {
+    "compute": ("forward", "backward"),
+    "pipeline bubble": ("bubble",),
+    "tensor parallel communication": ("tp_exposed",),
+    "context parallel communication": ("cp_exposed",),
+    "expert parallel communication": ("ep_exposed",),
+    "pipeline messages": ("pp_exposed",),
+    "gathering of sharded weights": ("fsdp_exposed",),
+    "data parallel communication": ("dp_exposed",),
+    "launch time": ("host_excess",),
+    "optimizer": ("optimizer",),
+    "transfers to the host": ("offload_exposed",),
+}
+
+
+def _terms(outcome: Outcome, index: int) -> dict[str, float]:
+    return {word: sum(float(getattr(outcome.times, name)[index]) for name in names) for word, names in _TERMS.items()}
+
+
+def _candidate(entry: Entry, winner: dict[str, float]) -> Candidate:
+    seconds, peak, row, terms = entry
+    losses = sorted(((terms[word] - winner[word], word) for word in terms), reverse=True)
+    worse = [f"{word} +{1e3 * loss:.1f} ms" for loss, word in losses if loss > 1e-3 * seconds][:2]
+    return Candidate(layout_of(row), seconds, peak, ", ".join(worse), terms)

@@ -1,0 +1,1 @@
+"""A layout as another trainer's own options."""

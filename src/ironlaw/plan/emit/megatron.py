@@ -1,0 +1,306 @@
+"""A layout and a model as command-line flags of Megatron-LM (`megatron/training/arguments.py`, Megatron core)."""
+
+from __future__ import annotations
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.yarn import is_yarn
+from ironlaw.plan.ask import Ask
+from ironlaw.plan.engines.low_precision import NARROW, held_by
+from ironlaw.plan.engines.named import engine
+from ironlaw.plan.layout import Layout, ends_lighter
+
+MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
+
+PRECISION_FLAGS = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "fp8": ["--bf16", "--fp8-format hybrid"],
+    "fp8_block": ["--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"],
+    "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
+    "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
+
+CP_COMM_TYPES = {"ring": "p2p", "all_gather": "all_gather", "all_to_all": "a2a"}
+
+OPTIMIZER_FLAGS = {
+    "adamw": [],
+    "sgd": ["--optimizer sgd", "--sgd-momentum 0"],
+    "momentum": ["--optimizer sgd", "--sgd-momentum 0.9"],
+    "muon": ["--optimizer muon"],
+}
+
+
+def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
+    """Why Megatron-LM's flags cannot say this, or None."""
+    if reason := _model_refused(model):
+        return reason
+    if model.gated_ffn and model.activation != "silu":
+        return f"its flags have no gated {model.activation} feed-forward network"
+    if not model.gated_ffn and model.activation == "silu":
+        return "its flags have silu in a gated feed-forward network only"
+    if ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
+        return f"{model.layers} layers are not divisible by pp = {layout.pp}, nor with one less at the ends"
+    if layout.schedule != "1f1b":
+        return f"its flags have no schedule={layout.schedule}: use 1f1b, interleaved by virtual_stages"
+    if layout.zero >= 2 and layout.cp * layout.pp > 1:
+        return "its FSDP with context or pipeline parallelism is not written by this planner: use zero=0 or 1"
+    if layout.offload in ("activations", "both"):
+        return "it offloads chosen modules' activations only: use offload=none or optimizer"
+    if layout.offload == "optimizer" and layout.zero != 1:
+        return "it offloads its distributed optimizer: use zero=1"
+    if layout.every > 1 and _chunk(model, layout) // layout.every == 0:
+        return f"chunks of {_chunk(model, layout)} layers have no {layout.every}th block to recompute"
+    return _positions_refused(model) or _experts_refused(layout, model)
+
+
+def _positions_refused(model: ModelConfig) -> str | None:
+    """Ways of stretching positions. YaRN's numbers that `MLATransformerConfig` has its argument parser has not."""
+    scaling = model.rope_scaling
+    if not scaling:
+        return None
+    if model.latent is None:
+        return None if "low_freq_factor" in scaling else "it stretches positions as Llama 3.1 does (rope_scaling)"
+    if not is_yarn(scaling) or "attention_factor" in scaling:
+        return "its latent attention stretches positions by YaRN with mscale only"
+    fixed = {"original_context": 4096.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    odd = next((name for name, value in fixed.items() if scaling[name] != value), None)
+    return f"it has no option for rope_scaling.{odd} = {scaling[odd]:g} under latent attention" if odd else None
+
+
+SAYS = {"sliding_window", "full_every", "full_first", "unrotated_every", "rotary_size", "attention_sinks"}
+"""Switches that flags can say."""
+
+
+def _model_refused(model: ModelConfig) -> str | None:
+    """What no flag says of a family's arithmetic."""
+    biases = (model.has_qkv_bias, model.has_out_bias, model.has_ffn_bias)
+    if biases in ((True, True, True), (False, False, False), (True, False, False)):
+        others = set(model.switched) - SAYS - {"out_bias", "ffn_bias"}
+    else:
+        return "its flags have biases in all linear layers of a block, in none, or in query, key and value"
+    if others:
+        return f"its flags have no {sorted(others)[0]}"
+    if model.positions == "alibi" or model.activation == "relu":
+        return f"its flags have no {'alibi' if model.positions == 'alibi' else 'relu'}"
+    if model.activation == "relu2" and model.gated_ffn:
+        return "its flags have squared relu in a feed-forward network without a gate only"
+    if model.rope_scaling and set(model.rope_scaling) == {"factor"}:
+        return "its flags have no positions scaled alike at all frequencies"
+    return None
+
+
+def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
+    """What Megatron core 0.16 raises for in `transformer_config.py` and `moe_layer.py`."""
+    moe = model.moe
+    if moe is None:
+        return None
+    if moe.limits_groups:  # `group_limited_topk` in `moe_utils.py`
+        counted = moe.experts_per_token // (moe.groups_per_token or 1)
+        if counted != (2 if moe.score == "sigmoid" else 1):
+            return f"it ranks groups of experts by the sum of their {counted} best, and this model otherwise"
+    if layout.tp > 1 and not layout.sp:
+        return "it trains experts under tensor parallelism with sequence parallelism only: use sp=1"
+    if moe.balance == "bias" and moe.score != "sigmoid":
+        return "it balances experts by a bias under sigmoid scores only"
+    if moe.experts_per_token == 1 and moe.score == "softmax" and moe.normalize:
+        return "it weighs a single expert per token by its softmax only: use moe.normalize = false"
+    return None
+
+
+def _chunk(model: ModelConfig, layout: Layout) -> int:
+    """Layers of a virtual stage that is not lighter than the others."""
+    chunks = layout.pp * layout.virtual_stages
+    return (model.layers + sum(ends_lighter(model.layers, chunks) or (0, 0))) // chunks
+
+
+def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
+    """One `--flag value` per entry."""
+    return [
+        *_model_flags(ask.model, ask.work.sequence),
+        f"--micro-batch-size {layout.micro_batch}",
+        f"--global-batch-size {ask.work.global_batch}",
+        f"--train-iters {ask.work.steps}",
+        *PRECISION_FLAGS[ask.precision],
+        *_narrow_flags(ask, layout),
+        *OPTIMIZER_FLAGS[ask.optimizer],
+        *_layout_flags(ask.model, layout),
+        *_widening_flags(ask, layout),
+        *_expert_flags(ask.model, layout),
+    ]
+
+
+def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
+    """What selective recomputation repeats, where the plan has taken it as other than attention."""
+    widens = layout.recompute == "selective" and ask.model.latent is not None and engine(ask.engine).selective_widens
+    return ["--recompute-modules mla_up_proj"] if widens else []
+
+
+def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
+    """Weights stored in 8 or 4 bits, where the plan has taken them so."""
+    held = held_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
+    stored = ask.precision in NARROW and engine(ask.engine).narrow_parameters and "in place of" in held.says
+    if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
+        return []
+    return ["--fp4-param-gather" if ask.precision == "nvfp4" else "--fp8-param-gather"]
+
+
+def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
+    flags = [
+        f"--num-layers {model.layers}",
+        f"--hidden-size {model.hidden}",
+        f"--ffn-hidden-size {model.ffn_size}",
+        f"--num-attention-heads {model.heads}",
+        f"--kv-channels {model.size_of_head}",
+        f"--seq-length {sequence}",
+        f"--max-position-embeddings {model.context}",
+        f"--vocab-size {model.vocab}",
+        "--attention-dropout 0",
+        "--hidden-dropout 0",
+        f"--norm-epsilon {model.norm_eps:g}",
+    ]
+    if model.sliding_window and model.sliding_window < sequence:
+        flags.append(f"--window-size {model.sliding_window - 1},0")  # tokens to the left beside the query's own
+        if model.full_every:
+            flags.append(f"--window-attn-skip-freq {model.full_every}")
+        elif model.full_first:
+            flags.append(f"--window-attn-skip-freq [0]*{model.full_first}+[1]*{model.layers - model.full_first}")
+    if model.attention_sinks:
+        flags.append("--softmax-type learnable")
+    if model.activation == "relu2":
+        flags.append("--squared-relu")
+    if model.rotary_size:
+        flags.append(f"--rotary-percent {model.rotary_size / model.size_of_head:g}")
+    if model.unrotated_every:
+        flags.append(f"--no-rope-freq {model.unrotated_every}")
+    flags += _latent_flags(model)
+    if model.key_value_heads != model.heads:
+        flags += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
+    if model.gated_ffn:
+        flags.append("--swiglu")
+    if model.norm == "rmsnorm":
+        flags.append("--normalization RMSNorm")
+    if model.qk_norm:
+        flags.append("--qk-layernorm")
+    if model.positions == "rope":
+        flags += ["--position-embedding-type rope", f"--rotary-base {model.rope_theta:.0f}"]
+        if model.rope_scaling and model.latent is None:
+            flags += ["--use-rope-scaling", f"--rope-scaling-factor {model.rope_scaling['factor']:g}"]
+    else:
+        kind = "none" if model.positions == "none" else "learned_absolute"
+        flags.append(f"--position-embedding-type {kind}")
+    if not model.has_ffn_bias:
+        flags.append("--disable-bias-linear")
+        if model.has_qkv_bias:
+            flags.append("--add-qkv-bias")
+    if not model.tied:
+        flags.append("--untie-embeddings-and-output-weights")
+    return flags
+
+
+def _latent_flags(model: ModelConfig) -> list[str]:
+    """Multi-head latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
+    latent, scaling = model.latent, model.rope_scaling
+    if latent is None:
+        return []
+    flags = ["--multi-latent-attention", "--qk-layernorm"]
+    flags += [f"--q-lora-rank {latent.query_rank}"] if latent.query_rank else []
+    flags += [
+        f"--kv-lora-rank {latent.key_value_rank}",
+        f"--qk-head-dim {latent.plain_size}",
+        f"--qk-pos-emb-head-dim {latent.rotary_size}",
+        f"--v-head-dim {latent.value_size}",
+        f"--rope-type {'yarn' if scaling else 'rope'}",
+    ]
+    if scaling:
+        flags.append(f"--rotary-scaling-factor {scaling['factor']:g}")
+        flags += [f"--{name.replace('_', '-')} {scaling.get(name, 0):g}" for name in ("mscale", "mscale_all_dim")]
+    return flags
+
+
+def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
+    """Experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
+    moe = model.moe
+    if moe is None:
+        return []
+    flags = [
+        f"--num-experts {moe.experts}",
+        f"--moe-router-topk {moe.experts_per_token}",
+        f"--moe-ffn-hidden-size {model.expert_ffn_size}",
+        f"--expert-model-parallel-size {layout.ep}",
+        f"--expert-tensor-parallel-size {layout.expert_tp}",
+        "--moe-token-dispatcher-type alltoall",
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        f"--moe-router-score-function {moe.score}",
+    ]
+    if not moe.normalize:  # Megatron takes the softmax over the chosen experts, which sums to 1, unless told otherwise
+        flags.append("--moe-router-pre-softmax")
+    if moe.routed_scale != 1.0:
+        flags.append(f"--moe-router-topk-scaling-factor {moe.routed_scale:g}")
+    if moe.limits_groups:
+        flags += [f"--moe-router-num-groups {moe.groups}", f"--moe-router-group-topk {moe.groups_per_token}"]
+    if moe.dense_layers or moe.every > 1:
+        pattern = ",".join(str(int(moe.in_layer(layer))) for layer in range(model.layers))
+        flags.append(f"--moe-layer-freq [{pattern}]")
+    if moe.shared_experts:
+        flags.append(f"--moe-shared-expert-intermediate-size {model.shared_ffn_size}")
+    if moe.shared_gate:
+        flags.append("--moe-shared-expert-gate")
+    if moe.capacity_factor is not None:
+        flags.append(f"--moe-expert-capacity-factor {moe.capacity_factor:g}")
+    if moe.balance == "loss":
+        flags += ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {moe.balance_loss:g}"]
+    else:
+        flags.append("--moe-router-load-balancing-type none")
+    if moe.balance == "bias":
+        flags += ["--moe-router-enable-expert-bias", f"--moe-router-bias-update-rate {moe.bias_rate:g}"]
+    return flags
+
+
+def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
+    flags = [
+        f"--tensor-model-parallel-size {layout.tp}",
+        f"--pipeline-model-parallel-size {layout.pp}",
+        f"--context-parallel-size {layout.cp}",
+    ]
+    if layout.cp > 1 and layout.cp_kind is not None:
+        flags.append(f"--cp-comm-type {CP_COMM_TYPES[layout.cp_kind]}")
+    if layout.sp:
+        flags.append("--sequence-parallel")
+    if layout.virtual_stages > 1:
+        flags.append(f"--num-layers-per-virtual-pipeline-stage {_chunk(model, layout)}")
+    first_less, last_less = ends_lighter(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
+    flags += ["--account-for-embedding-in-pipeline-split"] * first_less
+    flags += ["--account-for-loss-in-pipeline-split"] * last_less
+    if layout.every > 1:  # as many blocks, the first ones of every chunk
+        blocks = _chunk(model, layout) // layout.every
+        flags += ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
+    elif layout.recompute == "full":
+        flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    elif layout.recompute == "selective":
+        flags.append("--recompute-granularity selective")
+    if layout.zero:
+        flags.append("--use-distributed-optimizer")
+    if layout.shard is not None:
+        flags.append(f"--num-distributed-optimizer-instances {layout.dp // layout.shard}")
+    if layout.offload == "optimizer":
+        flags += [
+            "--use-precision-aware-optimizer",
+            "--optimizer-cpu-offload",
+            "--optimizer-offload-fraction 1.0",
+            "--overlap-cpu-optimizer-d2h-h2d",
+        ]
+    if layout.zero >= 2:  # Megatron FSDP
+        strategy = "optim_grads_params" if layout.zero == 3 else "optim_grads"
+        flags += [
+            "--use-megatron-fsdp",
+            f"--data-parallel-sharding-strategy {strategy}",
+            "--no-gradient-accumulation-fusion",
+            "--ckpt-format fsdp_dtensor",
+        ]
+    if layout.dp > 1:
+        flags.append("--overlap-grad-reduce")
+        if layout.zero:
+            flags.append("--overlap-param-gather")
+    return flags

@@ -1,0 +1,1 @@
+"""Training frameworks: what each adds to the arithmetic, one TOML file of constants each."""

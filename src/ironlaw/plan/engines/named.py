@@ -1,0 +1,103 @@
+"""Engines by name: those shipped, and the user's own, which `ironlaw calibrate` saves.
+
+engine("nemo")
+engine("my-cluster")                       # ~/.cache/ironlaw/engines/my-cluster.toml
+engine_of_framework("Megatron-LM")         # as people write the name of a framework
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.machine.host import cache_folder
+from ironlaw.plan.engines.engine import Engine
+
+GENERIC = "generic"
+"""The engine of software that is not known."""
+
+_FOLDER = Path(__file__).parent
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@lru_cache(maxsize=1)
+def engines() -> dict[str, Engine]:
+    """All engines by name."""
+    return {path.stem: _shipped(path) for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def engine(name: str) -> Engine:
+    """A shipped engine, or one that `ironlaw calibrate` saved under this name."""
+    if name in engines():
+        return engines()[name]
+    own = own_profiles()
+    if name not in own:
+        raise UserError(f"unknown engine '{name}': {did_you_mean(name, [*own, *engines()])}")
+    return _own(name, own[name])
+
+
+def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
+    """The engine behind a framework's name as people write it: the longest name that some engine lists.
+
+    What the name begins with counts before what a later word of it says: "NVIDIA NeMo", "ROCm (Megatron-LM)".
+    Megatron-LM is two engines: before and after fused attention.
+    """
+    typed = framework.strip().lower()
+    listed = [(name, e) for e in engines().values() for name in e.frameworks if e.attention in ("", attention)]
+    first = [pair for pair in listed if typed.startswith(pair[0])]
+    later = [pair for pair in listed if re.search(rf"(?<![a-z0-9]){re.escape(pair[0])}", typed)]
+    best = max(first or later, key=lambda pair: len(pair[0]), default=None)
+    if best is None:
+        raise UserError(f"no engine is known for framework '{framework}': {did_you_mean(typed, engines())}")
+    return best[1]
+
+
+def own_profiles() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(profile_folder().glob("*.toml"))}
+
+
+def profile_folder() -> Path:
+    return cache_folder() / "engines"
+
+
+def profile_path(name: str) -> Path:
+    """Where a profile is kept; a UserError for what cannot be a file's name or is a shipped engine's."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"'{name}' cannot name a profile: use letters, digits, '.', '_' and '-'")
+    if name in engines():
+        raise UserError(f"'{name}' is an engine that comes with Ironlaw: choose another name")
+    return profile_folder() / f"{name}.toml"
+
+
+def _shipped(path: Path) -> Engine:
+    data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    known = {f.name for f in fields(Engine)}
+    values: dict[str, Any] = {"name": path.stem}
+    for key, entry in data.items():
+        assert key in known, f"{path.name}: unknown key {key}"
+        values[key] = entry
+    for key in ("frameworks", "cp_kinds"):
+        if key in values:
+            values[key] = tuple(values[key])
+    return Engine(**values)
+
+
+def _own(name: str, path: Path) -> Engine:
+    try:
+        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    kinds = {field.name: type(getattr(Engine(""), field.name)) for field in fields(Engine)}
+    for key, value in data.items():
+        if key not in kinds:
+            raise UserError(f"{path}: unknown key '{key}': {did_you_mean(key, kinds)}")
+        wanted = (int, float) if kinds[key] is float else (list, tuple) if kinds[key] is tuple else kinds[key]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[key] is not bool):
+            raise UserError(f"{path}: {key} must be {kinds[key].__name__}, not {value!r}")
+    tuples = {key: tuple(value) for key, value in data.items() if kinds[key] is tuple}
+    return Engine(**({"name": name} | data | tuples | {"frameworks": ()}))

@@ -1,0 +1,1 @@
+"""Measured runs: reading them, planning them, judging the plans, calibrating an engine."""

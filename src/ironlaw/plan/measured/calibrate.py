@@ -1,0 +1,316 @@
+"""The physical constants of an engine and a cluster from a handful of ordinary step times.
+
+    found = calibrate(runs, "my-cluster")
+    found.engine, found.constants, found.errors
+
+Maximum a posteriori: residuals are ln(planned / measured), with a Huber loss because a few step times are always
+disturbed; the prior is the engine that the runs would have been planned with, each constant with a spread that
+engines of different software have shown. What the runs say nothing of stays at its prior, so few of them cannot make a
+plan wild. Bounds are what hardware allows. The minimum is found by Levenberg and Marquardt's method on numerical
+derivatives; leaving one run out starts from there. The whole correction is only kept when, with runs left out, it
+beats the prior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ironlaw.errors import UserError
+from ironlaw.plan.cluster.ingredients import Parts, step_parts
+from ironlaw.plan.cluster.jobs import Array, Jobs, jobs_of_columns
+from ironlaw.plan.cluster.stages import StageLayers, stage_layers
+from ironlaw.plan.cluster.timeline import assemble
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.words import MEANING
+from ironlaw.plan.measured.evaluate import plannable, settings_of, settled
+from ironlaw.plan.measured.read import Run
+
+MIN_RUNS = 4
+
+
+@dataclass(frozen=True)
+class Constant:
+    """How one constant may move. `spread`: prior standard deviation, of ln(value) when `logarithmic`."""
+
+    name: str
+    low: float
+    high: float
+    spread: float
+    logarithmic: bool = True
+
+
+CONSTANTS = (
+    # Lowest: nothing launches a block faster; highest: what eager code under a slow processor was seen to need.
+    Constant("host_layer_seconds", 2e-5, 6e-3, 0.3),
+    Constant("host_collective_seconds", 1e-6, 6e-4, 0.4),
+    Constant("host_microbatch_seconds", 1e-4, 5e-2, 0.5),
+    Constant("host_step_seconds", 5e-4, 0.5, 0.7),
+    # A kernel in a run is hardly faster than alone; twice as slow is another software generation.
+    Constant("matmul_slowdown", 0.9, 2.4, 0.12),
+    Constant("attention_slowdown", 0.6, 3.0, 0.2),
+    # From fused kernels to eager ones that read and write for every operation.
+    Constant("streaming_traffic", 0.7, 6.0, 0.4),
+    Constant("shard_traffic", 0.7, 6.0, 0.3),
+    Constant("score_traffic", 0.5, 6.0, 0.3),
+    Constant("loss_traffic", 0.5, 8.0, 0.4),
+    Constant("optimizer_traffic", 0.5, 6.0, 0.4),
+    # Shares: nothing or everything hidden.
+    # What little the runs of one node say of it is misfit of another kind: wider, large plans come out 12% too fast.
+    Constant("tp_hidden", 0.0, 0.95, 0.09, False),
+    Constant("dp_hidden", 0.0, 1.0, 0.25, False),
+    Constant("fsdp_hidden", 0.5, 1.0, 0.15, False),
+    Constant("pp_hidden", 0.0, 0.98, 0.25, False),
+    Constant("cp_hidden", 0.0, 0.98, 0.25, False),
+    # The wire's rate is a limit; a busy or oversubscribed network may give a quarter of it.
+    Constant("island_slowdown", 1.0, 4.0, 0.2),
+    Constant("network_slowdown", 1.0, 6.0, 0.5),
+)
+"""Spreads are about those among the engines in `engines/`, which were fitted to different software."""
+
+NOISE = (0.03, 0.1)
+"""Least and largest spread of ln(planned / measured) that no constant explains; in between it is what is left over.
+
+Where the runs disagree with each other, the prior weighs more."""
+
+WITNESSES = 4.0
+"""Runs that must speak of a constant before it is free to leave its prior: one disturbed run is no witness."""
+
+HUBER = 1.5  # spreads beyond which a run's pull no longer grows
+STEP = 1e-4  # of a prior spread, for numerical derivatives
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One constant before and after."""
+
+    name: str
+    unit: str
+    meaning: str
+    before: float
+    after: float
+    spread_after: float  # posterior over prior standard deviation: 1 where the runs say nothing of it
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """An engine fitted to runs, and how well it does; errors are mean absolute relative ones of step time."""
+
+    engine: Engine
+    constants: tuple[Moved, ...]
+    runs: int
+    error_before: float
+    error_in_sample: float
+    error_left_out: float  # each run planned by constants fitted to the others
+    improved: bool  # else the constants are those of before
+    start: str = ""  # name of the engine it started from
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "start": self.start,
+            "runs": self.runs,
+            "improved": self.improved,
+            "errors": {
+                "before": self.error_before, "in_sample": self.error_in_sample, "left_out": self.error_left_out,
+            },
+            "constants": [
+                {"name": c.name, "unit": c.unit, "meaning": c.meaning, "before": c.before, "after": c.after,
+                 "spread": c.spread_after}
+                for c in self.constants
+            ],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Runs that share a setting, with the ingredients that no engine changes."""
+
+    jobs: Jobs
+    parts: Parts
+    layers: StageLayers
+    generation: str
+    index: list[int]
+
+
+def calibrate(runs: Sequence[Run], name: str, start: Engine | None = None) -> Calibration:
+    """Fit the constants of `start` (or the engine of the runs) to the step times of `runs`."""
+    usable = [r for r in runs if r.ran and r.step_seconds and "time" in r.checks]
+    known, rejected = plannable(usable)
+    if len(known) < MIN_RUNS:
+        why = f"; {rejected[0][2]}" if rejected else ""
+        raise UserError(f"{len(known)} runs with a step time that can be planned: {MIN_RUNS} or more are needed{why}")
+    engine = start or the_engine(known)
+    known = settled([replace(run, engine=engine) for run in known])
+    problem = _Problem(known, engine)
+    x = np.zeros(len(CONSTANTS))
+    for _ in range(3):
+        x = problem.minimum(x, np.ones(len(known)))
+        problem.noise = float(np.clip(1.48 * np.median(np.abs(problem.log_errors(x))), *NOISE))
+    before = problem.errors(np.zeros_like(x))
+    left_out = np.empty(len(known))
+    for i in range(len(known)):
+        weights = np.ones(len(known))
+        weights[i] = 0.0
+        left_out[i] = problem.errors(problem.minimum(x, weights, rounds=3))[i]
+    # A mean would let the one disturbed run decide.
+    improved = bool(_robust_mean(left_out) < _robust_mean(before))
+    chosen = x if improved else np.zeros_like(x)
+    values: dict[str, Any] = dict(problem.values(chosen))
+    spreads = problem.posterior(chosen)
+    constants = tuple(
+        Moved(c.name, *MEANING[c.name], float(getattr(engine, c.name)), values[c.name], float(spreads[i]))
+        for i, c in enumerate(CONSTANTS)
+    )
+    values |= {"name": name, "frameworks": (), "by_generation": _without(engine, problem.generations)}
+    fitted = replace(engine, **values)
+    return Calibration(
+        engine=fitted,
+        constants=constants,
+        runs=len(known),
+        error_before=float(before.mean()),
+        error_in_sample=float(problem.errors(chosen).mean()),
+        error_left_out=float((left_out if improved else before).mean()),
+        improved=improved,
+        start=engine.name,
+    )
+
+
+def the_engine(runs: Sequence[Run]) -> Engine:
+    """The engine that all runs belong to; constants of two cannot be one calibration."""
+    names = sorted({run.engine.name for run in runs})
+    if len(names) > 1:
+        raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
+    return runs[0].engine
+
+
+def _robust_mean(errors: Array) -> float:
+    return float(np.minimum(errors, 4 * np.median(errors) + 1e-9).mean())
+
+
+def _without(engine: Engine, generations: set[str]) -> dict[str, dict[str, float]]:
+    """Overrides per generation, less those that the calibrated values stand for."""
+    fitted = {c.name for c in CONSTANTS}
+    kept = {
+        generation: {k: v for k, v in entries.items() if not (generation in generations and k in fitted)}
+        for generation, entries in engine.by_generation.items()
+    }
+    return {generation: entries for generation, entries in kept.items() if entries}
+
+
+class _Problem:
+    """Constants as prior spreads from the start (all zero: the start itself), and what follows from them."""
+
+    def __init__(self, runs: Sequence[Run], engine: Engine) -> None:
+        self.noise = NOISE[0]
+        self.measured = np.array([run.step_seconds for run in runs], dtype=float)
+        self.blocks: list[_Block] = []
+        for where, index in settings_of(runs):
+            jobs = jobs_of_columns([runs[i].columns for i in index])
+            layers = stage_layers(jobs, engine.partition)
+            generation = runs[index[0]].cluster.accelerator.generation
+            self.blocks.append(_Block(jobs, step_parts(jobs, where, layers), layers, generation, index))
+        self.generations = {block.generation for block in self.blocks}
+        # With one generation its overrides are the start; with several the plain values are.
+        self.engine = engine.on(self.blocks[0].generation) if len(self.generations) == 1 else engine
+        self.plain = replace(self.engine, by_generation={})
+        self.start = np.array([float(getattr(self.engine, c.name)) for c in CONSTANTS])
+        self.logarithmic = np.array([c.logarithmic for c in CONSTANTS])
+        self.spread = np.array([c.spread for c in CONSTANTS])
+        low, high = np.array([c.low for c in CONSTANTS]), np.array([c.high for c in CONSTANTS])
+        self.low = self._encode(np.minimum(low, self.start))  # a start outside the bounds may stay there
+        self.high = self._encode(np.maximum(high, self.start))
+
+        self.precision = self._precision()
+
+    def _precision(self) -> Array:
+        """Of the prior of each constant: larger where few runs speak of it.
+
+        Their effective number is that of Kish: (sum s)^2 / sum s^2 with s the squared sensitivity of a run's time.
+        """
+        zero = np.zeros(len(CONSTANTS))
+        sensitivity = self.jacobian(zero, self.log_errors(zero)) ** 2
+        total = np.maximum((sensitivity**2).sum(axis=0), 1e-30)
+        witnesses = sensitivity.sum(axis=0) ** 2 / total
+        return np.maximum(1.0, WITNESSES / np.maximum(witnesses, 1.0)) ** 2
+
+    def _encode(self, values: Array) -> Array:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log(values / self.start)
+        return np.asarray(np.where(self.logarithmic, logs, values - self.start) / self.spread)
+
+    def values(self, x: Array) -> dict[str, float]:
+        moved = x * self.spread
+        scaled = self.start * np.exp(np.where(self.logarithmic, moved, 0.0))
+        values = np.where(self.logarithmic, scaled, self.start + moved)
+        return {c.name: float(v) for c, v in zip(CONSTANTS, values, strict=True)}
+
+    def log_errors(self, x: Array) -> Array:
+        """ln(planned / measured) of every run."""
+        constants: dict[str, Any] = dict(self.values(x))
+        engine = replace(self.plain, **constants)
+        planned = np.empty(len(self.measured))
+        for block in self.blocks:
+            planned[block.index] = assemble(block.parts, block.jobs, engine, block.layers).step_seconds
+        return np.asarray(np.log(planned / self.measured))
+
+    def errors(self, x: Array) -> Array:
+        """Absolute relative errors."""
+        return np.asarray(np.abs(np.exp(self.log_errors(x)) - 1))
+
+    def jacobian(self, x: Array, at: Array) -> Array:
+        columns = []
+        for i in range(len(x)):
+            step = -STEP if x[i] + STEP > self.high[i] else STEP
+            moved = x.copy()
+            moved[i] += step
+            columns.append((self.log_errors(moved) - at) / step)
+        return np.stack(columns, axis=1)
+
+    def minimum(self, x: Array, weights: Array, rounds: int = 20) -> Array:
+        """Most probable constants: Levenberg-Marquardt with Huber weights, inside the bounds."""
+
+        def cost(errors: Array, x: Array) -> float:
+            size = np.abs(errors) / self.noise
+            huber = np.where(size <= HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
+            return float((weights * huber).sum() + 0.5 * (self.precision * x**2).sum())
+
+        return _levenberg_marquardt(self, x, weights, cost, rounds)
+
+    def posterior(self, x: Array) -> Array:
+        """Standard deviation of each constant over that of its prior, with the curvature at `x`: 1, nothing learned."""
+        jacobian = self.jacobian(x, self.log_errors(x)) / self.noise
+        covariance = np.linalg.inv(jacobian.T @ jacobian + np.diag(self.precision))
+        return np.asarray(np.sqrt(np.diag(covariance) * self.precision))
+
+
+def _levenberg_marquardt(
+    problem: _Problem, x: Array, weights: Array, cost: Callable[[Array, Array], float], rounds: int
+) -> Array:
+    damping = 1e-2
+    at = problem.log_errors(x)
+    best = cost(at, x)
+    for _ in range(rounds):
+        jacobian = problem.jacobian(x, at)
+        pull = weights * np.minimum(1.0, HUBER * problem.noise / np.maximum(np.abs(at), 1e-12)) / problem.noise**2
+        curvature = (jacobian * pull[:, None]).T @ jacobian + np.diag(problem.precision)
+        slope = jacobian.T @ (pull * at) + problem.precision * x
+        # What stands at a bound and is pulled outwards stays there.
+        free = ~(((x <= problem.low) & (slope > 0)) | ((x >= problem.high) & (slope < 0)))
+        gained = 0.0
+        for _ in range(8):
+            matrix = curvature[np.ix_(free, free)]
+            step = np.zeros_like(x)
+            step[free] = -np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), slope[free])
+            trial = np.clip(x + step, problem.low, problem.high)
+            errors = problem.log_errors(trial)
+            value = cost(errors, trial)
+            if value < best:
+                gained, x, at, best, damping = best - value, trial, errors, value, max(damping / 5, 1e-6)
+                break
+            damping *= 4
+        if gained < 1e-3:
+            break
+    return x

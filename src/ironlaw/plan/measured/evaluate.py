@@ -1,0 +1,129 @@
+"""Evaluate measured runs: group them by what they share, and plan each group in one vectorised call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ironlaw.catalog.nodes import Node
+from ironlaw.errors import UserError
+from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES, under_pressure
+from ironlaw.plan.cluster.ingredients import step_parts
+from ironlaw.plan.cluster.jobs import RECOMPUTE, Array, jobs_of_columns
+from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
+from ironlaw.plan.cluster.setting import Setting, setting
+from ironlaw.plan.cluster.stages import stage_layers
+from ironlaw.plan.cluster.timeline import assemble
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.measured.read import Run
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One entry per run."""
+
+    step_seconds: Array
+    reported_bytes: Array  # peak of the rank that the engine's log speaks of
+    highest_bytes: Array  # peak of the rank that needs most
+    limit_bytes: Array  # what an allocator can hand out
+    peak_flops_per_second: Array  # dense, in the run's precision
+
+    @property
+    def fits(self) -> np.ndarray:
+        return self.highest_bytes <= self.limit_bytes
+
+
+def alike(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of the runs that share accelerator, node, engine and precision."""
+    found: dict[tuple[str, str, Node, str, bool], list[int]] = {}
+    for index, run in enumerate(runs):
+        several = run.cluster.count > 1  # one accelerator needs no link
+        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several)
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
+    """The same with the setting that they share."""
+    first = [(runs[indices[0]], indices) for indices in alike(runs)]
+    return [(setting(run.cluster, run.engine, run.precision), indices) for run, indices in first]
+
+
+def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]]]:
+    """The runs on hardware that enough is known of, and (id, group, reason) of the others."""
+    good: list[int] = []
+    rejected = []
+    for indices in alike(runs):
+        try:
+            evaluate([runs[indices[0]]])
+        except UserError as error:
+            rejected += [(runs[i].id, runs[i].group, str(error)) for i in indices]
+        else:
+            good += indices
+    return [runs[i] for i in sorted(good)], rejected
+
+
+def settled(runs: Sequence[Run]) -> list[Run]:
+    """The runs with what their rows leave open decided by what fits: first sharded weights, then recomputation."""
+    for flag, attempts in (("open_zero", _sharding), ("open_recompute", _recomputation)):
+        result = list(runs)
+        for where, indices in settings_of(runs):
+            unsaid = [i for i in indices if getattr(runs[i], flag)]
+            for columns, notes in attempts(where.engine):
+                if not unsaid:
+                    break
+                tried = [_assuming(runs[i], columns, notes, flag) for i in unsaid]
+                for i, run in zip(unsaid, tried, strict=True):
+                    result[i] = run
+                unsaid = [i for i, fits in zip(unsaid, _fit(tried, where), strict=True) if not fits]
+        runs = result
+    return list(runs)
+
+
+Attempt = tuple[dict[str, float], tuple[str, ...]]
+"""Columns of a run, and how it is said that they were assumed. The first that fits is taken, or else the last."""
+
+
+def _sharding(engine: Engine) -> Iterator[Attempt]:
+    yield {}, ()
+    yield {"zero": 3.0}, ("zero = 3, for with less sharding the run would not fit",)
+
+
+def _recomputation(engine: Engine) -> Iterator[Attempt]:
+    """An engine that recomputes block by block is taken to be tuned: no more of them than needed."""
+    full = float(RECOMPUTE["full"])
+    yield {"recompute": float(RECOMPUTE["none"])}, ("recompute = none",)
+    if engine.recomputes_by_block:
+        for eighths in range(1, 8):
+            least = f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit"
+            yield {"recompute": full, "every": 8 / eighths}, (least,)
+    yield {"recompute": full}, ("recompute = full, for without it the run would not fit",)
+
+
+def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag: str) -> Run:
+    assumed = (*run.assumed, *notes)
+    return replace(run, columns=run.columns | columns, assumed=assumed, **{flag: False})  # type: ignore[arg-type]
+
+
+def _fit(runs: Sequence[Run], where: Setting) -> np.ndarray:
+    jobs = jobs_of_columns([run.columns for run in runs])
+    return peak_memory(jobs, where.engine).total <= where.memory_bytes - UNUSABLE_BYTES
+
+
+def evaluate(runs: Sequence[Run]) -> Prediction:
+    """Plan every run."""
+    count = len(runs)
+    seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
+    for where, indices in settings_of(runs):
+        jobs = jobs_of_columns([runs[i].columns for i in indices])
+        layers = stage_layers(jobs, where.engine.partition)
+        parts = step_parts(jobs, where, layers)
+        highest[indices] = peak_memory(jobs, where.engine, layers).total
+        times = assemble(parts, jobs, where.engine, layers)
+        seconds[indices] = under_pressure(times.step_seconds, highest[indices], where)
+        reported[indices] = reported_bytes(jobs, where.engine, layers)
+        limit[indices] = where.memory_bytes - UNUSABLE_BYTES
+        peak[indices] = where.hardware.peak(where.precision)
+    return Prediction(seconds, reported, highest, limit, peak)

@@ -1,0 +1,354 @@
+"""Measured runs from a CSV file, and the assumptions that fill what a row leaves unsaid.
+
+Columns may come in any order and more of them than are known here; only `REQUIRED` must be there. A row that cannot
+be planned is rejected with its reason, and never takes another with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.nodes import Cluster, node
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.plan.cluster.jobs import RECOMPUTE, jobs_of_columns
+from ironlaw.plan.cluster.launches import usual_expert_launches
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.named import GENERIC, engine_of_framework
+from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.measured import words
+from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.known_experts import known_experts
+from ironlaw.plan.measured.network import described_node, resized
+from ironlaw.plan.measured.words import Row
+
+REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
+"""Columns without which no row can be planned."""
+
+UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
+"""Node of a row that does not describe its network, where published runs differ from what is usually rented."""
+
+SUBSTITUTE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "mxfp8": "fp8"}
+"""Format at whose rate another one is planned on hardware that has a peak for one of them only."""
+
+"""The engine of software that no measured runs are known of."""
+
+HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have
+USUAL_VOCAB = 50304  # GPT-2's, padded
+SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and a tied model from a plain one
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row: the job as columns of numbers, the setting it ran in, and what was measured."""
+
+    id: str
+    group: str
+    engine: Engine
+    cluster: Cluster
+    precision: str
+    columns: dict[str, float]
+    step_seconds: float | None
+    peak_bytes: float | None
+    ran: bool
+    checks: str
+    assumed: tuple[str, ...]
+    open_recompute: bool = False  # the row does not say; none is assumed where it fits
+    open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
+
+
+def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
+    """The rows that can be planned, and (id, group, reason) of those that cannot; `engine` in place of each row's."""
+    runs: list[Run] = []
+    rejected: list[tuple[str, str, str]] = []
+    seen: dict[str, int] = {}
+    for number, row in enumerate(_rows(path)):
+        identity = words.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
+        seen[identity] = seen.get(identity, 0) + 1
+        if seen[identity] > 1:
+            identity = f"{identity} ({seen[identity]})"
+        try:
+            runs.append(_run(identity, row, engine))
+        except UserError as error:
+            rejected.append((identity, group_of(row), str(error)))
+    return runs, rejected
+
+
+def group_of(row: Row) -> str:
+    return words.text(row, "group") or "(no group)"
+
+
+def _rows(path: Path) -> Iterable[Row]:
+    """Rows as column -> text; a UserError when the file is no table of this schema."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file: give a CSV of measured runs")
+    content = path.read_bytes()
+    if b"\0" in content[:4096]:
+        raise UserError(f"{path} is not a CSV file: it holds binary data")
+    stream = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
+    first = stream.readline()
+    stream.seek(0)
+    separator = max(",;\t", key=first.count)
+    reader = csv.DictReader(stream, delimiter=separator)
+    names = [(name or "").strip().lower() for name in reader.fieldnames or []]
+    missing = [name for name in REQUIRED if name not in names]
+    if missing:
+        near = [did_you_mean(missing[0], names)] if names else ["the file has no header line"]
+        raise UserError(f"{path} has no column '{missing[0]}', which every run needs: {near[0]}")
+    reader.fieldnames = names
+    return ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)
+
+
+@dataclass
+class _Cells:
+    """The cells of one row, and the list of what was assumed for the empty ones."""
+
+    row: Row
+    assumed: list[str]
+
+    def needed(self, name: str) -> float:
+        value = words.whole(self.row, name)
+        if value is None:
+            raise UserError(f"{name} is not given")
+        return value
+
+    def given(self, name: str, default: float, why: str = "assumed") -> float:
+        value = words.whole(self.row, name)
+        return self.assume(name, default, why) if value is None else value
+
+    def assume(self, name: str, value: float, why: str) -> float:
+        self.assumed.append(f"{name} = {value:g} ({why})")
+        return value
+
+
+def _run(identity: str, row: Row, engine: Engine | None) -> Run:
+    cells = _Cells(row, [])
+    attention = words.attention(row) or "flash"
+    engine = engine or _engine(row, attention, cells)
+    count = cells.needed("accelerators")
+    acc, note = accelerator_of(words.text(row, "accelerator"))
+    cells.assumed += [note] if note else []
+    columns = _model(cells) | {"sequence": cells.needed("seq"), "flash": float(attention == "flash")}
+    columns |= _layout(cells, engine, count, columns.get("experts", 0.0) > 0)
+    recompute = words.recompute(row)
+    columns["recompute"] = float(RECOMPUTE[recompute or engine.default_recompute])
+    if recompute is None and engine.default_recompute != "none":
+        cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
+    status = words.text(row, "status").lower()
+    return Run(
+        id=identity,
+        group=group_of(row),
+        engine=engine,
+        cluster=_cluster(row, acc, int(count)),
+        precision=_precision(cells, acc, engine),
+        columns=columns,
+        step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, columns, count),
+        peak_bytes=_measured(row, "peak_bytes"),
+        ran=status in ("", "ok", "success", "completed", "ran", "done", "pass"),
+        checks=words.text(row, "checks") or "memory+time",
+        assumed=tuple(cells.assumed),
+        open_recompute=recompute is None and engine.default_recompute == "none",
+        open_zero=words.zero_stage(row) is None and engine.name == GENERIC,
+    )
+
+
+def _measured(row: Row, name: str) -> float | None:
+    """A measurement, or None where there is none; zero is none too."""
+    return words.number(row, name, 0) or None
+
+
+def _step_from_tokens(row: Row, columns: dict[str, float], count: float) -> float | None:
+    """Step time of a row that gives its throughput only."""
+    rate = _measured(row, "tokens_per_second_per_accelerator")
+    return columns["global_batch"] * columns["sequence"] / (rate * count) if rate else None
+
+
+def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
+    framework = words.text(row, "framework")
+    try:
+        return engine_of_framework(framework, attention)
+    except UserError:
+        said = f"framework '{framework}' is not known" if framework else "no framework is given"
+        cells.assumed.append(f"engine = {GENERIC} ({said})")
+        return engine_named(GENERIC)
+
+
+def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> dict[str, float]:
+    ep = cells.given("ep", 1)
+    if ep > 1 and not has_experts:
+        raise UserError(
+            "ep > 1 is a mixture of experts, and neither its columns nor its model's name say how many experts, nor "
+            "how many work: experts, experts_per_token and expert_ffn would"
+        )
+    rest = _unsaid_degree(cells, count)
+    tp, pp = (cells.given(name, *rest.get(name, (1.0,))) for name in ("tp", "pp"))
+    cp = cells.given("cp", 1)
+    model_parallel = tp * pp * cp
+    if count % model_parallel:
+        raise UserError(f"tp {tp:g} x pp {pp:g} x cp {cp:g} does not divide the {count:g} accelerators of the run")
+    dp = cells.given("dp", count / model_parallel, "accelerators / (tp pp cp)")
+    if dp * model_parallel != count:
+        reason = f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not the {count:g} accelerators of the run"
+        if dp != count / (tp * pp):  # some count the context parallel ranks as data parallel ones
+            raise UserError(reason)
+        dp = cells.assume("dp", count / model_parallel, f"{reason}: cp taken out of dp")
+    layers = cells.needed("layers")
+    virtual = cells.given("virtual_stages", 1)
+    if pp * virtual > layers:
+        cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
+    etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
+    imbalance = words.number(cells.row, "imbalance", 1)
+    if imbalance is None and ep > 1 and engine.default_imbalance:
+        imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
+    batch = words.whole(cells.row, "global_batch")
+    micro = words.whole(cells.row, "micro_batch")
+    if micro is None and batch is None:
+        raise UserError("micro_batch and global_batch are not given")
+    if micro is None:
+        assert batch is not None
+        micro = cells.assume("micro_batch", 1 if pp > 1 else max(batch // dp, 1) if batch / dp <= 4 else 1, "assumed")
+    if batch is None:
+        batch = cells.assume("global_batch", dp * micro, "one micro-batch")
+    if batch < dp * micro:
+        raise UserError(f"global_batch {batch:g} is less than dp {dp:g} x micro_batch {micro:g}")
+    zero = words.zero_stage(cells.row)
+    if zero == 3 and pp > 1 and engine.pipeline_keeps:
+        zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
+    sp = words.flag(cells.row, "sequence_parallel")
+    return {
+        "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,
+        "zero": cells.assume("zero", engine.default_zero, "the engine's default") if zero is None else zero,
+        "ep": ep, "etp": etp, "imbalance": imbalance or 0.0,
+        "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
+    }  # fmt: skip
+
+
+def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float, usual: int) -> float:
+    """Ranks that an expert is split over, 0 for tp: what the row says, else the engine's `usual`, else what leaves
+    enough ranks for ep."""
+    said = words.whole(cells.row, "etp") or 0.0
+    if not said and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
+        return cells.assume("etp", usual, "the engine's default")
+    if not replicas * tp / (said or tp) % ep:
+        return said
+    if not said and not replicas * tp % ep:
+        return cells.assume("etp", 1, f"ep {ep:g} is more than dp x cp = {replicas:g} allow")
+    raise UserError(f"ep {ep:g} ranks cannot be taken from dp x cp x tp = {replicas * tp:g}")
+
+
+def _unsaid_degree(cells: _Cells, count: float) -> dict[str, tuple[float, str]]:
+    """What is left for tp or pp where the row gives dp and the other one; nothing where both or neither are open."""
+    said = {name: words.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
+    unsaid = [name for name in ("tp", "pp") if said[name] is None]
+    if said["dp"] is None or len(unsaid) != 1:
+        return {}
+    others = math.prod(value or 1.0 for value in said.values())
+    return {} if count % others else {unsaid[0]: (count / others, "accelerators / the other degrees")}
+
+
+def _model(cells: _Cells) -> dict[str, float]:
+    hidden = cells.needed("hidden")
+    heads = cells.given("heads", max(hidden // HEAD_SIZE, 1), f"heads of {HEAD_SIZE}")
+    if hidden < heads:
+        raise UserError(f"heads {heads:g} are more than hidden {hidden:g}")
+    columns = {
+        "layers": cells.needed("layers"), "hidden": hidden, "heads": heads,
+        "kv_heads": min(cells.given("kv_heads", heads), heads), "head_size": hidden / heads,
+        "ffn": cells.given("ffn", 4 * hidden), "vocab": cells.given("vocab", USUAL_VOCAB),
+    }  # fmt: skip
+    columns |= _experts(cells, columns)
+    gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
+    columns |= _kind(cells, columns, gated, tied)
+    if columns.get("experts"):
+        columns["launches"] = usual_expert_launches(columns["gated"] > 0, columns["shared_ffn"] > 0)
+    return columns
+
+
+def _experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
+    """Columns of a mixture of experts, beyond the schema: nothing where `experts` is empty."""
+    experts = words.whole(cells.row, "experts")
+    if not experts:
+        return _named_experts(cells, columns)
+    shared = words.whole(cells.row, "shared_ffn")
+    return {
+        "experts": experts,
+        "experts_per_token": cells.needed("experts_per_token"),
+        "expert_ffn": cells.given("expert_ffn", columns["ffn"], "the model's ffn"),
+        "shared_ffn": shared or 0.0,
+        "expert_layers": cells.given("expert_layers", columns["layers"], "all of them"),
+    }
+
+
+def _named_experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
+    """The same where the columns say nothing and the model is called by a name that is known."""
+    known = known_experts(words.text(cells.row, "model"), columns["hidden"], columns["layers"])
+    if known is None:
+        return {}
+    named = dict(known.columns)
+    if known.dense_ffn:
+        named["ffn"] = known.dense_ffn
+    if known.head_size:
+        named["head_size"] = known.head_size
+    if known.latent:
+        named |= known.latent | {"kv_heads": columns["heads"]}
+    cells.assumed.append(
+        f"experts = {named['experts']:g}, {named['experts_per_token']:g} per token, of width {named['expert_ffn']:g} "
+        f"in {named['expert_layers']:g} layers (its name says {known.name}"
+        + (", whose attention is latent)" if known.latent else ")")
+    )
+    return named
+
+
+def _kind(cells: _Cells, columns: dict[str, float], gated: bool | None, tied: bool | None) -> dict[str, float]:
+    """Gated and tied where the row does not say: what reproduces `params`, else by the shape."""
+    filler = {"sequence": 1.0, "global_batch": 1.0, "micro_batch": 1.0, "dp": 1.0, "zero": 0.0, "tp": 1.0, "sp": 0.0,
+              "pp": 1.0, "virtual": 1.0, "cp": 1.0, "recompute": 0.0, "flash": 1.0}  # fmt: skip
+    usual = columns["ffn"] != 4 * columns["hidden"]  # gated networks are narrower (8/3) or odd
+    options = [
+        {"gated": float(g), "tied": float(t), "biased": float(not g)}
+        for g in ([usual, not usual] if gated is None else [gated])
+        for t in ([False, True] if tied is None else [tied])
+    ]
+    if len(options) == 1:
+        return options[0]
+    counts = jobs_of_columns([columns | filler | option for option in options]).parameters
+    wanted = words.number(cells.row, "params", 0)
+    best, why = options[0], "by the width of its feed-forward network"
+    if wanted:
+        off = [abs(count / wanted - 1) for count in counts]
+        if min(off) < SAME_PARAMETERS:
+            best, why = options[off.index(min(off))], "what its params say"
+    for name, said in (("gated", gated), ("tied", tied)):
+        if said is None:
+            cells.assumed.append(f"{'gated_ffn' if name == 'gated' else name} = {bool(best[name])} ({why})")
+    return best
+
+
+def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
+    """The row's format, or the one at whose rate this accelerator does it."""
+    wanted = words.precision(cells.row)
+    if wanted is None:
+        wanted = engine.default_precision
+        cells.assumed.append(f"precision = {wanted} (the engine's default)")
+    known = set(acc.peak_flops_per_second) | ({"nvfp4"} if "fp4" in acc.peak_flops_per_second else set())
+    other = SUBSTITUTE.get(wanted, "")
+    if wanted in known or (wanted == "mxfp8" and other in known):
+        return wanted
+    if other not in known:
+        raise UserError(f"{acc.name} does not compute in {wanted}: it has peaks for {', '.join(sorted(known))}")
+    cells.assumed.append(f"precision = {other} ({acc.name} has no peak for {wanted})")
+    return other
+
+
+def _cluster(row: Row, acc: Accelerator, count: int) -> Cluster:
+    """The accelerator's usual node, with the size and the network that the row describes."""
+    usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
+    per_node = words.whole(row, "per_node")
+    if per_node:
+        usual = resized(usual, int(per_node))
+    return Cluster(acc, count, described_node(usual, words.text(row, "interconnect")))

@@ -1,0 +1,248 @@
+"""The planner's record on measured runs: errors per group beside the trivial baseline, ranking, regret, feasibility.
+
+    record = validate(Path("runs.csv"))
+    record.to_json()        # {"groups": {...}, "overall": {...}, "rows": [...], "not_planned": [...]}
+
+Errors are relative to the measurement: (planned - measured) / measured. Bias is the median signed error. The baseline
+is hardware FLOPs, recomputation included, at one constant fraction of the dense peak (`BASELINE_FRACTION`); for memory
+it is the state of the model alone, sharded as the layout says. Where there is nothing to compare, n is 0 and the
+figures are null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ironlaw.plan.cluster.intervals import interval_factors
+from ironlaw.plan.cluster.jobs import Array, Jobs, jobs_of_columns
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.measured.evaluate import Prediction, evaluate, plannable, settled
+from ironlaw.plan.measured.read import Run, read_runs
+
+BASELINE_FRACTION = 0.45
+"""Of dense peak: the constant that does best on table 1 of arXiv 2104.04473."""
+
+SAME_WORK = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence", "global_batch")
+MIN_LAYOUTS = 3
+
+
+@dataclass
+class Record:
+    """Everything `validate` found out."""
+
+    runs: list[Run]
+    prediction: Prediction
+    baseline_seconds: Array
+    baseline_bytes: Array
+    step_interval: tuple[Array, Array]
+    peak_interval: tuple[Array, Array]
+    rejected: list[tuple[str, str, str]]
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    overall: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [self._row(i) for i in range(len(self.runs))]
+        missing = [{"id": i, "group": g, "reason": reason} for i, g, reason in self.rejected]
+        return {"groups": self.groups, "overall": self.overall, "rows": rows, "not_planned": missing}
+
+    def _row(self, i: int) -> dict[str, Any]:
+        run, p = self.runs[i], self.prediction
+        return {
+            "id": run.id,
+            "group": run.group,
+            "engine": run.engine.name,
+            "accelerator": run.cluster.accelerator.name,
+            "accelerators": run.cluster.count,
+            "ran": run.ran,
+            "checks": run.checks,
+            "predicted_step_seconds": float(p.step_seconds[i]),
+            "predicted_peak_bytes": float(p.reported_bytes[i]),
+            "step_interval": [float(self.step_interval[0][i]), float(self.step_interval[1][i])],
+            "peak_interval": [float(self.peak_interval[0][i]), float(self.peak_interval[1][i])],
+            "baseline_step_seconds": float(self.baseline_seconds[i]),
+            "baseline_peak_bytes": float(self.baseline_bytes[i]),
+            "step_seconds": run.step_seconds,
+            "peak_bytes": run.peak_bytes,
+            "fits": bool(p.fits[i]),
+            "over_limit": float(p.highest_bytes[i] / p.limit_bytes[i]),
+            "assumed": list(run.assumed),
+        }
+
+
+def validate(path: Path, engine: Engine | None = None) -> Record:
+    """Plan every run of a CSV file and compare with what was measured; `engine` in place of each row's own."""
+    runs, rejected = read_runs(path, engine)
+    return validate_runs(runs, rejected)
+
+
+def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> Record:
+    known, unknown = plannable(runs)
+    runs, rejected = settled(known), [*rejected, *unknown]
+    jobs = jobs_of_columns([run.columns for run in runs])
+    prediction = evaluate(runs)
+    record = Record(
+        runs=list(runs),
+        prediction=prediction,
+        baseline_seconds=baseline_seconds(jobs, prediction.peak_flops_per_second) if runs else np.zeros(0),
+        baseline_bytes=baseline_bytes(jobs) if runs else np.zeros(0),
+        step_interval=interval("time", runs, prediction.step_seconds),
+        peak_interval=interval("memory", runs, prediction.reported_bytes),
+        rejected=rejected,
+    )
+    names = dict.fromkeys([run.group for run in runs] + [group for _, group, _ in rejected])
+    for name in names:
+        record.groups[name] = _summary(record, [i for i, run in enumerate(runs) if run.group == name], name)
+    record.overall = _summary(record, list(range(len(runs))), None)
+    return record
+
+
+def baseline_seconds(jobs: Jobs, peak_flops_per_second: Array) -> Array:
+    """The trivial planner: every accelerator at one constant fraction of its dense peak."""
+    return jobs.hardware_flops() / (jobs.accelerators * peak_flops_per_second * BASELINE_FRACTION)
+
+
+def baseline_bytes(jobs: Jobs) -> Array:
+    """What most memory estimators count: weights, gradients and Adam's state, 16 bytes per parameter, and no more.
+
+    arXiv 1910.02054: of the 16, ZeRO 1 shards 12 over the data parallel ranks, ZeRO 2 14 and ZeRO 3 all.
+    """
+    shards = jobs.dp * jobs.cp
+    sharded = np.select([jobs.zero >= 3, jobs.zero >= 2, jobs.zero >= 1], [16.0, 14.0, 12.0], 0.0)
+    return jobs.parameters / (jobs.tp * jobs.pp) * (16 - sharded + sharded / shards)
+
+
+NO_ERRORS: dict[str, Any] = {"n": 0, "median": None, "mean": None, "p90": None, "bias": None}
+
+
+def errors(predicted: Array, measured: Array) -> dict[str, Any]:
+    """Median, mean and 90th percentile of the absolute relative error, and the median signed one."""
+    if not len(measured):
+        return dict(NO_ERRORS)
+    signed = predicted / measured - 1
+    size = np.abs(signed)
+    return {
+        "n": len(signed),
+        "median": float(np.median(size)),
+        "mean": float(size.mean()),
+        "p90": float(np.quantile(size, 0.9)),
+        "bias": float(np.median(signed)),
+    }
+
+
+def _summary(record: Record, index: list[int], group: str | None) -> dict[str, Any]:
+    runs, p = record.runs, record.prediction
+    summary: dict[str, Any] = {"n": len(index) + sum(group in (None, g) for _, g, _ in record.rejected)}
+    timed = [i for i in index if runs[i].ran and runs[i].step_seconds and "time" in runs[i].checks]
+    weighed = [i for i in index if runs[i].ran and runs[i].peak_bytes and "memory" in runs[i].checks]
+    for key, of, planned, baseline, bounds, name in (
+        ("time", timed, p.step_seconds, record.baseline_seconds, record.step_interval, "step_seconds"),
+        ("memory", weighed, p.reported_bytes, record.baseline_bytes, record.peak_interval, "peak_bytes"),
+    ):
+        measured = np.array([getattr(runs[i], name) for i in of], dtype=float)
+        summary[key] = errors(planned[of], measured) | {
+            "coverage": _coverage(bounds, of, measured),
+            "baseline": errors(baseline[of], measured),
+        }
+    summary["regret"] = _ranking_of_groups(record) if group is None else ranking(record, timed)
+    summary["fits"] = _feasibility(record, index)
+    summary["not_planned"] = sum(group in (None, g) for _, g, _ in record.rejected)
+    return summary
+
+
+def _ranking_of_groups(record: Record) -> dict[str, Any]:
+    """Means over the groups that vary the layout on the same work."""
+    known = [g["regret"] for g in record.groups.values() if g["regret"]["n"]]
+    if not known:
+        return dict(NO_CHOICE)
+    return {
+        "n": sum(g["n"] for g in known),
+        "mean": float(np.mean([g["mean"] for g in known])),
+        "worst": min(g["worst"] for g in known),
+        "rank_correlation": float(np.mean([g["rank_correlation"] for g in known])),
+    }
+
+
+def _coverage(bounds: tuple[Array, Array], index: list[int], measured: Array) -> float | None:
+    """Share of the measurements inside their intervals."""
+    if not index:
+        return None
+    low, high = bounds
+    return float(np.mean((low[index] <= measured) & (measured <= high[index])))
+
+
+def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...], list[int]]:
+    """Runs that did the same work on the same accelerators and differ in layout only."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for i in index:
+        run = runs[i]
+        key: tuple[Any, ...] = tuple(run.columns[name] for name in SAME_WORK)
+        key += (run.cluster.accelerator.name, run.cluster.count, run.precision, run.engine.name)
+        found.setdefault(key, []).append(i)
+    return {k: v for k, v in found.items() if len(v) >= MIN_LAYOUTS and len({_layout(runs[i]) for i in v}) > 1}
+
+
+def _layout(run: Run) -> tuple[float, ...]:
+    return tuple(run.columns[n] for n in ("dp", "tp", "pp", "virtual", "cp", "zero", "micro_batch", "recompute"))
+
+
+NO_CHOICE: dict[str, Any] = {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
+
+
+def ranking(record: Record, timed: list[int]) -> dict[str, Any]:
+    """Regret: throughput of the layout the plan would pick over the best measured one, over `n` such choices.
+
+    1 is the best layout found every time. Beside it Spearman's rank correlation of planned and measured step times.
+    """
+    regrets, correlations = [], []
+    for index in same_work(record.runs, timed).values():
+        measured = np.array([record.runs[i].step_seconds for i in index], dtype=float)
+        planned = record.prediction.step_seconds[index]
+        regrets.append(float(measured.min() / measured[planned.argmin()]))
+        correlations.append(_spearman(planned, measured))
+    if not regrets:
+        return dict(NO_CHOICE)
+    return {
+        "n": len(regrets),
+        "mean": float(np.mean(regrets)),
+        "worst": min(regrets),
+        "rank_correlation": float(np.mean(correlations)),
+    }
+
+
+def _spearman(a: Array, b: Array) -> float:
+    # Equal values share the mean of their ranks.
+    x, y = (((v[:, None] > v).sum(axis=1) + (v[:, None] >= v).sum(axis=1)).astype(float) for v in (a, b))
+    if x.std() == 0 or y.std() == 0:
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def _feasibility(record: Record, index: list[int]) -> dict[str, int]:
+    fits = record.prediction.fits
+    ran = [i for i in index if record.runs[i].ran]
+    failed = [i for i in index if not record.runs[i].ran]
+    return {
+        "ran_said_to_fit": int(sum(fits[i] for i in ran)),
+        "ran_denied": int(sum(not fits[i] for i in ran)),
+        "failed_said_to_fit": int(sum(fits[i] for i in failed)),
+        "failed_denied": int(sum(not fits[i] for i in failed)),
+    }
+
+
+def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
+    """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
+    parameters = jobs_of_columns([run.columns for run in runs]).parameters
+    pairs = [
+        interval_factors(
+            quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
+            run.columns.get("experts", 0.0) > 0,
+        )
+        for run, size in zip(runs, parameters, strict=True)
+    ]  # fmt: skip
+    bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
+    return planned * bounds[:, 0], planned * bounds[:, 1]

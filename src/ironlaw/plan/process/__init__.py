@@ -1,0 +1,1 @@
+"""The plan of one process: on the measured machine, or of a traced module on an accelerator."""

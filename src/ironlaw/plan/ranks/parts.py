@@ -1,0 +1,185 @@
+"""What one rank of a layout holds of a model: layers and tensors of its stages, and how they travel together.
+
+stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)     # numbers of a pipeline rank's stages
+stage_parameters(model, layout, stage)                                     # as one tensor parallel rank holds them
+units_of(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ironlaw.config import CommunicationConfig
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
+from ironlaw.workload.parameters import Parameter, model_parameters
+
+FP32 = 4
+EXPERTS = ".experts"  # ends the name of what FSDP gathers of a block's experts, where ep divides them
+
+
+def of_site(layout: Layout, communication: CommunicationConfig) -> Layout:
+    """The layout of one of the sites that train by themselves; the whole one without local updates."""
+    if not communication.local_steps:
+        return layout
+    return replace(layout, dp=layout.dp // (communication.sites or layout.dp))
+
+
+def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
+    """Layers of each stage as the planner deals them (`plan/cluster/stages.py`): as equal as can be."""
+    less = ends_lighter(layers, stages)
+    if virtual > 1 and less is not None:
+        counts = [(layers + sum(less)) // stages] * stages
+        counts[0] -= less[0]
+        counts[-1] -= less[1]
+    else:
+        whole, rest = divmod(layers, stages)
+        turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
+        counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
+    """Stages of a pipeline rank, in order."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * chunk for chunk in range(virtual)]
+
+
+def rank_of_last(schedule: str, pp: int) -> int:
+    """The pipeline rank of the last stage, which has the output layer and the loss."""
+    return 0 if schedule in V_SHAPED else pp - 1
+
+
+def expert_holders(dp: int, cp: int, ep: int) -> int:
+    """Ranks that hold the same experts: they reduce gradients of these together and share what ZeRO shards of them.
+
+    Ranks of an expert parallel group are taken from dp x cp; each tensor parallel rank has its part of every expert.
+    """
+    return dp * cp // ep
+
+
+def shards_hidden(model: ModelConfig, ep: int, ranks: int) -> bool:
+    """Whether FSDP divides experts by their hidden size over the `ranks` that hold the same ones, not one from another.
+
+    Always over ep; else where some ranks would have no expert, and FSDP pad them to one each.
+    """
+    if model.moe is None:
+        return False
+    return ep > 1 or (ranks > 1 and model.moe.experts % ranks != 0 and model.hidden % ranks == 0)
+
+
+def shard_of(parameter: Parameter, model: ModelConfig, ep: int, ranks: int) -> Parameter:
+    """One rank's part of a tensor that FSDP shards over `ranks`: rows, padded; of experts perhaps the hidden size."""
+    rows, *rest = parameter.shape
+    if of_experts(parameter) and shards_hidden(model, ep, ranks):
+        shape = (rows, *(size // ranks if size == model.hidden else size for size in rest))
+    else:
+        shape = (-(-rows // ranks), *rest)
+    return replace(parameter, shape=shape)
+
+
+def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
+    """Tensors of one stage as one tensor parallel rank holds them; the last has a copy of a tied embedding."""
+    stages = layout.pp * layout.virtual_stages
+    layers = layers_of(model.layers, stages, layout.virtual_stages)[stage]
+    first, last = stage == 0, stage == stages - 1
+    found = []
+    for parameter in model_parameters(model):
+        part, _, rest = parameter.name.partition(".")
+        here = {
+            "embedding": first, "positions": first, "embedding_norm": first, "final_norm": last, "head": last
+        }  # fmt: skip
+        if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
+            found += _divided(parameter, model, layout)
+    if last and not first and model.tied:
+        found += _divided(Parameter("head.weight", (model.vocab, model.hidden)), model, layout)
+    return found
+
+
+def _divided(parameter: Parameter, model: ModelConfig, layout: Layout) -> list[Parameter]:
+    """Query, key and value apart where ranks hold parts of tensors; then what tp leaves of each."""
+    parts = [parameter]
+    if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0):
+        sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
+        parts = [
+            Parameter(parameter.name.replace("qkv.", f"qkv.{which}."), (rows, *parameter.shape[1:]))
+            for which, rows in sizes.items()
+        ]
+    return [Parameter(part.name, _local_shape(part, layout), part.embedding) for part in parts]
+
+
+def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
+    """Outputs divided: projections in, up, gate, vocabulary. Inputs divided: the two that narrow. The rest is whole."""
+    name, shape, tp = parameter.name, parameter.shape, layout.tp
+    if of_experts(parameter) and len(shape) == 2:  # their biases
+        return (shape[0] // layout.ep, shape[1])
+    if of_experts(parameter):
+        count, outputs, inputs = shape
+        narrows = ".down." in name
+        return count // layout.ep, outputs // (1 if narrows else tp), inputs // (tp if narrows else 1)
+    if tp == 1:
+        return shape
+    if (
+        ".qkv." in name
+        or name.endswith((".query_up.weight", ".latent_up.weight"))
+        or name.endswith((".up.weight", ".gate.weight", ".up.bias", ".gate.bias"))
+        or name in ("embedding.weight", "head.weight", "head.bias")
+    ):
+        return (-(-shape[0] // tp), *shape[1:])
+    if name.endswith(("attention.out.weight", ".down.weight")):
+        return (shape[0], -(-shape[1] // tp))
+    return shape
+
+
+def of_experts(parameter: Parameter) -> bool:
+    return ".experts." in parameter.name
+
+
+def is_plain(layout: Layout) -> bool:
+    """Whether replicas are DDP's: nothing divides weights."""
+    return layout.zero == 0 and layout.tp * layout.pp * layout.ep == 1
+
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""DDP's own: the first bucket is small, so that something travels early."""
+
+
+def bucket_bytes(parameters: list[Parameter]) -> list[int]:
+    """DDP's buckets in the order they fill, last parameters first: one is full once it has reached its size."""
+    buckets, limit = [0], FIRST_BUCKET_BYTES
+    for parameter in reversed(parameters):
+        buckets[-1] += parameter.elements * FP32
+        if buckets[-1] >= limit:
+            buckets.append(0)
+            limit = BUCKET_BYTES
+    return [size for size in buckets if size]
+
+
+def units_of(
+    model: ModelConfig, parameters: list[Parameter], ep: int = 1, chunked: bool = False
+) -> dict[str, list[Parameter]]:
+    """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest.
+
+    With a `chunked` loss the output layer is among the rest: the loss takes its weight without calling it.
+
+    Expert parallel experts are divided over other ranks than the rest of their block, and gathered apart.
+    """
+    names = {p.name for p in parameters}
+    apart = {"embedding.weight", "head.weight"}
+    if model.tied and "embedding.weight" in names and "head.weight" not in names and "final_norm.weight" in names:
+        apart = set()  # one tensor, used at both ends
+    if chunked:
+        apart.discard("head.weight")
+    units: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        unit = "root"
+        if parameter.name.startswith("blocks."):
+            unit = ".".join(parameter.name.split(".")[:2])
+            if ep > 1 and of_experts(parameter):
+                unit += EXPERTS
+        elif parameter.name in apart:
+            unit = parameter.name
+        units.setdefault(unit, []).append(parameter)
+    return units

@@ -1,0 +1,373 @@
+"""What every rank of a layout sends in a step of Ironlaw's own trainer, by mesh dimension and kind of collective.
+
+    settings = Settings.of(config, training_shape(config, "fp32"))
+    table = traffic(model, layout, sequence=4096, global_batch=512, settings=settings)   # one mapping per pipeline rank
+    table[0]["shard", "all_gather"]                                                       # Sent(count, bytes)
+
+All that a step calls is there, as counted in a run (`tests/train/parallel/test_traffic.py`) for every layout with the
+settings that change it. Bytes are those of the whole buffer: what is reduced, what is gathered, what is sent; a ring
+moves 2 (n-1)/n of the first and (n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer
+holds them; what matrix products give, and keys, values and rows for them, in the precision of the products. Dimensions
+are those of the trainer's mesh: `replicate` (copies of the state), `shard` (ranks that share one), `tp`, `cp`, `pp`,
+`ep`, and `expert_replicate` and `expert_shard` for the experts' own state; `micro_batch` are the ranks that count
+experts' load together, `site` sites that average their weights, `world` all that agree on loss, gradient norm and stop.
+
+Without a capacity, how many rows a rank's experts receive depends on what the routers choose. Every rank sends as many
+as its tokens choose and gets them back, which is exact; what it returns to others is listed with the mean, exact for
+the expert parallel group as a whole. Under a capacity that several ranks share, rows are listed as if none was dropped.
+
+FSDP2 gathers a block at a time, each tensor padded to a multiple of the ranks in its first dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ironlaw.config import CommunicationConfig, RunConfig
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.ranks.parts import (
+    EXPERTS,
+    bucket_bytes,
+    expert_holders,
+    is_plain,
+    layers_of,
+    of_site,
+    shard_of,
+    stage_parameters,
+    stages_of,
+    units_of,
+)
+from ironlaw.plan.ranks.passes import passes
+from ironlaw.workload.blocks import Policy, Shape
+from ironlaw.workload.parameters import Parameter
+
+FP32, BF16, INT64 = 4, 2, 8
+
+
+@dataclass(frozen=True)
+class Sent:
+    """`count` collectives with buffers of `bytes` in all. Not counted: what PowerSGD makes of DDP's buckets, and a
+    meeting's chunks. Then it is 0."""
+
+    count: int
+    bytes: int
+
+
+Table = dict[tuple[str, str], Sent]
+
+
+UNCOMPRESSED = CommunicationConfig()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of a run changes what is sent, beside model, layout and batch; and which kind of step it is.
+
+    `communication` may send gradients as less than fp32, PowerSGD's from its start step on.
+    """
+
+    communication: CommunicationConfig = UNCOMPRESSED
+    product_bytes: int = FP32  # of an element that a matrix product gives or takes
+    recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
+    unequal: bool = False  # rows have different numbers of targets: documents are masked, or rows padded
+    counted_batch: int = 1  # sequences over which the load of experts is counted: the config's micro-batch
+    estimating: bool = False  # a step that estimates the gradient noise scale, in two parts
+    meeting: bool = False  # with local updates: a step at whose end the sites meet
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: Shape) -> Settings:
+        """`shape`: the run's micro-batch, of the whole model or of a rank."""
+        unequal = shape.documents or config.data.packing == "best_fit"
+        return cls(
+            config.communication, shape.matmul_bytes, shape.recompute, shape.loss_chunk, unequal, config.micro_batch
+        )  # fmt: skip
+
+
+PLAIN = Settings()
+
+
+def traffic(
+    model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int, settings: Settings = PLAIN
+) -> list[Table]:
+    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch."""
+    tables = []
+    for position in range(layout.pp):
+        total: Counter[tuple[str, str, str]] = Counter()
+        for dimension, kind, count, size in rank_lines(model, layout, sequence, global_batch, position, settings):
+            total[dimension, kind, "count"] += count
+            total[dimension, kind, "bytes"] += size
+        keys = sorted({(dimension, kind) for dimension, kind, _ in total})
+        table = {key: Sent(total[*key, "count"], total[*key, "bytes"]) for key in keys}
+        tables.append({key: sent for key, sent in table.items() if sent.bytes})
+    return tables
+
+
+def merged(table: Table, aliases: dict[str, str]) -> Table:
+    """The table with dimensions renamed, where one process group serves two of them."""
+    result: Table = {}
+    for (dimension, kind), sent in table.items():
+        key = aliases.get(dimension, dimension), kind
+        known = result.get(key, Sent(0, 0))
+        result[key] = Sent(known.count + sent.count, known.bytes + sent.bytes)
+    return result
+
+
+Line = tuple[str, str, int, int]
+
+
+def rank_lines(
+    model: ModelConfig, layout: Layout, sequence: int, global_batch: int, position: int, settings: Settings = PLAIN
+) -> Iterable[Line]:
+    """(dimension, kind, count, bytes) of a rank at a pipeline position in a step, a line for each size of buffer."""
+    micro_batches = global_batch // (layout.dp * layout.micro_batch)
+    together = max(1, settings.counted_batch // (global_batch // layout.dp))  # replicas that count experts' load
+    everybody, layout = layout, of_site(layout, settings.communication)
+    sites = everybody.dp // layout.dp
+    stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
+    for stage in stages:
+        yield from _Stage(model, layout, sequence, micro_batches, stage, settings, together * layout.cp).lines()
+    yield from _once(model, layout, micro_batches, stages, settings, together * layout.cp, sites)
+
+
+def _once(
+    model: ModelConfig, layout: Layout, micro_batches: int, stages: list[int], settings: Settings, together: int,
+    sites: int,
+) -> Iterable[Line]:  # fmt: skip
+    """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; the norm of a part;
+    numbers of targets; loads of experts."""
+    yield "world", "all_reduce", 1, (2 + sites) * 8
+    if settings.estimating:
+        yield "world", "all_reduce", 1, 8
+    replicas = [name for name, ranks in zip(("shard", "replicate"), replicas_of(layout), strict=True) if ranks > 1]
+    for dimension in replicas if settings.unequal else ():
+        yield dimension, "all_reduce", 1, INT64
+    if model.moe is None:
+        return
+    if settings.unequal and together > 1:
+        yield "micro_batch", "all_reduce", 1, micro_batches * INT64
+    layers = sum(_expert_layers(model, layout, stage) for stage in stages)
+    for dimension in replicas if layers else ():  # loads and dropped choices
+        yield dimension, "all_reduce", 1, layers * (model.moe.experts + 1) * INT64
+    if layout.pp > 1:  # what is said of them
+        yield "pp", "all_reduce", 1, 4 * 8
+
+
+def replicas_of(layout: Layout) -> tuple[int, int]:
+    """Ranks that share a copy of the state, and copies."""
+    if layout.zero:
+        return (layout.shard or layout.dp) * layout.cp, layout.dp // (layout.shard or layout.dp)
+    return 1, layout.dp * layout.cp
+
+
+def compressed_elements(shape: tuple[int, ...], rank: int) -> int:
+    """What PowerSGD sends of a gradient: two matrices of `rank` columns, or all of it where that saves too little."""
+    return matrix_elements(shape, rank) or math.prod(shape)
+
+
+def matrix_elements(shape: tuple[int, ...], rank: int) -> int:
+    """Elements of PowerSGD's two matrices of a gradient; 0 where it is not compressed (PyTorch's
+    `min_compression_rate` of 2)."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    thin = (rows + columns) * min(rows, columns, rank)
+    return thin if 2 * thin < rows * columns else 0
+
+
+def _expert_layers(model: ModelConfig, layout: Layout, stage: int) -> int:
+    layers = layers_of(model.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)[stage]
+    return sum(model.moe.in_layer(layer) for layer in layers) if model.moe else 0
+
+
+class _Stage:
+    """One stage in a step. `together`: ranks that count the load of experts together."""
+
+    def __init__(
+        self, model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int, settings: Settings,
+        together: int,
+    ) -> None:  # fmt: skip
+        self.model, self.layout, self.settings, self.stage = model, layout, settings, stage
+        self.sequence, self.micro_batches, self.together = sequence, micro_batches, together
+        self.tokens = layout.micro_batch * sequence // layout.cp
+        self.last_stage = layout.pp * layout.virtual_stages - 1
+        self.first, self.last = stage == 0, stage == self.last_stage
+        self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
+        self.parameters = stage_parameters(model, layout, stage)
+        self.ranks, self.copies = replicas_of(layout)
+        self.gradient_bytes = BF16 if settings.communication.gradients == "bf16" else FP32
+        # In a step that estimates, gradients are reduced after either part.
+        self.parts = 2 if settings.estimating else 1
+        self.again = [layer for layer in self.layers if settings.recompute and settings.recompute[layer] is not None]
+
+    def lines(self) -> Iterable[Line]:
+        layout = self.layout
+        yield from self.data_parallel()
+        if layout.tp > 1:
+            yield from self.tensor_parallel()
+        if layout.cp > 1:
+            yield from self.context_parallel()
+        if self.model.moe is not None:
+            yield from self.experts()
+        if layout.pp > 1:
+            yield from self.pipeline()
+        if self.settings.meeting and self.settings.communication.local_steps:
+            yield from self.meeting()
+
+    # -- weights and gradients -----------------------------------------------------------------------------------
+
+    @property
+    def reductions(self) -> int:
+        """A pipeline reduces when its schedule is through, whatever the stage of ZeRO."""
+        return self.micro_batches if self.layout.zero >= 2 and self.layout.pp == 1 else self.parts
+
+    def data_parallel(self) -> Iterable[Line]:
+        layout, communication = self.layout, self.settings.communication
+        compressed = 0  # bytes of all that PowerSGD sends
+        units = units_of(self.model, self.parameters, layout.ep, bool(self.settings.loss_chunk))
+        for unit, tensors in units.items():
+            if unit.endswith(EXPERTS):
+                yield from self.expert_state(tensors)
+                continue
+            elements = sum(shard_of(p, self.model, layout.ep, self.ranks).elements * self.ranks for p in tensors)
+            padded, gradients = elements * FP32, elements * self.gradient_bytes
+            if communication.gradients == "powersgd":
+                compressed += sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32
+            if self.ranks > 1:
+                gathers = self.gathers(root=unit == "root")
+                yield "shard", "all_gather", gathers, gathers * padded
+                yield "shard", "reduce_scatter", self.reductions, self.reductions * gradients
+            if self.copies > 1 and not is_plain(layout):
+                yield "replicate", "all_reduce", self.reductions, self.reductions * gradients // self.ranks
+        if self.copies == 1 or not is_plain(layout):
+            return
+        if communication.gradients == "powersgd":
+            yield "replicate", "all_reduce", 0, compressed * self.parts
+            return
+        for bucket in bucket_bytes(self.parameters):
+            yield "replicate", "all_reduce", self.parts, self.parts * bucket // FP32 * self.gradient_bytes
+
+    def gathers(self, root: bool = False) -> int:
+        """ZeRO 3 gathers for every pass, but for what belongs to no block only with the first. A pipeline keeps weights
+        after a backward pass, until the next forward pass gives them back."""
+        layout = self.layout
+        if layout.zero < 3:
+            return self.parts
+        if layout.pp == 1:
+            return self.micro_batches * (1 if root else 2)
+        order = passes(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches // self.parts)
+        count, held = 0, False
+        for one in order[self.rank_of(self.stage)] if not root else ():
+            # Of split passes the first needs weights; on stage 0 it is nothing, and the second is a whole one.
+            if one.stage == self.stage and one.kind != ("I" if self.first else "W"):
+                count += not held
+                held = one.kind != "F"
+        return self.parts * (count or 1)
+
+    def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
+        """Experts of one layer over the ranks that hold the same ones; nothing is padded."""
+        layout = self.layout
+        if expert_holders(layout.dp, layout.cp, layout.ep) == 1:
+            return
+        elements = sum(p.elements for p in tensors)
+        reduced = elements * self.gradient_bytes
+        if layout.zero == 0:
+            yield "expert_replicate", "all_reduce", self.reductions, self.reductions * reduced
+            return
+        gathers = self.gathers()
+        yield "expert_shard", "all_gather", gathers, gathers * elements * FP32
+        yield "expert_shard", "reduce_scatter", self.reductions, self.reductions * reduced
+
+    def meeting(self) -> Iterable[Line]:
+        """Each rank's part of the weights, once, to the same rank of other sites; the largest where parts differ."""
+        elements = sum(-(-p.shape[0] // self.ranks) * math.prod(p.shape[1:]) for p in self.parameters)
+        yield "site", "all_reduce", 0, elements * self.gradient_bytes
+
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    def tensor_parallel(self) -> Iterable[Line]:
+        """Per block and direction one exchange of the residual stream for attention and one for the feed-forward part.
+
+        Added up are results of products; gathered, what a norm gives, or in the backward pass gradients of results.
+        Recomputation stops when all that is needed is there: before the last sum of a block, unless dropout follows.
+        """
+        stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.settings.product_bytes))
+        m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
+        summed_again = len(self.again) * (2 if self.model.dropout else 1)
+        if self.layout.sp:
+            # Gathered before and scattered after, forward; the same the other way round, backward. Ends likewise.
+            gathered = (2 * blocks + 2 * len(self.again) + ends) * stream + 2 * blocks * products
+            yield "tp", "all_gather", (4 * blocks + 2 * len(self.again) + ends) * m, gathered * m
+            scattered = (2 * blocks + ends) * stream + (2 * blocks + summed_again) * products
+            yield "tp", "reduce_scatter", (4 * blocks + summed_again + ends) * m, scattered * m
+        else:  # the embedding forward, the output layer backward
+            reduced = (2 * blocks + ends) * stream + (2 * blocks + summed_again) * products
+            yield "tp", "all_reduce", (4 * blocks + summed_again + ends) * m, reduced * m
+        if self.last:  # of the divided logits: maximum, sum of exponentials, the target's own; chunks send two together
+            chunk = self.settings.loss_chunk
+            calls = 2 * -(-self.tokens // chunk) if chunk else 3
+            yield "tp", "all_reduce", calls * m, 3 * m * self.tokens * FP32
+        yield from self.small_gradients()
+
+    def small_gradients(self) -> Iterable[Line]:
+        """Gradients of whole tensors of which a rank sees only its heads or positions."""
+        partial = [p for p in self.parameters if p.name.endswith(("query_norm.weight", "key_norm.weight"))]
+        narrow = ("query_down.weight", "latent_down.weight", "latent_norm.weight")
+        partial += [p for p in self.parameters if p.name.endswith(narrow)]
+        partial += [p for p in self.parameters if p.name.endswith((".router.weight", ".shared_gate.weight"))]
+        if self.layout.sp:
+            partial += [p for p in self.parameters if "_norm." in p.name and p not in partial]
+            partial += [p for p in self.parameters if p.name.startswith("positions.")]
+        if partial:
+            size = sum(-(-p.shape[0] // self.ranks) * math.prod(p.shape[1:]) for p in partial) * FP32
+            yield "tp", "all_reduce", self.parts, size * self.parts
+
+    def context_parallel(self) -> Iterable[Line]:
+        model, m = self.model, self.micro_batches
+        both = 2 * self.layout.micro_batch * self.sequence * model.key_value_size // self.layout.tp
+        both *= self.settings.product_bytes
+        gathers, reductions = (len(self.layers) + len(self.again)) * m, len(self.layers) * m
+        yield "cp", "all_gather", gathers, gathers * both
+        yield "cp", "reduce_scatter", reductions, reductions * both
+
+    def experts(self) -> Iterable[Line]:
+        """Rows to their experts and back, forward and backward, and what is counted together; per tp rank."""
+        model, moe, shared = self.model, self.model.moe, self.together > 1
+        assert moe is not None
+        passes = sum(moe.in_layer(layer) for layer in self.layers) * self.micro_batches
+        forward = passes + sum(moe.in_layer(layer) for layer in self.again) * self.micro_batches
+        if not passes:
+            return
+        if self.layout.ep > 1:
+            capacity = None if shared else moe.capacity(self.tokens)
+            rows = self.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
+            calls = 2 * passes + 2 * forward
+            yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.settings.product_bytes
+            if capacity is None:  # rows for each expert, before they are sent
+                yield "ep", "all_to_all", forward, forward * moe.experts * INT64
+        if shared and moe.balance == "loss" and moe.balance_loss:
+            yield "micro_batch", "all_reduce", forward, forward * moe.experts * INT64
+        if shared and moe.capacity_factor is not None:
+            chosen = self.together * self.tokens * moe.experts_per_token * INT64
+            yield "micro_batch", "all_gather", forward, forward * chosen
+
+    def pipeline(self) -> Iterable[Line]:
+        """Activations forward, gradients back, to stages on other ranks; gradients of a tied weight both ways."""
+        layout, m = self.layout, self.micro_batches
+        message = self.tokens * self.model.hidden * FP32 // (layout.tp if layout.sp else 1)
+        for other in (self.stage + 1, self.stage - 1):
+            if 0 <= other <= self.last_stage and self.rank_of(other) != self.rank_of(self.stage):
+                yield "pp", "send", m, m * message
+        if self.model.tied and (self.first or self.last) and self.rank_of(0) != self.rank_of(self.last_stage):
+            (weight,) = [p for p in self.parameters if p.name in ("embedding.weight", "head.weight")]
+            size = -(-weight.shape[0] // self.ranks) * weight.shape[1] * FP32
+            yield "pp", "send", self.parts, size * self.parts
+
+    def rank_of(self, stage: int) -> int:
+        layout = self.layout
+        return next(
+            rank for rank in range(layout.pp)
+            if stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, rank)
+        )  # fmt: skip
