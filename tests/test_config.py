@@ -53,6 +53,7 @@ def test_examples_load(path: Path) -> None:
         ({"model": {"name": "gpt2", "heads": 7}}, "hidden = 768 is not divisible by heads = 7: use heads = 6"),
         ({"model": MODEL | {"positions": "rope", "head_size": 5}}, "even head size"),
         ({"model": MODEL, "train": {"global_batch": 8, "micro_batch": 9}}, "use train.micro_batch = 8"),
+        ({"model": MODEL | {"logit_cap": 30.0}, "train": {"loss": "chunked"}}, 'these have a cap: use "full"'),
         ({"model": MODEL, "train": {"sequence": 17}}, "use train.sequence = 16 or a larger model.context"),
     ],
 )

@@ -191,6 +191,11 @@ class RunConfig(_Section):
                 "train.noise_scale_every compares the gradients of a micro-batch and of the whole batch: use "
                 f"train.micro_batch = {max(1, self.train.global_batch // 2)} or less, of a larger train.global_batch"
             )
+        if self.train.loss == "chunked" and not self.model.logits_are_a_product:
+            what = "a bias" if self.model.head_bias else "a cap"
+            raise ValueError(
+                f'train.loss = "chunked" takes logits that are a product, and these have {what}: use "full"'
+            )
         if self.schedule.kind == "exponential" and not self.schedule.min_lr_fraction:
             raise ValueError('schedule.kind = "exponential" never reaches 0: use schedule.min_lr_fraction = 0.01')
         if (

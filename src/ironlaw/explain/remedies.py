@@ -148,11 +148,14 @@ def _recompute_more(now: Situation) -> Iterable[Settings]:
 
 def _other_losses(now: Situation) -> Iterable[Settings]:
     """All logits at once, or a few hundred tokens' at a time: the one that the run does not do."""
+    if not now.config.model.logits_are_a_product:
+        return []
     return [{"train.loss": "full" if now.plan.facts.get("loss_chunk") else "chunked"}]
 
 
 def _smaller_loss(now: Situation) -> Iterable[Settings]:
-    return [{"train.loss": "chunked"}] if _tight(now) and not now.plan.facts.get("loss_chunk") else []
+    possible = now.config.model.logits_are_a_product and not now.plan.facts.get("loss_chunk")
+    return [{"train.loss": "chunked"}] if _tight(now) and possible else []
 
 
 def _larger_batches(now: Situation) -> Iterable[Settings]:

@@ -139,6 +139,11 @@ class ModelConfig(Switches):
         return None if factor == 1.0 else factor / math.sqrt(self.size_of_head)
 
     @property
+    def logits_are_a_product(self) -> bool:
+        """And nothing more: what the chunked loss takes."""
+        return not self.head_bias and self.logit_cap is None
+
+    @property
     def ffn_size(self) -> int:
         return self.ffn or 4 * self.hidden
 

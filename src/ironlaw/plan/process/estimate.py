@@ -65,7 +65,7 @@ def loss_chunk(config: RunConfig) -> int:
     An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product. None where
     logits are more than a product.
     """
-    if config.model.head_bias or config.model.logit_cap is not None:
+    if not config.model.logits_are_a_product:
         return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
