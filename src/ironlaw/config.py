@@ -14,7 +14,7 @@ from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig, with_overrides
-from ironlaw.model.huggingface import is_config_file, read_config
+from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 

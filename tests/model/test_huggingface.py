@@ -6,7 +6,7 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface import from_fields, read_config
+from ironlaw.model.huggingface.configs import from_fields, read_config
 
 GPT2 = {
     "model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_ctx": 1024, "n_positions": 1024,

@@ -15,9 +15,9 @@ from huggingface_cases import PUBLISHED, SMALL, TINY
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface import from_fields, read_config
-from ironlaw.model.huggingface_fields import family, to_fields
-from ironlaw.model.huggingface_weights import check_weights, load_weights, write_model
+from ironlaw.model.huggingface.configs import from_fields, read_config
+from ironlaw.model.huggingface.fields import family, to_fields
+from ironlaw.model.huggingface.weights import check_weights, load_weights, write_model
 from ironlaw.model.transformer import Transformer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: nothing here needs the network

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ironlaw.config import build_config, load_config
-from ironlaw.model.huggingface import read_config
-from ironlaw.model.huggingface_weights import check_weights, load_weights
+from ironlaw.model.huggingface.configs import read_config
+from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.restore import load_for_inference
 

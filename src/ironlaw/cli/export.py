@@ -37,8 +37,8 @@ def export(
 
     from ironlaw.config import load_config
     from ironlaw.data.tokenizer import load
-    from ironlaw.model.huggingface_fields import family
-    from ironlaw.model.huggingface_weights import write_model, write_tokenizer
+    from ironlaw.model.huggingface.fields import family
+    from ironlaw.model.huggingface.weights import write_model, write_tokenizer
     from ironlaw.train.restore import load_for_inference
 
     config = load_config(directory.config_file)

@@ -18,7 +18,7 @@ from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface import is_config_file, left_out, read_config
+from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
 from ironlaw.plan.answer import Answer, Options
 from ironlaw.plan.process.estimate import fits, plan_run
 from ironlaw.plan.subject import Subject

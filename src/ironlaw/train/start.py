@@ -8,7 +8,7 @@ from torch import nn
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_weights import check_weights, load_weights
+from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.train.checkpoint import check_model, newest_of
 from ironlaw.train.restore import load
 from ironlaw.train.run_directory import RunDirectory

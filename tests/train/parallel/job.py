@@ -340,7 +340,7 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Weights of a Hugging Face model read into this rank's parts: the most bytes held, those of the parts, of the
     largest tensor and of the model; and the largest difference from the model's own."""
-    from ironlaw.model.huggingface_weights import write_model
+    from ironlaw.model.huggingface.weights import write_model
     from ironlaw.observe.held import recording
 
     config = config_of(case)

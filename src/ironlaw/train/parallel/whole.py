@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_weights import read_weights
+from ironlaw.model.huggingface.weights import read_weights
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
 from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
 from ironlaw.train.parallel.names import COPY, mark_fused, named_tensors

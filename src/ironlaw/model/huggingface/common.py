@@ -1,4 +1,4 @@
-"""What readers of Hugging Face configs share (`huggingface.py`, `huggingface_families.py`). Needs no torch."""
+"""What readers of Hugging Face configs share (`configs.py`, `families.py`). Needs no torch."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_family_fields import family_fields
+from ironlaw.model.huggingface.family_fields import family_fields
 from ironlaw.model.yarn import is_yarn
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu", "relu2": "relu2"}
@@ -99,7 +99,7 @@ def _family_with_latents(config: ModelConfig) -> str:
 
 
 def is_switched(config: ModelConfig) -> bool:
-    """Whether it is one of `huggingface_families.py`."""
+    """Whether it is one of `families.py`."""
     plain = config.positions in ("learned", "rope") and config.activation not in ("relu", "relu2")
     gpt2 = config.positions == "learned" or (config.norm == "rmsnorm" and config.gated_ffn)
     return bool(config.switched) or not plain or not gpt2

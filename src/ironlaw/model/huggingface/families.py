@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ironlaw.errors import UserError
-from ironlaw.model.huggingface_common import (
+from ironlaw.model.huggingface.common import (
     Fields,
     activation,
     experts,

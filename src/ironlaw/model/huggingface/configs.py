@@ -1,6 +1,6 @@
 """Hugging Face `config.json` files as ModelConfig. Needs no torch.
 
-GPT-2, Llama, Qwen2, Qwen3 and Mistral, and those of `huggingface_families.py`; with experts Mixtral, Qwen2-MoE,
+GPT-2, Llama, Qwen2, Qwen3 and Mistral, and those of `families.py`; with experts Mixtral, Qwen2-MoE,
 Qwen3-MoE, OLMoE and DeepSeek (the first); with latent attention DeepSeek-V2 and V3 and what is built like them: R1,
 Kimi K2, Moonlight.
 
@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_common import Fields, activation, experts, llama_family, refuse, windows
-from ironlaw.model.huggingface_families import FAMILIES, REFUSED, WITH_EXPERTS
+from ironlaw.model.huggingface.common import Fields, activation, experts, llama_family, refuse, windows
+from ironlaw.model.huggingface.families import FAMILIES, REFUSED, WITH_EXPERTS
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that mean a mixture of experts."""

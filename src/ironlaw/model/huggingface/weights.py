@@ -1,6 +1,6 @@
 """Weights to and from Hugging Face safetensors: GPT-2, Llama, Mistral, Qwen2, Qwen3, with experts Mixtral, Qwen2-MoE,
 Qwen3-MoE and OLMoE, and with latent attention DeepSeek-V2 and V3. Those of more families are in
-`huggingface_family_weights.py`.
+`family_weights.py`.
 
 Differences are of form only. Query, key and value are one matrix here and, except in GPT-2, three there; GPT-2
 stores its matrices input first; the experts' matrices are one stack here and one by one there. Rotary positions turn
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_entry import Entry
-from ironlaw.model.huggingface_family_weights import NAMES, family_entries
-from ironlaw.model.huggingface_fields import family, to_fields
+from ironlaw.model.huggingface.entry import Entry
+from ironlaw.model.huggingface.family_weights import NAMES, family_entries
+from ironlaw.model.huggingface.fields import family, to_fields
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 # What older files hold beside the weights: attention masks and rotary tables, which are calculated.

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_families import FAMILIES, WITH_EXPERTS
+from ironlaw.model.huggingface.families import FAMILIES, WITH_EXPERTS
 
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu", "relu": "relu", "relu2": "relu2",

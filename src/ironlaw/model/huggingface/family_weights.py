@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface_entry import Entry
+from ironlaw.model.huggingface.entry import Entry
 
 
 @dataclass(frozen=True)
