@@ -45,7 +45,7 @@ def test_a_mistake_is_one_line_that_says_what_to_write(text, words):
         ("tp=3", "heads"),
         ("dp=16 micro_batch=3", "not divisible by dp"),
         ("dp=16 sp=1", "sequence parallelism needs tp"),
-        ("pp=16 virtual_stages=3", "not divisible by pp 16"),
+        ("pp=16 virtual_stages=3", "fewer than pp 16 x virtual_stages 3"),
         ("dp=2 pp=8 zero=3", None),
         ("dp=16 zero=3 shard=8", None),
         ("dp=16 zero=3 shard=3", "cannot be grouped by shard = 3"),

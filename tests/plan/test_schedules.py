@@ -8,7 +8,8 @@ from ironlaw.plan.cluster.jobs import SCHEDULES, jobs_of
 from ironlaw.plan.cluster.memory import in_flight
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
-from ironlaw.plan.layout import Layout, ends_lighter
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import ends_lighter
 
 GPT = ModelConfig.named("gpt2-xl").model_copy(update={"layers": 64})
 SPEEDS = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (1.0, 1.5, 0.8), (1.0, 1.0, 0.5), (1.0, 2.0, 1.0)]
@@ -140,3 +141,15 @@ def test_the_ends_hold_one_layer_less_where_that_makes_it_even():
     assert counts(pp=4, virtual_stages=2, schedule="zbv") == [30, 32, 32, 32]  # both ends are on the first rank
     assert counts(pp=5) == [25, 26, 25, 25, 25]
     assert ends_lighter(126, 128) == (1, 1) and ends_lighter(127, 128) == (0, 1) and ends_lighter(125, 128) is None
+
+
+def test_virtual_stages_that_do_not_divide_the_layers_are_as_equal_as_can_be():
+    """61 layers on 16 ranks of two stages each (DeepSeek-V3, arXiv 2412.19437, section 3.2): at most 4 on a rank."""
+    model = GPT.model_copy(update={"layers": 61})
+    for schedule, held in (("1f1b", [3, *[4] * 13, 3, 3]), ("dualpipe", [2, 3, *[4] * 14])):
+        layout = Layout(pp=16, virtual_stages=2, schedule=schedule)
+        assert layout.reason_invalid(model, sequence=1024, global_batch=64) is None
+        jobs = jobs_of(model, [layout], sequence=1024, global_batch=64)
+        assert [int(n) for n in stage_layers(jobs).counts[0]] == held and sum(held) == 61
+    too_many = Layout(pp=16, virtual_stages=4).reason_invalid(model, sequence=1024, global_batch=64)
+    assert too_many == "61 layers are fewer than pp 16 x virtual_stages 4"

@@ -23,6 +23,7 @@ from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.pipeline import V_SHAPED, ends_lighter
 
 RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
 OFFLOAD = ("none", "optimizer", "activations", "both")
@@ -33,19 +34,7 @@ _SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "du
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-V_SHAPED = ("zbv", "dualpipe")
 SPLIT_BACKWARD = ("zb", *V_SHAPED)  # gradients of inputs and of weights in passes of their own
-
-
-def ends_lighter(layers: int, chunks: int) -> tuple[int, int] | None:
-    """Layers that the first and the last chunk hold less than the others; None where the chunks cannot be made equal.
-
-    The embedding and the output layer count as a layer each where that makes it even (arXiv 2407.21783, 3.3.2).
-    """
-    for less in ((0, 0), (0, 1), (1, 1)):
-        if (layers + sum(less)) % chunks == 0:
-            return less
-    return None
 
 
 def undivided(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
@@ -154,9 +143,9 @@ class Layout:
             return "schedule=gpipe has one chunk per rank: use virtual_stages=1"
         if self.virtual_stages == 1 and self.pp > layers:
             return f"{layers} layers are fewer than pp {self.pp}"
-        if self.virtual_stages > 1 and ends_lighter(layers, self.pp * self.virtual_stages) is None:
-            chunks = f"pp {self.pp} x virtual_stages {self.virtual_stages}"
-            return f"{layers} layers are not divisible by {chunks}, nor with one less at the ends"
+        chunks = self.pp * self.virtual_stages
+        if self.virtual_stages > 1 and chunks > layers and ends_lighter(layers, chunks) is None:
+            return f"{layers} layers are fewer than pp {self.pp} x virtual_stages {self.virtual_stages}"
         return None
 
     def _reason_experts(self, model: ModelConfig) -> str | None:

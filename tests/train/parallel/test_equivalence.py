@@ -82,6 +82,8 @@ TWO = [
     case("llama", micro_batch=1, model=D, pp=2),
     case(micro_batch=2, pp=2, virtual_stages=2),
     case(micro_batch=2, model={"layers": 7}, pp=2, virtual_stages=2),
+    case(micro_batch=2, model={"layers": 9}, pp=2, virtual_stages=2),
+    case(micro_batch=2, model={"layers": 5}, pp=2, virtual_stages=2, schedule="zbv"),
     case(micro_batch=2, model=D, pp=2, schedule="zb"),
     case(micro_batch=2, pp=2, virtual_stages=2, schedule="zbv"),
     case(micro_batch=1, pp=2, virtual_stages=2, schedule="dualpipe"),

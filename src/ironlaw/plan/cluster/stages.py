@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ironlaw.plan.cluster.jobs import Array, Jobs
 from ironlaw.plan.cluster.latent import projection_weights
+from ironlaw.plan.pipeline import V_SHAPED, layers_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     """Layers per stage: "equal", or "cost" where a stage takes layers until its share of the parameters is full.
 
     "equal" gives what does not divide to the stages between the first and the last, which have the embedding and the
-    output layer to hold; virtual chunks are equal but for one layer less in the first or last (`ends_lighter`).
+    output layer to hold; virtual chunks are equal but for one layer less in the first or last, or as equal as can be.
     "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
     which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
     """
@@ -96,7 +98,19 @@ def _even(jobs: Jobs, stages: int) -> Array:
     per_stage = jobs.virtual * (jobs.layers + first_less + last_less) / chunks
     holds_last = np.where(jobs.v_shaped, 0, jobs.pp - 1)[:, None]
     dealt = per_stage[:, None] - first_less[:, None] * (index == 0) - last_less[:, None] * (index == holds_last)
+    for i in np.flatnonzero((jobs.virtual > 1) & ((jobs.layers + first_less + last_less) % chunks != 0)):
+        dealt[i] = 0.0
+        held = _uneven(int(jobs.layers[i]), int(jobs.pp[i]), int(jobs.virtual[i]), bool(jobs.v_shaped[i]))
+        dealt[i, : len(held)] = held
     return np.where(exists, np.where(jobs.virtual[:, None] > 1, dealt, counts), 0.0)
+
+
+@lru_cache(maxsize=1024)
+def _uneven(layers: int, pp: int, virtual: int, v_shaped: bool) -> tuple[int, ...]:
+    """Layers of each rank whose virtual stages cannot be made equal."""
+    held = [len(chunk) for chunk in layers_of(layers, pp * virtual, virtual)]
+    schedule = V_SHAPED[0] if v_shaped else "1f1b"
+    return tuple(sum(held[stage] for stage in stages_of(schedule, pp, virtual, rank)) for rank in range(pp))
 
 
 def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:

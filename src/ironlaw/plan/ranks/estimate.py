@@ -22,10 +22,11 @@ from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import rank_of_last, stages_of
 from ironlaw.plan.process.estimate import add_totals, choose_precision, common_facts, solved_shape, training_shape
 from ironlaw.plan.process.timing import MeasuredMachine, measured_precision
 from ironlaw.plan.ranks.memory import RankPeak, rank_peak
-from ironlaw.plan.ranks.parts import bucket_bytes, expert_holders, of_site, rank_of_last, stage_parameters, stages_of
+from ironlaw.plan.ranks.parts import bucket_bytes, expert_holders, of_site, stage_parameters
 from ironlaw.plan.ranks.passes import Pass, passes, play
 from ironlaw.plan.ranks.traffic import Settings, rank_lines, replicas_of
 from ironlaw.plan.ranks.work import RankMachine, StageWork, local_shape, stage_work

@@ -18,17 +18,16 @@ from dataclasses import dataclass, field, replace
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import layers_of, stages_of
 from ironlaw.plan.process.memory import rotary_table_bytes
 from ironlaw.plan.ranks.parts import (
     EXPERTS,
     bucket_bytes,
     expert_holders,
-    layers_of,
     of_experts,
     of_site,
     shard_of,
     stage_parameters,
-    stages_of,
     units_of,
 )
 from ironlaw.plan.ranks.passes import Pass, passes

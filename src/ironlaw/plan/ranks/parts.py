@@ -1,6 +1,5 @@
 """What one rank of a layout holds of a model: layers and tensors of its stages, and how they travel together.
 
-stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)     # numbers of a pipeline rank's stages
 stage_parameters(model, layout, stage)                                     # as one tensor parallel rank holds them
 units_of(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
 """
@@ -11,7 +10,8 @@ from dataclasses import replace
 
 from ironlaw.config import CommunicationConfig
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.layout import V_SHAPED, Layout, ends_lighter
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import layers_of
 from ironlaw.workload.parameters import Parameter, model_parameters
 
 FP32 = 4
@@ -23,33 +23,6 @@ def of_site(layout: Layout, communication: CommunicationConfig) -> Layout:
     if not communication.local_steps:
         return layout
     return replace(layout, dp=layout.dp // (communication.sites or layout.dp))
-
-
-def layers_of(layers: int, stages: int, virtual: int) -> list[range]:
-    """Layers of each stage as the planner deals them (`plan/cluster/stages.py`): as equal as can be."""
-    less = ends_lighter(layers, stages)
-    if virtual > 1 and less is not None:
-        counts = [(layers + sum(less)) // stages] * stages
-        counts[0] -= less[0]
-        counts[-1] -= less[1]
-    else:
-        whole, rest = divmod(layers, stages)
-        turns = [*range(1, stages - 1), 0, stages - 1] if stages > 1 else [0]
-        counts = [whole + (turns.index(stage) < rest) for stage in range(stages)]
-    starts = [sum(counts[:stage]) for stage in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
-
-def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
-    """Stages of a pipeline rank, in order."""
-    if schedule in V_SHAPED:
-        return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * chunk for chunk in range(virtual)]
-
-
-def rank_of_last(schedule: str, pp: int) -> int:
-    """The pipeline rank of the last stage, which has the output layer and the loss."""
-    return 0 if schedule in V_SHAPED else pp - 1
 
 
 def expert_holders(dp: int, cp: int, ep: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ironlaw.plan.ranks.parts import stages_of
+from ironlaw.plan.pipeline import stages_of
 
 
 class Pass(NamedTuple):

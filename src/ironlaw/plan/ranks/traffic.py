@@ -29,16 +29,15 @@ from dataclasses import dataclass
 from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import layers_of, stages_of
 from ironlaw.plan.ranks.parts import (
     EXPERTS,
     bucket_bytes,
     expert_holders,
     is_plain,
-    layers_of,
     of_site,
     shard_of,
     stage_parameters,
-    stages_of,
     units_of,
 )
 from ironlaw.plan.ranks.passes import passes

@@ -22,8 +22,9 @@ from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.links import RankCosts
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import layers_of
 from ironlaw.plan.process.timing import MeasuredMachine
-from ironlaw.plan.ranks.parts import expert_holders, layers_of, of_experts, of_site, shard_of, stage_parameters
+from ironlaw.plan.ranks.parts import expert_holders, of_experts, of_site, shard_of, stage_parameters
 from ironlaw.workload.blocks import Division
 from ironlaw.workload.kinds import is_block, layer_groups, shape_of
 from ironlaw.workload.operations import Operation

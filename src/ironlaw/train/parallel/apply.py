@@ -17,7 +17,8 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.ranks.parts import shards_hidden, stages_of
+from ironlaw.plan.pipeline import stages_of
+from ironlaw.plan.ranks.parts import shards_hidden
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import experts, pipeline, savers, tensor, whole
 from ironlaw.train.parallel.place import SharedPlace

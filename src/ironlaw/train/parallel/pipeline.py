@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.ranks.parts import layers_of
+from ironlaw.plan.pipeline import layers_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.waiting import within
 

@@ -25,7 +25,8 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
-from ironlaw.plan.layout import V_SHAPED, Layout
+from ironlaw.plan.layout import Layout
+from ironlaw.plan.pipeline import V_SHAPED
 from ironlaw.plan.process.estimate import training_shape
 from ironlaw.plan.ranks.memory import RankPeak, rank_peak
 from ironlaw.plan.ranks.parts import expert_holders, shards_hidden

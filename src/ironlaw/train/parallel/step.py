@@ -19,8 +19,7 @@ from ironlaw.config import RunConfig
 from ironlaw.data.batch import IGNORED
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
-from ironlaw.plan.layout import V_SHAPED
-from ironlaw.plan.ranks.parts import rank_of_last
+from ironlaw.plan.pipeline import V_SHAPED, rank_of_last
 from ironlaw.train.parallel import early, pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
