@@ -52,7 +52,12 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout, optimizer)
     if trainer:
         check_words(trainer, precision, optimizer)
-        ask = replace(ask, excluded=lambda candidate: trainer.cannot(candidate, subject.model, optimizer))
+
+        def excluded(candidate: Layout) -> str | None:
+            reason = trainer.cannot(candidate, subject.model, optimizer)
+            return f"{trainer.name}: {reason}" if reason else None
+
+        ask = replace(ask, excluded=excluded)
         if layout is not None and (reason := trainer.cannot(layout, subject.model, optimizer)):
             raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
     answer = answer_on_cluster(ask)
