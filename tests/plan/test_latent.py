@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,13 @@ def test_megatron_gathers_narrow_vectors_in_place_of_the_stream():
     assert spared[0] == pytest.approx(0.5 * (1 - (1536 + 512 + 64) / 7168)) and spared[1] == 0
     assert not spared_collectives(some, TITAN).any()
     assert not spared_collectives(jobs(ModelConfig.named("llama3-8b"), "dp=8 tp=4 sp=1"), MEGATRON).any()
+
+
+def test_an_engine_by_another_name_plans_the_same():
+    """As a calibrated profile does: what an engine is like must not hang on what it is called."""
+    some, cluster = jobs(DENSE, "dp=8 tp=4 sp=1"), parse_cluster("32xh100-sxm-80gb")
+    plans = [plan_jobs(some, setting(cluster, e, "bf16")) for e in (MEGATRON, replace(MEGATRON, name="my-cluster"))]
+    assert plans[0].step_seconds == plans[1].step_seconds and plans[0].peak.total == plans[1].peak.total
 
 
 def test_kept_bytes_by_hand():

@@ -7,7 +7,8 @@ one for keys and values (rank r), beside the rotated key that all heads share (R
     weights     h r_q + r_q A D + h (r + R) + r A (D - R + W) + A W h, and r_q + r of norms
     tensor      products that widen are divided by heads, and attention's output layer; those that narrow are whole on
     parallel    every rank, and so are their norms. Under sequence parallelism Megatron core narrows a rank's own
-                tokens and gathers narrow vectors; torchtitan and our trainer gather the stream and narrow all of it
+                tokens and gathers narrow vectors (`multi_latent_attention.py`, `narrows_own_tokens` of the engine);
+                torchtitan and our trainer gather the stream and narrow all of it
     attention   as many key/value heads as queries, D wide keys against W wide values; context parallel ranks send
                 both as attention takes them
 
@@ -23,9 +24,6 @@ import numpy as np
 if TYPE_CHECKING:
     from ironlaw.plan.cluster.jobs import Array, Jobs
     from ironlaw.plan.engines.engine import Engine
-
-LEAN = ("megatron-core", "nemo")
-"""Engines that narrow each rank's own tokens under sequence parallelism (`multi_latent_attention.py` of Megatron)."""
 
 
 def narrow_width(jobs: Jobs) -> Array:
@@ -56,7 +54,7 @@ def projection_weights(jobs: Jobs) -> Array:
 
 def narrow_tokens(jobs: Jobs, engine: Engine) -> Array:
     """Tokens whose narrow vectors a rank computes and keeps."""
-    return jobs.tokens / (jobs.stream_shards if engine.name.startswith(LEAN) else 1.0)
+    return jobs.tokens / (jobs.stream_shards if engine.narrows_own_tokens else 1.0)
 
 
 def products(jobs: Jobs, engine: Engine) -> dict[str, tuple[Array, Array, Array, Array, Array]]:
@@ -96,7 +94,7 @@ def spared_collectives(jobs: Jobs, engine: Engine) -> Array:
 
     Half of one collective is the gathering before attention. Queries that come straight from the stream still need it.
     """
-    if not jobs.has_latent or not engine.name.startswith(LEAN):
+    if not jobs.has_latent or not engine.narrows_own_tokens:
         return np.zeros(len(jobs))
     gathered = np.where(jobs.query_rank > 0, 0.0, jobs.hidden) + narrow_width(jobs)
     return np.where((jobs.latent_rank > 0) & (jobs.sp > 0), 0.5 * (1 - gathered / jobs.hidden), 0.0)

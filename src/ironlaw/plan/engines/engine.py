@@ -87,6 +87,7 @@ class Engine:
     default_zero: int = 0
     default_sp: bool = False
     default_recompute: str = "none"
+    narrows_own_tokens: bool = False  # latent attention under sequence parallelism: gathers what was narrowed
     recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
 
     cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first

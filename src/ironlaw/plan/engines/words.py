@@ -78,6 +78,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "default_zero": ("", "assumed where a run does not say"),
     "default_sp": ("", "assumed where a run does not say"),
     "default_recompute": ("", "assumed where a run does not say"),
+    "narrows_own_tokens": ("", "latent attention under sequence parallelism gathers narrow vectors, not the stream"),
     "recomputes_by_block": ("", "as few blocks as fit, where a run does not say and would not fit without"),
     "attention": ("", "runs of the same framework name with the other kind of attention are another engine"),
 }
