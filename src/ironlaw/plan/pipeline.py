@@ -1,7 +1,7 @@
 """Which layers the stages of a pipeline hold, and which stages its ranks.
 
-layers_of(61, 32, virtual=2)              # layers of each of 16 x 2 stages
-stages_of("1f1b", pp=16, virtual=2, rank=3)   # numbers of a rank's stages: [3, 19]
+layers_of(61, 32, virtual=2)                    # layers of each of 16 x 2 stages
+stages_of("1f1b", pp=16, virtual=2, rank=3)     # numbers of a rank's stages: [3, 19]
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ironlaw.plan.answers.advice import first_change, plan_layout, scaling, sear
 from ironlaw.plan.answers.savers import cluster_savers
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import budget
-from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
+from ironlaw.plan.cluster.allocator import usable_bytes
 from ironlaw.plan.cluster.checked import evidence
 from ironlaw.plan.cluster.estimate import bounded
 from ironlaw.plan.cluster.jobs import jobs_of
@@ -39,7 +39,7 @@ def answer_on_cluster(ask: Ask) -> Answer:
     where = setting(ask.cluster, engine_named(ask.engine), ask.precision)
     layout, choice = ask.layout, "given"
     if found is not None:
-        candidate, choice = chosen(ask, found, where.memory_bytes - UNUSABLE_BYTES)
+        candidate, choice = chosen(ask, found, usable_bytes(where))
         layout = candidate.layout
         if layout.offload != "none" and found.best:
             choice = "nothing fits without offloading to the host, whose time no measured run backs"

@@ -15,7 +15,12 @@ PRESSURE_SHARE = 0.9
 """Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
 
 
+def usable_bytes(where: Setting) -> float:
+    """Of one device, for tensors."""
+    return where.memory_bytes - UNUSABLE_BYTES
+
+
 def under_pressure(seconds: Array, highest_bytes: Array, where: Setting) -> Array:
     """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
-    nearly_full = highest_bytes > PRESSURE_SHARE * (where.memory_bytes - UNUSABLE_BYTES)
+    nearly_full = highest_bytes > PRESSURE_SHARE * usable_bytes(where)
     return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)

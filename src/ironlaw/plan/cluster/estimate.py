@@ -21,7 +21,7 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES, under_pressure
+from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
 from ironlaw.plan.cluster.context_parallel import SAYS, default_kind
 from ironlaw.plan.cluster.ingredients import Parts, block_parts, block_products, product_seconds, step_parts
 from ironlaw.plan.cluster.intervals import distance, interval_factors
@@ -66,7 +66,7 @@ def plan_jobs(jobs: Jobs, where: Setting) -> Outcome:
     seconds = under_pressure(times.step_seconds, peak.total, where)
     offloaded = host_bytes(jobs, where.engine, layers) if (jobs.offload > 0).any() else np.zeros(len(jobs))
     host = where.host.memory_bytes if where.host else 0.0
-    return Outcome(seconds, peak, times, parts, where.memory_bytes - UNUSABLE_BYTES, offloaded, host)
+    return Outcome(seconds, peak, times, parts, usable_bytes(where), offloaded, host)
 
 
 def least_seconds(jobs: Jobs, where: Setting) -> Array:

@@ -17,12 +17,14 @@ experts are averaged: stages are taken to hold the same mix.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ironlaw.machine.efficiency import collective_seconds
+from ironlaw.machine.efficiency.hardware import Fabric
 from ironlaw.plan.cluster.jobs import Array, Jobs
 from ironlaw.plan.cluster.setting import Setting
 
@@ -163,12 +165,14 @@ class ExpertTraffic:
     scatter_layer: Array
 
 
+def _seconds(fabric: Fabric, kind: str, size: Array, ranks: Array, inside: Array) -> Array:
+    return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
+
+
 def exchange_of_rows(jobs: Jobs, setting: Setting) -> Array:
     """Seconds of moving a micro-batch's rows to their experts, or back; the mean over all layers."""
-    fabric, island, split = setting.fabric, float(setting.fabric.island_ranks), jobs.expert_tp
-
-    def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
-        return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
+    island, split = float(setting.fabric.island_ranks), jobs.expert_tp
+    seconds = partial(_seconds, setting.fabric)
 
     # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
     rows = jobs.tokens * rows_sent_per_token(jobs, setting) * jobs.hidden * setting.engine.element_bytes
@@ -181,15 +185,12 @@ def exchange_of_rows(jobs: Jobs, setting: Setting) -> Array:
 
 def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
     """Reduction and gathering of experts over the ranks that hold the same ones."""
-    fabric, island = setting.fabric, float(setting.fabric.island_ranks)
+    island, seconds = float(setting.fabric.island_ranks), partial(_seconds, setting.fabric)
     wide = setting.engine.held.gather_bytes
     layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
     group, sharing, split = jobs.expert_replicas, jobs.expert_shard_ranks, jobs.expert_tp
     inside = np.maximum(island // (split * jobs.ep), 1.0)
-
-    def seconds(kind: str, size: Array, ranks: Array, inside: Array) -> Array:
-        return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
 
     return ExpertTraffic(
         local=local,

@@ -21,7 +21,7 @@ import numpy as np
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
+from ironlaw.plan.cluster.allocator import usable_bytes
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
@@ -116,8 +116,9 @@ def search(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
     table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")].astype(float)  # alike ones share shapes
-    hunt = _Hunt(model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls)
-    hunt.fastest_alone = fastest_alone
+    hunt = _Hunt(
+        model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls, fastest_alone
+    )
     if fastest_alone:
         hunt.plan_fastest(table)
         return hunt.found()
@@ -151,12 +152,12 @@ class _Hunt:
     keep: int
     excluded: Callable[[Layout], str | None] | None
     walls: dict[str, int]
+    fastest_alone: bool
     planned: int = 0
     fitting: int = 0
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
-    fastest_alone: bool = False
 
     def plan_fastest(self, table: np.ndarray) -> None:
         """Plan rows and their variants in the order of what they take at least, until that is more than the best.
@@ -246,7 +247,7 @@ class _Hunt:
             return np.zeros(0, dtype=bool)
         saving = rows.copy()
         saving[:, -3:] = variant
-        over = peak_memory(self._jobs(saving), self.where.engine).total - (self.where.memory_bytes - UNUSABLE_BYTES)
+        over = peak_memory(self._jobs(saving), self.where.engine).total - usable_bytes(self.where)
         if not self.best and not self.fastest_alone and over.min() > 0:
             least = int(over.argmin())
             self.plan(saving[least : least + 1])

@@ -9,7 +9,7 @@ import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES, under_pressure
+from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
 from ironlaw.plan.cluster.ingredients import step_parts
 from ironlaw.plan.cluster.jobs import RECOMPUTE, Array, jobs_of_columns
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
@@ -109,7 +109,7 @@ def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag:
 
 def _fit(runs: Sequence[Run], where: Setting) -> np.ndarray:
     jobs = jobs_of_columns([run.columns for run in runs])
-    return peak_memory(jobs, where.engine).total <= where.memory_bytes - UNUSABLE_BYTES
+    return peak_memory(jobs, where.engine).total <= usable_bytes(where)
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:
@@ -124,6 +124,6 @@ def evaluate(runs: Sequence[Run]) -> Prediction:
         times = assemble(parts, jobs, where.engine, layers)
         seconds[indices] = under_pressure(times.step_seconds, highest[indices], where)
         reported[indices] = reported_bytes(jobs, where.engine, layers)
-        limit[indices] = where.memory_bytes - UNUSABLE_BYTES
+        limit[indices] = usable_bytes(where)
         peak[indices] = where.hardware.peak(where.precision)
     return Prediction(seconds, reported, highest, limit, peak)
