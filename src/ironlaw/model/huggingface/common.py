@@ -36,6 +36,12 @@ def activation(fields: Fields, key: str, default: str) -> str:
     return ACTIVATIONS[name]
 
 
+def biases(fields: Fields) -> dict[str, Any]:
+    """Of attention, and of the feed-forward network where it differs."""
+    attention, network = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
+    return {"bias": attention, "ffn_bias": network if network != attention else None}
+
+
 def llama_family(fields: Fields) -> dict[str, Any]:
     """What Llama, Mistral and Qwen share: RMSNorm, rotary positions, a gated feed-forward network."""
     scaling, theta = rope(fields)

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.common import Fields, activation, experts, llama_family, refuse, windows
+from ironlaw.model.huggingface.common import Fields, activation, biases, experts, llama_family, refuse, windows
 from ironlaw.model.huggingface.families import FAMILIES, REFUSED, WITH_EXPERTS
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -108,8 +108,7 @@ def _gpt2(fields: Fields) -> dict[str, Any]:
 
 
 def _llama(fields: Fields) -> dict[str, Any]:
-    attention, mlp = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
-    return llama_family(fields) | {"bias": attention, "ffn_bias": mlp if mlp != attention else None}
+    return llama_family(fields) | biases(fields)
 
 
 def _mistral(fields: Fields) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.huggingface.common import (
     Fields,
     activation,
+    biases,
     experts,
     llama_family,
     refuse,
@@ -80,9 +81,7 @@ def _olmo2(fields: Fields) -> dict[str, Any]:
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
-    attention, mlp = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
-    return llama_family(fields) | {
-        "bias": attention, "ffn_bias": mlp,
+    return llama_family(fields) | biases(fields) | {
         "embedding_scale": fields.get("embedding_multiplier", 1.0),
         "attention_scale": fields.get("attention_multiplier", 1.0),
         "residual_scale": fields.get("residual_multiplier", 1.0),
@@ -196,9 +195,8 @@ def _cohere(fields: Fields) -> dict[str, Any]:
 
 def _nemotron(fields: Fields) -> dict[str, Any]:
     """Nemotron-4 and Minitron."""
-    attention, mlp = bool(fields.get("attention_bias")), bool(fields.get("mlp_bias"))
-    return _gpt_like({"hidden_act": "relu2"} | dict(fields)) | {
-        "bias": attention, "ffn_bias": mlp, "norm_eps": fields.get("norm_eps", 1e-5),
+    return _gpt_like({"hidden_act": "relu2"} | dict(fields)) | biases(fields) | {
+        "norm_eps": fields.get("norm_eps", 1e-5),
         "rotary_size": rotary_size(fields, 0.5, "rope_percent"),
     }  # fmt: skip
 

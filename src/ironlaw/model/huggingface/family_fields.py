@@ -68,8 +68,8 @@ def _shared(config: ModelConfig, kind: str, scaling: dict[str, Any] | None) -> d
     layers = range(config.layers)
     kinds = ["sliding_attention" if config.is_windowed(layer) else "full_attention" for layer in layers]
     placed = kind in ("gemma2", "gemma3_text", "olmo3", "cohere2", "gpt_oss")
-    norm = dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"))
-    return dict.fromkeys(norm, config.norm_eps) | {
+    eps = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+    return dict.fromkeys(eps, config.norm_eps) | {
         "model_type": kind, "num_hidden_layers": config.layers, "hidden_size": config.hidden,
         "intermediate_size": config.ffn_size, "num_attention_heads": config.heads,
         "num_key_value_heads": config.key_value_heads, "vocab_size": config.vocab,
