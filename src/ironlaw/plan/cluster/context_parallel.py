@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ironlaw.machine.efficiency import collective_seconds
+from ironlaw.plan.cluster.distinct import collective
 from ironlaw.plan.cluster.jobs import CP_KINDS, Array, Jobs
 from ironlaw.plan.engines.engine import Engine
 
@@ -65,16 +65,13 @@ def exchange_seconds(jobs: Jobs, setting: Setting, kind: Array) -> Array:
     query, key_value, mixed = _widths(jobs)
     inside = np.clip(float(setting.fabric.island_ranks) // jobs.tp, 1.0, cp)
 
-    def seconds(name: str, size: Array, ranks: Array, near: Array) -> Array:
-        return np.asarray(collective_seconds(name, size, ranks, near, fabric=setting.fabric))
-
     block = jobs.tokens * key_value * width
     two = np.full(len(jobs), 2.0)
     # A ring across islands goes at the pace of its slowest link.
-    ring = (cp - 1) * seconds("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0))
-    gather = seconds("all_gather", block * cp, cp, inside)
-    swap = seconds("all_to_all", jobs.tokens * (query + key_value) * width, cp, inside)
-    swap = swap + seconds("all_to_all", jobs.tokens * mixed * width, cp, inside)
+    ring = (cp - 1) * collective("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0), setting)
+    gather = collective("all_gather", block * cp, cp, inside, setting)
+    swap = collective("all_to_all", jobs.tokens * (query + key_value) * width, cp, inside, setting)
+    swap = swap + collective("all_to_all", jobs.tokens * mixed * width, cp, inside, setting)
     found = np.where(kind == CP_KINDS["ring"], ring, np.where(kind == CP_KINDS["all_gather"], gather, swap))
     return np.where(cp > 1, found, 0.0)
 

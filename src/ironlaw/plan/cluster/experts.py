@@ -17,14 +17,12 @@ experts are averaged: stages are taken to hold the same mix.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ironlaw.machine.efficiency import collective_seconds
-from ironlaw.machine.efficiency.hardware import Fabric
+from ironlaw.plan.cluster.distinct import collective
 from ironlaw.plan.cluster.jobs import Array, Jobs
 from ironlaw.plan.cluster.setting import Setting
 
@@ -165,27 +163,22 @@ class ExpertTraffic:
     scatter_layer: Array
 
 
-def _seconds(fabric: Fabric, kind: str, size: Array, ranks: Array, inside: Array) -> Array:
-    return np.asarray(collective_seconds(kind, size, ranks, np.minimum(inside, ranks), fabric=fabric))
-
-
 def exchange_of_rows(jobs: Jobs, setting: Setting) -> Array:
     """Seconds of moving a micro-batch's rows to their experts, or back; the mean over all layers."""
     island, split = float(setting.fabric.island_ranks), jobs.expert_tp
-    seconds = partial(_seconds, setting.fabric)
 
     # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
     rows = jobs.tokens * rows_sent_per_token(jobs, setting) * jobs.hidden * setting.engine.element_bytes
     sent = rows / jobs.stream_shards
-    exchange = np.where(jobs.ep > 1, seconds("all_to_all", sent, jobs.ep, np.clip(island // split, 1.0, jobs.ep)), 0.0)
-    gathered = seconds("all_gather", sent * split, split, np.minimum(split, island))
+    exchange = np.where(jobs.ep > 1, collective("all_to_all", sent, jobs.ep, island // split, setting), 0.0)
+    gathered = collective("all_gather", sent * split, split, np.full(len(jobs), island), setting)
     exchange = exchange + np.where((jobs.sp > 0) & is_exchanged(jobs), gathered, 0.0)
     return np.asarray(jobs.expert_share * exchange)
 
 
 def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
     """Reduction and gathering of experts over the ranks that hold the same ones."""
-    island, seconds = float(setting.fabric.island_ranks), partial(_seconds, setting.fabric)
+    island = float(setting.fabric.island_ranks)
     wide = setting.engine.held.gather_bytes
     layer = jobs.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
@@ -196,9 +189,9 @@ def expert_traffic(jobs: Jobs, setting: Setting, layers: StageLayers, gradient_b
         local=local,
         layer=layer,
         shard=local / sharing,
-        all_reduce=seconds("all_reduce", local * gradient_bytes, group, inside),
-        scatter=seconds("reduce_scatter", local * gradient_bytes, sharing, inside),
-        gather=seconds("all_gather", local * wide, sharing, inside),
-        gather_layer=seconds("all_gather", layer * wide, sharing, inside),
-        scatter_layer=seconds("reduce_scatter", layer * gradient_bytes, sharing, inside),
+        all_reduce=collective("all_reduce", local * gradient_bytes, group, inside, setting),
+        scatter=collective("reduce_scatter", local * gradient_bytes, sharing, inside, setting),
+        gather=collective("all_gather", local * wide, sharing, inside, setting),
+        gather_layer=collective("all_gather", layer * wide, sharing, inside, setting),
+        scatter_layer=collective("reduce_scatter", layer * gradient_bytes, sharing, inside, setting),
     )

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ironlaw.machine.efficiency import attention_seconds, collective_seconds, matmul_seconds, streaming_seconds
+from ironlaw.machine.efficiency import attention_seconds, matmul_seconds, streaming_seconds
 from ironlaw.plan.cluster import latent
 from ironlaw.plan.cluster.context_parallel import exchange_seconds, kinds
+from ironlaw.plan.cluster.distinct import collective, distinct
 from ironlaw.plan.cluster.experts import (
     Product,
     exchange_of_rows,
@@ -81,23 +82,6 @@ class Parts:
     pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
 
 
-def _unique(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
-    """`function` on the distinct rows of the columns only: layouts share most of their shapes.
-
-    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
-    """
-    spread = np.broadcast_arrays(*columns)
-    if len(spread[0]) <= 64:  # finding out which are alike takes longer
-        return np.asarray(function(*spread))
-    row_number = np.zeros(len(spread[0]), dtype=np.int64)
-    for column in spread:
-        if column[0] != column.min() or column[0] != column.max():
-            values, code = np.unique(column, return_inverse=True)
-            _, row_number = np.unique(row_number * len(values) + code.reshape(-1), return_inverse=True)
-    _, first, back = np.unique(row_number, return_index=True, return_inverse=True)
-    return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
-
-
 def block_products(jobs: Jobs, engine: Engine) -> dict[str, Product]:
     """The linear layers of a block on one rank and micro-batch, gate and up as one; experts in place of the network."""
     tokens, hidden, tp, ones = jobs.tokens, jobs.hidden, jobs.tp, np.ones(len(jobs))
@@ -135,24 +119,17 @@ def product_seconds(jobs: Jobs, setting: Setting, product: Product, name: str = 
     return forward, backward
 
 
-def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array]:
-    """Seconds of a block's linear layers, the mean over all blocks: forward, backward."""
-    forward, backward = np.zeros(len(jobs)), np.zeros(len(jobs))
+def _matmuls(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
+    """Seconds of a block's linear layers, the mean over all blocks: forward, backward, and forward of those alone that
+    make latent attention's queries, keys and values wide."""
+    forward, backward, widening = (np.zeros(len(jobs)) for _ in range(3))
     for name, product in block_products(jobs, setting.engine).items():
         there, back = product_seconds(jobs, setting, product, name)
         forward += there * product[-1]
         backward += back * product[-1]
-    return forward, backward
-
-
-def _widening(jobs: Jobs, setting: Setting) -> Array:
-    """Seconds of what makes the queries, keys and values of latent attention, forward; 0 where it is not latent."""
-    seconds = np.zeros(len(jobs))
-    if jobs.has_latent:
-        for name, product in latent.products(jobs, setting.engine).items():
-            if name.endswith("_up"):
-                seconds += product_seconds(jobs, setting, product, name)[0] * product[-1]
-    return seconds
+        if name in latent.WIDENING:
+            widening += there * product[-1]
+    return forward, backward, widening
 
 
 def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting, precision: str) -> Array:
@@ -163,7 +140,7 @@ def _matmul(m: Array, n: Array, k: Array, batch: float | Array, setting: Setting
         alone = matmul_seconds(m, n, k, b, precision, hardware=hardware, sustained=True)
         return newer * np.asarray(alone)
 
-    return _unique(seconds, m, n, k, np.broadcast_to(np.asarray(batch, dtype=float), m.shape))
+    return distinct(seconds, m, n, k, np.broadcast_to(np.asarray(batch, dtype=float), m.shape))
 
 
 def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
@@ -195,9 +172,9 @@ def _attention(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array]:
 
         kv = np.maximum(local_kv / heads, 1.0)
         columns = (jobs.micro_batch, jobs.sequence, local_heads / heads, kv, jobs.head_size)
-        found = _unique(seconds, *columns, window, value)
+        found = distinct(seconds, *columns, window, value)
         if (jobs.windowed < 1).any():  # the mean of layers with a window and those without
-            found = jobs.windowed * found + (1 - jobs.windowed) * _unique(seconds, *columns, jobs.sequence, value)
+            found = jobs.windowed * found + (1 - jobs.windowed) * distinct(seconds, *columns, jobs.sequence, value)
         return found * calls
 
     # Materialised scores: every (query, key) pair is computed, masked or not.
@@ -238,18 +215,8 @@ def _streaming(jobs: Jobs, setting: Setting) -> tuple[Array, Array, Array, Array
         sharded * (heads + activation * 5 / 3),
     )
     hardware, width = setting.hardware, setting.engine.element_bytes
-    first, second, third, fourth = (_unique(lambda b: streaming_seconds(b, hardware), width * m) for m in moved)
+    first, second, third, fourth = (distinct(lambda b: streaming_seconds(b, hardware), width * m) for m in moved)
     return first, second, third, fourth
-
-
-def _collective(kind: str, size: Array, ranks: Array, inside: Array, setting: Setting) -> Array:
-    """One collective; `inside`: ranks of the group that share an island."""
-    fabric = setting.fabric
-
-    def seconds(s: Array, n: Array, g: Array) -> Array:
-        return np.asarray(collective_seconds(kind, s, n, g, fabric=fabric))
-
-    return _unique(seconds, size, ranks, np.clip(inside, 1.0, ranks))
 
 
 def _update(jobs: Jobs, setting: Setting, layers: StageLayers, owned: Array) -> Array:
@@ -274,13 +241,13 @@ def _update(jobs: Jobs, setting: Setting, layers: StageLayers, owned: Array) -> 
     return seconds + products / cost.owners * np.ceil(dealt / ranks) / jobs.tp
 
 
-def _offloaded(jobs: Jobs, setting: Setting, owned: Array) -> dict[str, Array]:
+def _offloaded(jobs: Jobs, setting: Setting, layers: StageLayers) -> dict[str, Array]:
     """Seconds on the way to the host and on it; zero where nothing is offloaded."""
     none = np.zeros(len(jobs))
     host, engine = setting.host, setting.engine
     if host is None or not (jobs.offload > 0).any():
         return {"host_update": none, "host_gradients": none, "host_layer": none}
-    rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    owned, rate = owned_parameters(jobs, layers), min(host.link_bytes_per_second, host.memory_bytes_per_second)
     update = owned * setting.update.block_bytes / host.memory_bytes_per_second
     back = owned * engine.element_bytes / rate
     kept, _ = kept_activation_bytes(jobs, engine)
@@ -298,7 +265,7 @@ def step_parts(jobs: Jobs, setting: Setting, layers: StageLayers | None = None) 
     first, kind = jobs.distinct(OF_THE_BATCH)
     found = _state(jobs.take(first), setting, layers.take(first))
     state: dict[str, Any] = {name: column[kind] for name, column in found.items()}
-    host: dict[str, Any] = _offloaded(jobs, setting, owned_parameters(jobs, layers))
+    host: dict[str, Any] = _offloaded(jobs, setting, layers)
     return replace(block_parts(jobs, setting), **state | host)
 
 
@@ -340,7 +307,7 @@ OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "flash
 def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
     """Of one block and one micro-batch, of the output layer, and of a message between stages in and across islands."""
     island = float(setting.fabric.island_ranks)
-    matmul_forward, matmul_backward = _matmuls(jobs, setting)
+    matmul_forward, matmul_backward, widening = _matmuls(jobs, setting)
     attention_forward, attention_backward, scores = _attention(jobs, setting)
     streaming_forward, streaming_backward, shard_forward, shard_backward = _streaming(jobs, setting)
     hardware, width = setting.hardware, setting.engine.element_bytes
@@ -366,7 +333,7 @@ def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
     return {
         "layer_matmul_forward": matmul_forward,
         "layer_matmul_backward": matmul_backward,
-        "layer_widening_forward": _widening(jobs, setting),
+        "layer_widening_forward": widening,
         "layer_attention_forward": attention_forward,
         "layer_attention_backward": attention_backward,
         "layer_scores_forward": scores,
@@ -377,17 +344,17 @@ def _blocks(jobs: Jobs, setting: Setting) -> dict[str, Array]:
         "layer_accumulate": np.asarray(streaming_seconds(accumulated, hardware)),
         "tp_collective": np.where(
             jobs.sp > 0,
-            _collective("all_gather", stream_bytes, jobs.tp, tp_inside, setting)
-            + _collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
-            _collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
+            collective("all_gather", stream_bytes, jobs.tp, tp_inside, setting)
+            + collective("reduce_scatter", stream_bytes, jobs.tp, tp_inside, setting),
+            collective("all_reduce", stream_bytes, jobs.tp, tp_inside, setting),
         ),
         "tp_collectives": 2.0 - spared_collectives(jobs) - latent.spared_collectives(jobs, setting.engine),
         "cp_layer": exchange_seconds(jobs, setting, kinds(jobs, setting.engine)),
         "head_matmul": np.asarray(head),
         "head_streaming": loss,
         "embedding": embedding,
-        "message_inside": _collective("send_recv", message, two, two, setting),
-        "message_across": _collective("send_recv", message, two, one, setting),
+        "message_inside": collective("send_recv", message, two, two, setting),
+        "message_across": collective("send_recv", message, two, one, setting),
         "ep_layer": exchange_of_rows(jobs, setting) if jobs.has_experts else np.zeros(len(jobs)),
     }
 
@@ -404,16 +371,16 @@ def _state(jobs: Jobs, setting: Setting, layers: StageLayers) -> dict[str, Array
     replicas_inside = np.maximum(1.0, island // jobs.tp)
     gradient = setting.engine.gradient_communication_bytes
     sharing = jobs.shard_ranks
-    all_reduce = _collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
-    scatter = _collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
+    all_reduce = collective("all_reduce", local * gradient, replicas, replicas_inside, setting)
+    scatter = collective("reduce_scatter", local * gradient, sharing, replicas_inside, setting)
     wide = setting.engine.held.gather_bytes
-    gather = _collective("all_gather", local * wide, sharing, replicas_inside, setting)
+    gather = collective("all_gather", local * wide, sharing, replicas_inside, setting)
     unit_dense, apart = unit, None
     if jobs.has_experts:
         # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
         apart = expert_traffic(jobs, setting, layers, gradient)
         all_reduce, scatter, gather = (
-            _collective(kind, (local - apart.local) * size, group, replicas_inside, setting) + more
+            collective(kind, (local - apart.local) * size, group, replicas_inside, setting) + more
             for kind, size, group, more in (
                 ("all_reduce", gradient, replicas, apart.all_reduce),
                 ("reduce_scatter", gradient, sharing, apart.scatter),
@@ -425,7 +392,7 @@ def _state(jobs: Jobs, setting: Setting, layers: StageLayers) -> dict[str, Array
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
     copies_inside = np.maximum(1.0, island // (jobs.tp * sharing))
     shard = local / sharing if apart is None else (local - apart.local) / sharing + apart.shard
-    across = _collective("all_reduce", shard * gradient, jobs.copies, copies_inside, setting)
+    across = collective("all_reduce", shard * gradient, jobs.copies, copies_inside, setting)
     whole = setting.engine.pipeline_keeps & (jobs.pp > 1)
     in_pieces = (jobs.zero >= 2) & ~whole
     update = _update(jobs, setting, layers, owned_parameters(jobs, layers))
@@ -434,13 +401,13 @@ def _state(jobs: Jobs, setting: Setting, layers: StageLayers) -> dict[str, Array
         "dp_gather": np.where((jobs.zero > 0) & ~fsdp, gather, 0.0),
         "fsdp_gather_layer": np.where(
             fsdp,
-            _collective("all_gather", unit_dense * wide, sharing, replicas_inside, setting)
+            collective("all_gather", unit_dense * wide, sharing, replicas_inside, setting)
             + (apart.gather_layer if apart else 0.0),
             0.0,
         ),
         "fsdp_scatter_layer": np.where(
             in_pieces,
-            _collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, setting)
+            collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, setting)
             + (apart.scatter_layer if apart else 0.0),
             0.0,
         ),

@@ -57,6 +57,10 @@ def narrow_tokens(jobs: Jobs, engine: Engine) -> Array:
     return jobs.tokens / (jobs.stream_shards if engine.narrows_own_tokens else 1.0)
 
 
+WIDENING = ("query_up", "latent_up")
+"""Of the products below, those that make queries, keys and values wide."""
+
+
 def products(jobs: Jobs, engine: Engine) -> dict[str, tuple[Array, Array, Array, Array, Array]]:
     """Outputs, inputs, rows, products side by side and share of the layers, in place of the one projection."""
     ones = np.ones(len(jobs))
