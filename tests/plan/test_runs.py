@@ -70,12 +70,59 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("NVLink in node", 400, "infiniband"),
         ("whatever 12 monkeys", 400, "infiniband"),
         ("", 400, "infiniband"),
+        # Lists: the compute network is the fastest, or the one that is said to be for it.
+        ("1x Ethernet 100Gb/Sec, 8x NVIDIA Quantum-2 CX7 InfiniBand (400Gb/s)", 400, "infiniband"),
+        ("2x ConnectX-5 100Gb/s Ethernet | 24x 100Gb/s Ethernet", 300, "roce"),
+        ("25GbE management; 4x 400GbE storage; 8x200G RoCEv2", 200, "roce"),
+        ("InfiniBand HDR (8x200Gb/s) for compute, 4x 800 GbE uplink", 200, "infiniband"),
+        ("8x ConnectX-7, 400 Gb/s InfiniBand", 400, "infiniband"),
+        ("400 Gbps per NIC, 8 NICs, RoCE", 400, "infiniband"),
+        # Figures of links inside the node, and of a port beside the compute network, are no rate of it.
+        ("ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s", 400, "roce"),
+        ("100GbE InfiniBand", 400, "infiniband"),
+        # Bits and bytes; ports that are only named, or only counted.
+        ("50 GB/s per GPU InfiniBand", 400, "infiniband"),
+        ("8x 400GB/s InfiniBand", 400, "infiniband"),  # no port is so fast
+        ("8x400G", 400, "infiniband"),
+        ("4xHDR InfiniBand", 100, "infiniband"),
+        ("NDR", 400, "infiniband"),
+        ("HDR100", 100, "infiniband"),
+        ("EFA 3200", 400, "efa"),
+        ("GPUDirect-TCPXO", 200, "tcpx"),
+        ("3,200 Gbps InfiniBand", 400, "infiniband"),
     ],
 )
 def test_networks_as_people_describe_them(text, gigabytes, fabric):
-    found = described_node(node("dgx-h200"), text)
+    found, _ = described_node(node("dgx-h200"), text)
     assert found.network_bytes_per_second == pytest.approx(gigabytes * 1e9)
     assert found.fabric == fabric
+
+
+@pytest.mark.parametrize("text", ["-400 Gb/s IB", "8x -400G RoCE", "1e999 Gb/s IB", "0 Gb/s IB", "0x 400G IB", "-2:1"])
+def test_a_figure_that_no_network_has_is_refused(text):
+    with pytest.raises(UserError, match="network"):
+        described_node(node("dgx-h100"), text)
+
+
+def test_a_network_that_cannot_be_read_is_the_usual_one_and_said(tmp_path):
+    for text in ("ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s", "100GbE InfiniBand", "a good one"):
+        run, _ = read(tmp_path, accelerators="16", interconnect=text)
+        usual = node(run.cluster.accelerator.default_node).network_bytes_per_second
+        assert run.cluster.node.network_bytes_per_second == usual
+        assert any(note.startswith("network = ") and text in note for note in run.assumed)
+
+
+def test_a_board_is_not_cut_into_parts_that_do_not_divide_it(tmp_path):
+    _, reason = read(tmp_path, per_node="3")
+    assert "holds 8: use 1, 2, 4 or 8" in reason
+    assert resized(node("dgx-1-v100"), 6).accelerators == 6  # wired chip by chip: machines of six were built
+
+
+def test_a_chip_in_a_rack_is_the_one_that_racks_are_built_of(tmp_path):
+    run, _ = read(tmp_path, accelerator="b300", per_node="4", interconnect="NVL72 NVLink5")
+    assert run.cluster.accelerator.name == "gb300" and any("in a rack of 72" in note for note in run.assumed)
+    run, _ = read(tmp_path, accelerator="b300", interconnect="NVLink5 in node")
+    assert run.cluster.accelerator.name == "b300"
 
 
 def test_params_tell_a_gated_network_from_a_plain_one(tmp_path):

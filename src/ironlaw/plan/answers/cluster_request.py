@@ -70,8 +70,8 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
 
 def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Cluster and layout; each may say how many accelerators the other leaves open."""
-    cluster = _described(parse_cluster(on), options)
     assumed: list[Assumption] = []
+    cluster = _described(parse_cluster(on), options, assumed)
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)
@@ -86,18 +86,20 @@ def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assu
     return cluster, layout, assumed
 
 
-def _described(cluster: Cluster, options: Options) -> Cluster:
+def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) -> Cluster:
     """The cluster with nodes as described; UserError where the words say no network."""
     if options.per_node is not None:
         cluster = replace(cluster, node=resized(cluster.node, options.per_node))
     if options.network is None:
         return cluster
-    found = described_node(cluster.node, options.network)
-    if found == cluster.node:
+    found, note = described_node(cluster.node, options.network)
+    if note and found.fabric == cluster.node.fabric:
         raise UserError(
             f"--network '{options.network}' names no kind of network with a rate: write for example "
             '--network "8x 200 Gb/s RoCE per node, 2:1"'
         )
+    if note:
+        assumed.append(Assumption("network", f"{found.fabric} at the usual rate", note, "--network"))
     return replace(cluster, node=found)
 
 

@@ -24,6 +24,10 @@ SAME_CHIP = {
 }
 """Chips without figures of their own that differ from a catalogued one in the way named."""
 
+IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
+"""Chips of eight in a node, and what they are called in a rack of 72: more power, another clock, beside an Arm
+processor. Tables of racks often give the chip's name alone."""
+
 _MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
 _BRANDS = {"rtx", "tpu", "apple", "jetson"}  # a brand alone names no chip
 _FORM = re.compile(r"(sxm|pcie|nvl|oam)\d*")
@@ -39,6 +43,15 @@ def accelerator_of(cell: str) -> tuple[Accelerator, str]:
         if name is None:
             raise error
         return accelerator(name), note
+
+
+def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
+    """The accelerator as a rack holds it, where the words of its network say that it is in one, and a note."""
+    name = IN_RACK.get(acc.name)
+    rack = re.search(r"nvl\s*(?:36|72)\b", interconnect, re.IGNORECASE)
+    if name is None or rack is None:
+        return acc, ""
+    return accelerator(name), f"accelerator = {name} ({acc.name} in a rack of 72 is that: '{rack[0]}')"
 
 
 def _nearest(cell: str) -> tuple[str | None, str]:

@@ -22,7 +22,7 @@ from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured import words
-from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
 from ironlaw.plan.measured.known_experts import known_experts
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.words import Row
@@ -35,8 +35,6 @@ UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
 
 SUBSTITUTE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "mxfp8": "fp8"}
 """Format at whose rate another one is planned on hardware that has a peak for one of them only."""
-
-"""The engine of software that no measured runs are known of."""
 
 HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have
 USUAL_VOCAB = 50304  # GPT-2's, padded
@@ -132,7 +130,8 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     engine = engine or _engine(row, attention, cells)
     count = cells.needed("accelerators")
     acc, note = accelerator_of(words.text(row, "accelerator"))
-    cells.assumed += [note] if note else []
+    acc, rack = in_rack(acc, words.text(row, "interconnect"))
+    cells.assumed += [said for said in (note, rack) if said]
     columns = _model(cells) | {"sequence": cells.needed("seq"), "flash": float(attention == "flash")}
     columns |= _layout(cells, engine, count, columns.get("experts", 0.0) > 0)
     recompute = words.recompute(row)
@@ -140,12 +139,13 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     if recompute is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
     status = words.text(row, "status").lower()
+    cluster, precision = _cluster(cells, acc, int(count)), _precision(cells, acc, engine)
     return Run(
         id=identity,
         group=group_of(row),
         engine=engine,
-        cluster=_cluster(row, acc, int(count)),
-        precision=_precision(cells, acc, engine),
+        cluster=cluster,
+        precision=precision,
         columns=columns,
         step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, columns, count),
         peak_bytes=_measured(row, "peak_bytes"),
@@ -345,10 +345,13 @@ def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
     return other
 
 
-def _cluster(row: Row, acc: Accelerator, count: int) -> Cluster:
+def _cluster(cells: _Cells, acc: Accelerator, count: int) -> Cluster:
     """The accelerator's usual node, with the size and the network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
-    per_node = words.whole(row, "per_node")
+    per_node = words.whole(cells.row, "per_node")
     if per_node:
         usual = resized(usual, int(per_node))
-    return Cluster(acc, count, described_node(usual, words.text(row, "interconnect")))
+    described, note = described_node(usual, words.text(cells.row, "interconnect"))
+    if note and count > usual.scale_up_accelerators:
+        cells.assumed.append(note)
+    return Cluster(acc, count, described)
