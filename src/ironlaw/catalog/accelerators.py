@@ -31,6 +31,8 @@ class Accelerator:
     name:                     the catalog's name, and the data file's.
     product, vendor:          the name on the box; nvidia, amd, intel, google or apple.
     generation:               volta, turing, ampere, ada, hopper, blackwell, cdna2, cdna3, cdna4, ...
+    constants:                the generation that single operations were measured on, where a chip was measured apart
+                              from others that software treats alike; empty: `generation`.
     memory_kind:              HBM3, GDDR6X, LPDDR5 (shared with the CPU where `unified_memory`).
     memory_bytes:             bytes a program can see in total; the note says whether measured or nominal.
     memory_bytes_per_second:  peak of the memory interface, bytes/s.
@@ -52,6 +54,7 @@ class Accelerator:
     vendor: str
     generation: str
     default_node: str
+    constants: str = ""
     memory_kind: str = ""
     unified_memory: bool = False
     link_name: str = ""
@@ -66,6 +69,11 @@ class Accelerator:
     host_link_bytes_per_second: Figure | None = None
     peak_flops_per_second: dict[str, Figure] = field(default_factory=dict)
     note: str = ""
+
+    @property
+    def measured_generation(self) -> str:
+        """Whose constants of single operations hold."""
+        return self.constants or self.generation
 
     def figures(self) -> dict[str, Figure]:
         """Every known figure by its dotted key, peaks included: for listings and for tests."""
@@ -86,7 +94,7 @@ FIGURE_KEYS = (
     "pcie_bytes_per_second",
     "host_link_bytes_per_second",
 )
-_TEXT_KEYS = ("product", "vendor", "generation", "default_node", "memory_kind", "link_name", "note")
+_TEXT_KEYS = ("product", "vendor", "generation", "default_node", "constants", "memory_kind", "link_name", "note")
 
 
 def accelerator_names() -> tuple[str, ...]:

@@ -144,6 +144,11 @@ class Efficiency:
                 return self.matmul[key]
         raise UserError(f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}")
 
+    def libraries(self, dtype: str) -> tuple[str, ...]:
+        """Libraries whose kernels of a format were measured apart."""
+        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
+        return tuple(key.split("/")[1] for key in self.matmul if key.startswith(f"{name}/"))
+
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:
         """The constants of an attention kernel, by default the one most training stacks would use."""
         name = kernel or self.default_attention
