@@ -86,8 +86,9 @@ def test_more_memory_never_makes_the_best_layout_worse(name):
 
 
 SUCCESSORS = (
-    ("v100-sxm-32gb@dgx-1-v100", "a100-sxm-80gb"), ("a100-sxm-40gb", "a100-sxm-80gb"), ("a100-sxm-80gb", "h100-sxm-80gb"),
-    ("h100-sxm-80gb", "h200"), ("h200", "b200-sxm"), ("b200-sxm", "b300"), ("b200-sxm", "gb200"), ("b300", "gb300"),
+    ("v100-sxm-32gb@dgx-1-v100", "a100-sxm-80gb"), ("a100-sxm-40gb", "a100-sxm-80gb"),
+    ("a100-sxm-80gb", "h100-sxm-80gb"), ("h100-sxm-80gb", "h200"),
+    ("h200", "b200-sxm"), ("b200-sxm", "b300"), ("b200-sxm", "gb200"), ("b300", "gb300"),
     ("gb200", "gb300"), ("a100-pcie-80gb", "h100-pcie-80gb"), ("l4", "l40s"), ("mi300x", "mi325x"),
     ("mi325x", "mi355x"), ("tpu-v5e", "tpu-v6e"), ("gaudi2", "gaudi3"),
 )  # fmt: skip

@@ -10,14 +10,11 @@ from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.answers.cluster import answer_on_cluster
+from ironlaw.plan.answers.software import answer_under, software_for
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.checked import DEFAULT_ON, checked_runs
-from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE
 from ironlaw.plan.cluster.experts import IMBALANCE
 from ironlaw.plan.cluster.update_cost import update_cost
-from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
-from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
 from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.subject import Subject
@@ -36,7 +33,6 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     work = settle(subject.model, options.work, cluster.count, subject.config)
     precision = _precision(subject, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
-    engine = _engine(options, trainer, cluster.accelerator, assumed)
     if subject.model.moe is not None and subject.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
         assumed.append(
@@ -47,9 +43,9 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in subject.left_out]
     if subject.config and subject.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
+    optimizer = _optimizer(subject, options)
     work = replace(work, assumed=work.assumed + assumed)
-    optimizer = _optimizer(subject, options, assumed)
-    ask = Ask(subject.model, cluster, work, precision, engine, options.prices, layout, optimizer)
+    ask = Ask(subject.model, cluster, work, precision, "", options.prices, layout, optimizer)
     if trainer:
         check_words(trainer, precision, optimizer)
 
@@ -60,7 +56,7 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
         ask = replace(ask, excluded=excluded)
         if layout is not None and (reason := trainer.cannot(layout, subject.model, optimizer)):
             raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
-    answer = answer_on_cluster(ask)
+    ask, answer = answer_under(ask, software_for(options.engine, trainer, cluster.accelerator))
     if trainer and answer.fits:
         values = answer.more["layout"]
         chosen = Layout(**{key: value for key, value in values.items() if key != "text"})
@@ -127,28 +123,9 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     return said
 
 
-def _optimizer(subject: Subject, options: Options, assumed: list[Assumption]) -> str:
+def _optimizer(subject: Subject, options: Options) -> str:
     """The given optimizer, else the config's, else AdamW."""
     said = options.optimizer or (subject.config.optimizer.name if subject.config else None)
     if said is None:
         return "adamw"
     return update_cost(said, subject.model).name
-
-
-def _engine(options: Options, trainer: Trainer | None, acc: Accelerator, assumed: list[Assumption]) -> str:
-    """The given engine; else that of the trainer to emit for; else one checked on this generation, or the default."""
-    if options.engine is not None:
-        return engine_named(options.engine).name
-    known = DEFAULT_ON.get(acc.generation)
-    if trainer:
-        name, reason = ENGINE_OF_TRAINER[trainer.name], f"whose constants describe {trainer.name}"
-    elif known:
-        name, reason = known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"
-    elif acc.vendor == "google":
-        name, reason = "paxml", "JAX, which runs on TPUs; its constants are of H100s"
-    elif acc.vendor != "nvidia":
-        name, reason = "generic", f"no runs on {acc.generation} are known"
-    else:
-        name, reason = DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning"
-    assumed.append(Assumption("engine", name, reason, "--engine"))
-    return name

@@ -25,6 +25,7 @@ class Engine:
     source: str = ""
     frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
     attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
+    lacks: tuple[str, ...] = ()  # what it cannot run: words of plan/cluster/abilities.py
     by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
 
     # host: seconds of the launching processor

@@ -71,6 +71,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "context_bytes": ("B", "workspaces that the allocator sees"),
     "reporting_stage": ("", "whose peak the engine's log speaks of: the first stage's rank, or the highest"),
     "partition": ("", "layers per stage: equal, or cost where the output layer counts as layers"),
+    "lacks": ("", "what it cannot run"),
     "cp_kinds": ("", "ways of context parallel attention that it has, its default first"),
     "low_precision": ("", "library of 8- and 4-bit linear layers, which decides what they keep; none: as bf16"),
     "narrow_parameters": ("", "weights of blocks stored as that library quantises them (fp8-param-gather)"),
