@@ -228,7 +228,8 @@ def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
     [
         ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"), ("a100", "a100-sxm-80gb"), ("A100 40GB", "a100-sxm-40gb"),
         ("h200-sxm-141gb", "h200"), ("GB200 NVL72", "gb200"), ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
-        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("h800", "h100-sxm-80gb"),
+        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("a800", "a100-sxm-80gb"),
+        ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"),
     ],
 )  # fmt: skip
 def test_accelerators_as_people_write_them(cell, name):
@@ -301,3 +302,47 @@ def test_a_rack_has_the_network_of_its_trays_however_many_are_called_a_node():
         assert named.scale_up_accelerators == 72
         assert named.network_bytes_per_second == pytest.approx(size * 50e9)
     assert resized(node("dgx-h100"), 4).network_bytes_per_second == node("dgx-h100").network_bytes_per_second
+
+
+NEMOTRON = {
+    "framework": "NeMo 25", "layers": "96", "hidden": "18432", "heads": "96", "kv_heads": "8", "ffn": "73728",
+    "gated_ffn": "0", "vocab": "256000", "accelerator": "h100-sxm-80gb", "accelerators": "256", "tp": "8", "pp": "8",
+    "global_batch": "64", "zero": "1", "recompute": "none", "precision": "fp8",
+}  # fmt: skip
+
+
+def test_a_long_bubble_is_taken_to_be_interleaved_and_the_interval_says_what_hangs_on_it(tmp_path):
+    rows = [ROW | NEMOTRON | cells for cells in ({}, {"virtual_stages": "1"}, {"virtual_stages": "6"})]
+    record = validate(write(tmp_path / "runs.csv", rows))
+    open_, plain, stated = record.to_json()["rows"]
+    assert record.runs[0].columns["virtual"] == 6 and any("the bubble would cost 44%" in a for a in open_["assumed"])
+    assert open_["predicted_step_seconds"] == stated["predicted_step_seconds"] < plain["predicted_step_seconds"] / 1.2
+    assert open_["step_interval"][1] > max(plain["predicted_step_seconds"], 1.1 * stated["step_interval"][1])
+    short = validate(write(tmp_path / "runs.csv", [ROW | NEMOTRON | {"global_batch": "1024"}])).runs[0]
+    assert short.columns["virtual"] == 1  # 1% of bubble: nothing to interleave for
+
+
+@pytest.mark.parametrize(("framework", "assumed", "other"), [("Megatron-LM", "bf16", "fp8"), ("NeMo", "fp8", "bf16")])
+def test_an_unknown_precision_is_a_wide_interval(tmp_path, framework, assumed, other):
+    words = {"framework": framework, "tp": "2", "accelerator": "h100-sxm-80gb", "recompute": "none"}
+    rows = [ROW | words | {"precision": precision} for precision in ("", assumed, other)]
+    unknown, same, different = validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]
+    assert unknown["predicted_step_seconds"] == same["predicted_step_seconds"]
+    low, high = unknown["step_interval"]
+    assert low < different["predicted_step_seconds"] < high
+    assert high / low > 1.1 * same["step_interval"][1] / same["step_interval"][0]
+
+
+def test_overlap_of_tensor_parallel_communication_that_nobody_states_widens_the_interval(tmp_path):
+    slow = {"framework": "Megatron-LM", "accelerator": "a100-sxm-80gb", "precision": "bf16", "recompute": "none"}
+    rows = [ROW | slow | {"tp": tp} for tp in ("1", "8")]
+    ratios = [r["predicted_step_seconds"] / r["step_interval"][0]
+              for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]  # fmt: skip
+    assert ratios[1] > 1.02 * ratios[0]
+
+
+def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
+    """Nothing is open: the interval is that of the engine alone."""
+    said = {"framework": "NeMo", "precision": "bf16", "virtual_stages": "1", "recompute": "none", "tp": "1"}
+    run, _ = read(tmp_path, **said)
+    assert run.otherwise == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
+from ironlaw.catalog.devices import device_names
 from ironlaw.catalog.figures import Figure, source
 from ironlaw.catalog.models import model_entry, model_names
 from ironlaw.catalog.money import grid, grid_names, price
@@ -16,6 +17,7 @@ def entry_names() -> dict[str, list[str]]:
     """Section to names."""
     return {
         "accelerators": list(accelerator_names()),
+        "devices": list(device_names()),
         "nodes": list(node_names()),
         "models": model_names(),
         "grids": list(grid_names()),

@@ -89,6 +89,8 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
     narrows_own_tokens: bool = False  # latent attention under sequence parallelism: gathers what was narrowed
+    interleaves: bool = False  # pipelines whose bubble would be long, where a run does not say
+    tp_overlap: float = 0.0  # of tensor parallel collectives, hidden by an option that runs do not tell; 0: none such
     recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
 
     cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first

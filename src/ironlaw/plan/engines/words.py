@@ -80,6 +80,8 @@ MEANING: dict[str, tuple[str, str]] = {
     "default_sp": ("", "assumed where a run does not say"),
     "default_recompute": ("", "assumed where a run does not say"),
     "narrows_own_tokens": ("", "latent attention under sequence parallelism gathers narrow vectors, not the stream"),
+    "interleaves": ("", "pipelines whose bubble would cost more than a tenth, where a run does not say"),
+    "tp_overlap": ("1", "of tensor parallel collectives that its option to overlap them hides, in NeMo's runs"),
     "recomputes_by_block": ("", "as few blocks as fit, where a run does not say and would not fit without"),
     "attention": ("", "runs of the same framework name with the other kind of attention are another engine"),
 }

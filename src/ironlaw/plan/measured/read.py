@@ -26,6 +26,7 @@ from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
 from ironlaw.plan.measured.known_experts import known_experts
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.words import Row
+from ironlaw.plan.pipeline import ends_lighter
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns without which no row can be planned."""
@@ -39,6 +40,16 @@ SUBSTITUTE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "mxfp8": "fp8"}
 HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have
 USUAL_VOCAB = 50304  # GPT-2's, padded
 SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and a tied model from a plain one
+
+
+@dataclass(frozen=True)
+class Otherwise:
+    """What a row that does not say may have been instead of what is assumed of it."""
+
+    columns: tuple[tuple[str, float], ...] = ()
+    precision: str = ""
+    constants: tuple[tuple[str, float], ...] = ()  # of the engine
+    weight: float = 1.0  # how much of the difference counts: less for what is seldom
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Run:
     assumed: tuple[str, ...]
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
     open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
+    otherwise: tuple[Otherwise, ...] = ()
 
 
 def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -154,7 +166,49 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
         assumed=tuple(cells.assumed),
         open_recompute=recompute is None and engine.default_recompute == "none",
         open_zero=words.zero_stage(row) is None and engine.name == GENERIC,
+        otherwise=_otherwise(cells, columns, precision, acc, engine),
     )
+
+
+def _otherwise(
+    cells: _Cells, columns: dict[str, float], precision: str, acc: Accelerator, engine: Engine
+) -> tuple[Otherwise, ...]:
+    """What else the row's software is used with, of what the row leaves open and time hangs on."""
+    row, found = cells.row, []
+    if words.precision(row) is None:
+        sixteen = "bf16" if "bf16" in acc.peak_flops_per_second else "fp16"
+        others = [name for name in (sixteen, "fp8") if name != precision and name in acc.peak_flops_per_second]
+        found += [Otherwise(precision=name) for name in others]
+    if words.whole(row, "virtual_stages") is None and columns["pp"] > 1:
+        other = 1.0 if columns["virtual"] > 1 else _most_virtual(columns) if "virtual" not in engine.lacks else 1.0
+        found += [Otherwise((("virtual", other),))] if other != columns["virtual"] else []
+    if words.whole(row, "micro_batch") is None:
+        per_replica = columns["global_batch"] / columns["dp"]
+        found += [
+            Otherwise((("micro_batch", size),))
+            for size in (1.0, 2.0, 4.0)
+            if size != columns["micro_batch"] and per_replica % size == 0
+        ]
+    if words.recompute(row) is None and not engine.recomputes_by_block:
+        other = "none" if engine.default_recompute == "full" else "full"
+        found.append(Otherwise((("recompute", float(RECOMPUTE[other])),), weight=0.5))
+    if engine.tp_overlap and columns["tp"] > 1:
+        hidden = engine.on(acc.generation).tp_hidden
+        found.append(Otherwise(constants=(("tp_hidden", 0.0 if hidden else engine.tp_overlap),)))
+    return tuple(found)
+
+
+LONG_BUBBLE = 0.1
+"""Of a step's compute: a bubble that software with virtual stages is taken to be used with them to shorten."""
+
+
+def _most_virtual(columns: dict[str, float]) -> float:
+    """Virtual stages of two layers or more that a pipeline can have, as many as it can; 1 where it can have none."""
+    layers, pp = int(columns["layers"]), int(columns["pp"])
+    if columns["global_batch"] / (columns["dp"] * columns["micro_batch"]) % pp:
+        return 1.0
+    most = max(layers // pp // 2, 1)
+    return float(max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None))
 
 
 def _measured(row: Row, name: str) -> float | None:
@@ -198,9 +252,6 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
             raise UserError(reason)
         dp = cells.assume("dp", count / model_parallel, f"{reason}: cp taken out of dp")
     layers = cells.needed("layers")
-    virtual = cells.given("virtual_stages", 1)
-    if pp * virtual > layers:
-        cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
     etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
     imbalance = words.number(cells.row, "imbalance", 1)
     if imbalance is None and ep > 1 and engine.default_imbalance:
@@ -214,6 +265,11 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
         micro = cells.assume("micro_batch", 1 if pp > 1 else max(batch // dp, 1) if batch / dp <= 4 else 1, "assumed")
     if batch is None:
         batch = cells.assume("global_batch", dp * micro, "one micro-batch")
+    virtual = _virtual(cells, engine, {
+        "layers": layers, "pp": pp, "dp": dp, "micro_batch": micro, "global_batch": batch,
+    })  # fmt: skip
+    if pp * virtual > layers:
+        cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
     if batch < dp * micro:
         raise UserError(f"global_batch {batch:g} is less than dp {dp:g} x micro_batch {micro:g}")
     zero = words.zero_stage(cells.row)
@@ -226,6 +282,17 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
         "ep": ep, "etp": etp, "imbalance": imbalance or 0.0,
         "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
     }  # fmt: skip
+
+
+def _virtual(cells: _Cells, engine: Engine, columns: dict[str, float]) -> float:
+    """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
+    said = words.whole(cells.row, "virtual_stages")
+    if said is not None:
+        return said
+    bubble = (columns["pp"] - 1) * columns["dp"] * columns["micro_batch"] / columns["global_batch"]
+    most = _most_virtual(columns) if engine.interleaves and bubble > LONG_BUBBLE else 1.0
+    why = f"without any the bubble would cost {bubble:.0%}, and this software has them" if most > 1 else "assumed"
+    return cells.assume("virtual_stages", most, why)
 
 
 def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float, usual: int) -> float:
