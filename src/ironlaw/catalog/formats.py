@@ -168,7 +168,7 @@ def computing_formats() -> tuple[str, ...]:
 
 
 def _read(name: str, table: dict[str, Any], tables: dict[str, Any]) -> NumberFormat:
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     element = fields.pop("element", "")
     bits = fields.pop("bits", 0) or tables[element]["bits"]
     return NumberFormat(name=name, element_name=element, bits=bits, **fields)
