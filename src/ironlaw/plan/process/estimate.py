@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from ironlaw import units
 from ironlaw.catalog import cpu_power
+from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
@@ -48,12 +49,9 @@ class Choice:
     reason: str
 
 
-COMPUTED_AS = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16"}  # by the bytes of what a product reads and writes
-
-
 def training_shape(config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False) -> Shape:
     return Shape(
-        config.model, config.micro_batch, config.sequence, cast(Precision, COMPUTED_AS.get(precision, precision)),
+        config.model, config.micro_batch, config.sequence, cast(Precision, number_format(precision).held_as),
         fused_rmsnorm=cuda, recompute=policies(config.recompute, config.model), loss_chunk=loss_chunk(config),
         documents=config.data.masks_documents, onednn=onednn,
     )  # fmt: skip
