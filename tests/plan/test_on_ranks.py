@@ -16,8 +16,8 @@ from ironlaw.plan.ranks.search import best_layout
 from ironlaw.plan.schedule import play
 from ironlaw.workload.collectives import traffic
 from ironlaw.workload.layout import Layout, parse_layout
+from ironlaw.workload.recipe import Batch
 from ironlaw.workload.schedule import most_in_flight, passes
-from ironlaw.workload.software import Batch
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
 LLAMA = GPT | {

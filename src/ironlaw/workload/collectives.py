@@ -1,6 +1,6 @@
 """What every rank of a layout sends in a step of Ironlaw's own trainer, by mesh dimension and kind of collective.
 
-    table = traffic(model, layout, Batch(sequences=512, tokens=4096), software)   # one mapping per pipeline rank
+    table = traffic(model, layout, Batch(sequences=512, tokens=4096), recipe)   # one mapping per pipeline rank
     table[0]["shard", "all_gather"]                                                # Sent(count, bytes)
 
 All that a step calls is there, as counted in a run (`tests/train/parallel/test_traffic.py`) for every layout. Bytes are
@@ -30,6 +30,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
+from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.schedule import passes
 from ironlaw.workload.sharding import (
     EXPERTS,
@@ -41,7 +42,6 @@ from ironlaw.workload.sharding import (
     stage_parameters,
     units_of,
 )
-from ironlaw.workload.software import Batch, Software
 
 FP32, BF16, INT64 = 4, 2, 8
 
@@ -60,17 +60,17 @@ Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
 
 
 def traffic(
-    model: ModelConfig, layout: Layout, batch: Batch, software: Software | None = None, *, estimating: bool = False,
+    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe | None = None, *, estimating: bool = False,
     meeting: bool = False,
 ) -> list[Table]:  # fmt: skip
     """One table per pipeline rank, of a step. `layout.accumulation` follows from the batch.
 
     `estimating`: a step that estimates the gradient noise scale, in two parts; `meeting`: with local updates, a step
-    at whose end the sites meet. Gradients are compressed as `software` says, PowerSGD's from its start step on.
+    at whose end the sites meet. Gradients are compressed as `recipe` says, PowerSGD's from its start step on.
     """
-    software = software or Software()
+    recipe = recipe or Recipe()
     return [
-        table_of(collectives(model, layout, batch, software, position, estimating=estimating, meeting=meeting))
+        table_of(collectives(model, layout, batch, recipe, position, estimating=estimating, meeting=meeting))
         for position in range(layout.pp)
     ]
 
@@ -109,18 +109,18 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    model: ModelConfig, layout: Layout, batch: Batch, software: Software, position: int, *, estimating: bool = False,
+    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, position: int, *, estimating: bool = False,
     meeting: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
     """Of a rank at a pipeline position in a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
     counting = max(1, batch.counted // (batch.sequences // layout.dp))  # replicas that count experts' load
-    everybody, layout = layout, of_site(layout, software.communication)
+    everybody, layout = layout, of_site(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
     together, parts = counting * layout.cp, 2 if estimating else 1
     for stage in stages:
-        one = _Stage(model, layout, batch, software, micro_batches, stage, together, parts, meeting)
+        one = _Stage(model, layout, batch, recipe, micro_batches, stage, together, parts, meeting)
         yield from (Collective(*line) for line in one.lines())
     yield from (
         Collective(*line) for line in _once(model, layout, batch, micro_batches, stages, together, sites, parts)
@@ -179,10 +179,10 @@ class _Stage:
     """One stage in a step. `together`: ranks that count the load of experts together."""
 
     def __init__(
-        self, model: ModelConfig, layout: Layout, batch: Batch, software: Software, micro_batches: int, stage: int,
+        self, model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, micro_batches: int, stage: int,
         together: int, parts: int, meeting: bool,
     ) -> None:  # fmt: skip
-        self.model, self.layout, self.software, self.stage = model, layout, software, stage
+        self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage
         self.sequence, self.micro_batches, self.together = batch.tokens, micro_batches, together
         self.tokens = layout.micro_batch * batch.tokens // layout.cp
         self.last_stage = layout.pp * layout.virtual_stages - 1
@@ -190,11 +190,11 @@ class _Stage:
         self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
         self.parameters = stage_parameters(model, layout, stage)
         self.ranks, self.copies = replicas_of(layout)
-        self.gradient_bytes = BF16 if software.communication.gradients == "bf16" else FP32
-        self.product_bytes = FP32 if software.precision == "fp32" else BF16
+        self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
+        self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
         self.parts = parts  # in which gradients are reduced
-        self.meeting_now = meeting and bool(software.communication.local_steps)
-        self.again = [layer for layer in self.layers if software.recompute and software.recompute[layer] is not None]
+        self.meeting_now = meeting and bool(recipe.communication.local_steps)
+        self.again = [layer for layer in self.layers if recipe.recompute and recipe.recompute[layer] is not None]
 
     def lines(self) -> Iterable[Line]:
         layout = self.layout
@@ -218,9 +218,9 @@ class _Stage:
         return self.micro_batches if self.layout.zero >= 2 and self.layout.pp == 1 else self.parts
 
     def data_parallel(self) -> Iterable[Line]:
-        layout, communication = self.layout, self.software.communication
+        layout, communication = self.layout, self.recipe.communication
         compressed = 0  # bytes of all that PowerSGD sends
-        units = units_of(self.model, self.parameters, layout.ep, bool(self.software.loss_chunk))
+        units = units_of(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
         for unit, tensors in units.items():
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
@@ -300,7 +300,7 @@ class _Stage:
             reduced = (2 * blocks + ends) * stream + (2 * blocks + summed_again) * products
             yield "tp", "all_reduce", (4 * blocks + summed_again + ends) * m, reduced * m
         if self.last:  # of the divided logits: maximum, sum of exponentials, the target's own; chunks send two together
-            chunk = self.software.loss_chunk
+            chunk = self.recipe.loss_chunk
             calls = 2 * -(-self.tokens // chunk) if chunk else 3
             yield "tp", "all_reduce", calls * m, 3 * m * self.tokens * FP32
         yield from self.small_gradients()

@@ -1,6 +1,6 @@
 """One step as a Program: what every rank computes, sends, updates and holds, by stage of the pipeline.
 
-    program = step(model, Batch(sequences=512, tokens=4096), Layout(dp=8, tp=2, micro_batch=2), Software("bf16"))
+    program = step(model, Batch(sequences=512, tokens=4096), Layout(dp=8, tp=2, micro_batch=2), Recipe("bf16"))
     for op, times in program.stages[0].operations(): ...          # of a micro-batch, layers of a kind folded
     for layer in program.stages[0].layers: layer.forward, layer.backward       # in the order of execution
     program.collectives[0]                                        # of a rank of the first pipeline position, per step
@@ -31,9 +31,9 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
+from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
 from ironlaw.workload.sharding import local_parameters, of_site, stage_parameters
-from ironlaw.workload.software import Batch, Software
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
@@ -76,7 +76,7 @@ class Program:
     collectives: tuple[tuple[Collective, ...], ...] = ((),)
     model: ModelConfig | None = None
     batch: Batch | None = None
-    software: Software = field(default_factory=Software)
+    recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
 
     def stages_at(self, position: int) -> list[int]:
@@ -96,11 +96,11 @@ class Program:
         return len(self.stages) - 1
 
 
-def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, software: Software | None = None) -> Program:
+def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
     """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`)."""
-    layout, software = layout or Layout(micro_batch=batch.sequences), software or Software()
-    per_site = of_site(layout, software.communication)
-    whole = micro_batch_shape(model, layout.micro_batch, batch, software)
+    layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
+    per_site = of_site(layout, recipe.communication)
+    whole = micro_batch_shape(model, layout.micro_batch, batch, recipe)
     shape = local_shape(whole, per_site)
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
     count = layout.pp * layout.virtual_stages
@@ -112,27 +112,25 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, softwar
         mine = [blocks[number] for number in numbers]
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
         shards = local_parameters(model, per_site, stage)
-        update = update_operations(
-            shards, software.optimizer, accumulation=micro_batches + bool(rest), cuda=software.cuda
-        )
+        update = update_operations(shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda)
         parameters = stage_parameters(model, per_site, stage)
         stages.append(Stage(tuple(first + mine + last), tuple(parameters), tuple(shards), tuple(update)))
     return Program(
         layout, tuple(stages), micro_batches + bool(rest),
         tuple(layers_of_shape(replace(shape, micro_batch=rest))) if rest else (),
         tuple(
-            tuple(collectives(model, layout, batch, software, position)) if layout.accelerators > 1 else ()
+            tuple(collectives(model, layout, batch, recipe, position)) if layout.accelerators > 1 else ()
             for position in range(layout.pp)
         ),
-        model, batch, software, shape,
+        model, batch, recipe, shape,
     )  # fmt: skip
 
 
-def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, software: Software) -> Shape:
+def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe: Recipe) -> Shape:
     """One micro-batch of the whole model."""
     return Shape(
-        model, micro_batch, batch.tokens, software.precision, fused_rmsnorm=software.cuda,
-        recompute=software.recompute, loss_chunk=software.loss_chunk, documents=batch.documents, onednn=software.onednn,
+        model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
+        recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
     )  # fmt: skip
 
 

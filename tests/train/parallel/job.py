@@ -34,7 +34,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.software import batch_of, software_of
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
@@ -55,8 +55,8 @@ from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.collectives import merged, traffic
 from ironlaw.workload.program import step as planned_step
+from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies
-from ironlaw.workload.software import Software
 
 STEPS = 20
 CHUNK_TOKENS = 24
@@ -108,10 +108,10 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     )
 
 
-def planned_software(config: RunConfig) -> Software:
+def planned_recipe(config: RunConfig) -> Recipe:
     """With chunks of which a micro-batch here has several."""
-    software = software_of(config, config.train.precision)
-    return replace(software, loss_chunk=CHUNK_TOKENS if config.train.loss == "chunked" else 0)
+    recipe = recipe_of(config, config.train.precision)
+    return replace(recipe, loss_chunk=CHUNK_TOKENS if config.train.loss == "chunked" else 0)
 
 
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
@@ -138,7 +138,7 @@ class Run:
         self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         model = shapes(config.model)
-        model.loss_chunk = planned_software(config).loss_chunk
+        model.loss_chunk = planned_recipe(config).loss_chunk
         policies = layer_policies(config.recompute, config.model)
         self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")
         self.optimizer = layouts.build(self.applied, config.optimizer)
@@ -379,7 +379,7 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
     noise = run.step.noise
     planned = traffic(
-        run.config.model, layout, batch_of(run.config), planned_software(run.config),
+        run.config.model, layout, batch_of(run.config), planned_recipe(run.config),
         meeting=case.get("meeting", False), estimating=noise is not None and noise.due(2),
     )[run.ranks.index("pp")]  # fmt: skip
 
@@ -473,7 +473,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
-    program = planned_step(config.model, batch_of(config), layout, planned_software(config))
+    program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
     planned = rank_peak(config, layout, run.ranks.index("pp"), program.shape)
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}

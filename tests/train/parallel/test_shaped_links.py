@@ -20,7 +20,7 @@ import pytest
 from ironlaw.config import load_config
 from ironlaw.workload.collectives import traffic
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.software import Batch
+from ironlaw.workload.recipe import Batch
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "shaped_links.py"
 _spec = importlib.util.spec_from_file_location("shaped_links", PROGRAM)

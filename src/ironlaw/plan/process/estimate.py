@@ -20,7 +20,7 @@ from ironlaw.plan.process.record import time_interval
 from ironlaw.plan.process.supply import data_supply
 from ironlaw.plan.process.supported import check_supported
 from ironlaw.plan.process.timing import MeasuredMachine, measured_precision
-from ironlaw.plan.software import batch_of, software_of
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
@@ -47,8 +47,8 @@ class Choice:
 
 
 def training_shape(config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False) -> Shape:
-    software = software_of(config, precision, cuda=cuda, onednn=onednn)
-    return micro_batch_shape(config.model, config.micro_batch, batch_of(config), software)
+    recipe = recipe_of(config, precision, cuda=cuda, onednn=onednn)
+    return micro_batch_shape(config.model, config.micro_batch, batch_of(config), recipe)
 
 
 def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:

@@ -25,8 +25,8 @@ from ironlaw.plan.process.estimate import add_totals, choose_precision, common_f
 from ironlaw.plan.process.timing import MeasuredMachine, measured_precision
 from ironlaw.plan.ranks.memory import RankPeak, rank_peak
 from ironlaw.plan.ranks.work import RankMachine, StageWork, stage_work
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.schedule import play
-from ironlaw.plan.software import batch_of, software_of
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.collectives import Collective, replicas_of
 from ironlaw.workload.layout import Layout
@@ -105,8 +105,8 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
     onednn = profile.fp32_products == "onednn"
     # A budget of recomputation is solved for one process: what is kept of a block is decided before it is divided.
     whole = solved_shape(config, training_shape(config, precision, onednn=onednn), here.machine)
-    software = replace(software_of(config, precision, onednn=onednn), recompute=whole.recompute)
-    program = step(config.model, batch_of(config), layout, software)
+    recipe = replace(recipe_of(config, precision, onednn=onednn), recompute=whole.recompute)
+    program = step(config.model, batch_of(config), layout, recipe)
     assert program.shape is not None
     measured = measured_precision(precision, profile)
     works = {

@@ -26,7 +26,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
 from ironlaw.plan.ranks.memory import RankPeak, rank_peak
-from ironlaw.plan.software import batch_of, software_of
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.workload.collectives import Sent, Table, merged, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import V_SHAPED
@@ -178,7 +178,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
             if config.model.moe is not None:
                 experts.balance(applied.model, ranks)
     held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
-    program = planned_step(config.model, batch_of(config), layout, software_of(config, "fp32", gloo=False))
+    program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
     planned = table_of(program.collectives[position])
     peak = rank_peak(config, layout.filled(config.train.global_batch), position, program.shape, gloo=False)
     return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
@@ -191,7 +191,7 @@ def at_scale(
     train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
     document = {"model": model.model_dump(mode="json", exclude_none=True), "train": train}
     config = build_config(document | recomputation(layout))
-    program = planned_step(config.model, batch_of(config), layout, software_of(config, "bf16", cuda=True, gloo=False))
+    program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "bf16", cuda=True, gloo=False))
     peaks = [rank_peak(config, layout, position, program.shape, gloo=False) for position in range(layout.pp)]
     return [table_of(sent) for sent in program.collectives], peaks
 

@@ -6,8 +6,8 @@ from typing import cast
 
 from ironlaw.config import RunConfig
 from ironlaw.workload.blocks import FP32, Precision
+from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import policies
-from ironlaw.workload.software import Batch, Software
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
 CHUNK_BYTES = 128 * 2**20
@@ -21,11 +21,11 @@ def batch_of(config: RunConfig) -> Batch:
     )  # fmt: skip
 
 
-def software_of(
+def recipe_of(
     config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False, gloo: bool = True
-) -> Software:
+) -> Recipe:
     """Nothing is recomputed for a budget until it is solved (`recompute.py`)."""
-    return Software(
+    return Recipe(
         cast(Precision, COMPUTED_AS.get(precision, precision)), cuda, onednn, gloo,
         policies(config.recompute, config.model), loss_chunk(config), config.optimizer, config.communication,
         config.train.offload, config.train.average_decay is not None,

@@ -29,7 +29,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Software:
+class Recipe:
     """Our trainer's choices. Weights, gradients and the optimizer's state are fp32 whatever the precision."""
 
     precision: Precision = "fp32"  # of the matrix products
