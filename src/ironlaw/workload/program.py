@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -65,15 +66,25 @@ class Stage:
         return folded(self.layers)
 
 
+class Tensor(NamedTuple):
+    """What a rank holds throughout, by component: weights, the optimizer's state, a cache, ..."""
+
+    component: str
+    bytes: float
+    note: str = ""
+
+
 @dataclass(frozen=True)
 class Program:
-    """`stages` by number, `layout.pp x layout.virtual_stages` of them; `collectives` by pipeline position."""
+    """`stages` by number, `layout.pp x layout.virtual_stages` of them; `collectives` and `tensors` by pipeline
+    position."""
 
     layout: Layout
     stages: tuple[Stage, ...]
     micro_batches: int = 1  # per replica and step
     remainder: tuple[Layer, ...] = ()  # the last micro-batch, where it is smaller; one process only
     collectives: tuple[tuple[Collective, ...], ...] = ((),)
+    tensors: tuple[tuple[Tensor, ...], ...] = ((),)
     model: ModelConfig | None = None
     batch: Batch | None = None
     recipe: Recipe = field(default_factory=Recipe)
@@ -90,6 +101,10 @@ class Program:
         yield from ((op, times * whole) for op, times in here.operations())
         yield from folded(self.remainder)
         yield from ((op, op.repeat) for op in here.update if op.repeat)
+
+    def flops(self) -> int:
+        """Of matrix products, of one rank of every stage, in a step."""
+        return sum((op.flops or 0) * times for stage in range(len(self.stages)) for op, times in self.operations(stage))
 
     @cached_property
     def last_stage(self) -> int:
@@ -122,7 +137,7 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
             tuple(collectives(model, layout, batch, recipe, position)) if layout.accelerators > 1 else ()
             for position in range(layout.pp)
         ),
-        model, batch, recipe, shape,
+        (), model, batch, recipe, shape,
     )  # fmt: skip
 
 
