@@ -28,8 +28,9 @@ from operations_data import (
 from operations_fit import baseline, by_accelerator, device, fit, subsample, transfer
 from operations_report import Record, error_lines, summarise, summary_lines, write_networks, write_tomls
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.machine.efficiency import attention_seconds, matmul_seconds
-from ironlaw.machine.efficiency.hardware import OPERAND_BYTES, AttentionConstants, MatmulConstants, StreamingConstants
+from ironlaw.machine.efficiency.hardware import AttentionConstants, MatmulConstants, StreamingConstants
 
 SUMMARY = Path(__file__).parent / "results" / "operations.md"  # shown by accuracy_report.py
 
@@ -64,7 +65,8 @@ def most_joules(generation: str, key: str, found: dict[tuple[str, str], MatmulCo
     of_wider = found.get((generation, f"{wider}/{library}"))
     bounds = [before.joules_per_flop] if before else []
     if of_wider:
-        bounds.append(of_wider.joules_per_flop * OPERAND_BYTES[dtype] / OPERAND_BYTES[wider])
+        share = number_format(dtype).bytes_per_element() / number_format(wider).bytes_per_element()
+        bounds.append(of_wider.joules_per_flop * share)
     return min(bounds, default=np.inf)
 
 

@@ -17,8 +17,8 @@ from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.work import Assumption
+from ironlaw.workload.layout import Layout
 
 OTHERS = 2
 """Other engines that an answer is compared with: those with the most runs checked on this generation."""

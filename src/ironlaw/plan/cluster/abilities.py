@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ironlaw.plan.cluster.jobs import OFFLOAD, SCHEDULES, Array, layout_columns
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engines
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 Columns = Mapping[str, Array]
 Needs = Callable[[Columns], npt.NDArray[np.bool_]]

@@ -23,8 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.plan.cluster.setting import matmul_is_assumed
-from ironlaw.plan.engines.low_precision import NARROW
 from ironlaw.plan.engines.named import GENERIC, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
@@ -77,7 +77,11 @@ def distance(
     doublings = max(0.0, math.log2(accelerators / most))
     assumed = quantity == "time" and not here and matmul_is_assumed(generation)
     unknown = engine == GENERIC or engine not in factors()["time"]["checked"]
-    narrow = precision in NARROW and precision not in factors()[quantity].get("formats", {}).get(engine, [])
+    narrow = (
+        bool(precision)
+        and number_format(precision).narrow
+        and precision not in factors()[quantity].get("formats", {}).get(engine, [])
+    )
     return Distance(groups, unknown, assumed, doublings, narrow and quantity == "time")
 
 
