@@ -189,8 +189,8 @@ def _otherwise(
             if size != columns["micro_batch"] and per_replica % size == 0
         ]
     if words.recompute(row) is None and not engine.recomputes_by_block:
-        other = "none" if engine.default_recompute == "full" else "full"
-        found.append(Otherwise((("recompute", float(RECOMPUTE[other])),), weight=0.5))
+        again = "none" if engine.default_recompute == "full" else "full"
+        found.append(Otherwise((("recompute", float(RECOMPUTE[again])),), weight=0.5))
     if engine.tp_overlap and columns["tp"] > 1:
         hidden = engine.on(acc.generation).tp_hidden
         found.append(Otherwise(constants=(("tp_hidden", 0.0 if hidden else engine.tp_overlap),)))
