@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ironlaw.catalog.models import model_names
+from ironlaw.catalog.models import is_model, model_names, released_names
 from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
@@ -56,11 +56,11 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:
         return Subject(config.model, config)
     if is_config_file(path):
         return Subject(_overridden(read_config(path), overrides), left_out=left_out(path))
-    if what in model_names():
+    if is_model(what):
         return Subject(_overridden(ModelConfig.named(what), overrides))
     if path.suffix == ".json" or path.is_dir() or "/" in what:
         raise UserError(f"no config at {what}: give a .toml run config, a config.json, or a directory that holds one")
-    raise UserError(f"unknown model '{what}': {did_you_mean(what, model_names())}")
+    raise UserError(f"unknown model '{what}': {did_you_mean(what, [*model_names(), *released_names()])}")
 
 
 def _overridden(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:

@@ -81,7 +81,7 @@ def _shipped(path: Path) -> Engine:
     for key, entry in data.items():
         assert key in known, f"{path.name}: unknown key {key}"
         values[key] = entry
-    for key in ("frameworks", "cp_kinds"):
+    for key in ("frameworks", "cp_kinds", "lacks"):
         if key in values:
             values[key] = tuple(values[key])
     return Engine(**values)
