@@ -19,7 +19,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
     The first step already learns a little, so that no batch is wasted.
     """
-    peak, warmup = peak_rate(config), config.schedule.warmup_steps
+    peak, warmup = peak_rate(config), config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     span = max(1, config.train.steps - warmup)
@@ -38,7 +38,7 @@ def _after_warmup(config: RunConfig, peak: float, steps: int, progress: float) -
         case "exponential":
             return peak * schedule.min_lr_fraction**progress
         case "inverse_sqrt":
-            start = max(1, schedule.warmup_steps)
+            start = max(1, config.warmup_steps)
             return max(floor, peak * math.sqrt(start / (start + steps)))
         case "step":
             return float(max(floor, peak * schedule.step_factor ** (steps // schedule.step_every)))

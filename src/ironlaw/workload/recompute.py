@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.schema import Section
 from ironlaw.units import parse_bytes
 from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
@@ -36,10 +37,8 @@ AGAIN = " again"  # ends the name of an operation that is run a second time
 GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where dropout must draw the same noise twice
 
 
-class RecomputeConfig(BaseModel):
+class RecomputeConfig(Section):
     """What the forward pass does not keep for the backward pass. Memory for time; the loss changes by no bit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # full: every block keeps only its input. every: only every k-th block does. selective: by operation, see `keep`.
     # budget: for each block the choice with which the whole step fits in `budget` and takes least time.
