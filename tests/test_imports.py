@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ledger": ("files", "errors"),
     "catalog": ("errors",),
     "files": ("errors",),
-    "schema": (),
+    "schema": ("errors",),
     "units": (),
     "errors": (),
 }

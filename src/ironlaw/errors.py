@@ -1,10 +1,13 @@
-"""The one error type that reaches a user."""
+"""The one error type that reaches a user, and what makes a user's own words fit to show."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Iterable
+
+LARGEST = 2**53
+"""Of whole numbers: beyond it neighbours are one number in floating point."""
 
 
 class UserError(ValueError):

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-LARGEST = 2**53  # beyond it neighbouring whole numbers are one number in floating point
+from ironlaw.errors import LARGEST
+
 LONGEST = 4096  # characters, as the longest path
 
 

@@ -89,7 +89,7 @@ def _print_emitted(more: dict[str, Any]) -> None:
     console = messages()
     told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
     for line in [told, *more["emit"]["notes"]]:
-        console.print(line, markup=False)
+        console.print(line)
     print(more["emit"]["text"], end="")
 
 

@@ -98,7 +98,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
     def choose(config: RunConfig, ranks: int) -> RunConfig:
         choice = choose_layout(config, profile_here(), ranks)
-        say.print(f"Layout     {choice.reason}", markup=False)
+        say.print(f"Layout     {choice.reason}")
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:

@@ -1,0 +1,106 @@
+"""Whatever goes wrong in a verb, as one line and an exit code: the only place where errors become words for users."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import typer
+
+from ironlaw.errors import UserError, printable
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+FAULT = 70  # of our own; EX_SOFTWARE of sysexits.h
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
+_CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # typer may bring its own click along
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+ALONE_SECONDS = 20.0  # after which a rank that refuses says so itself
+
+
+class Interrupted(Exception):
+    """Ctrl-C within a verb: typer would end the process without a word."""
+
+
+def described(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of what a verb raised."""
+    if isinstance(error, UserError):
+        return WRONG_INPUT, str(error)
+    if isinstance(error, _CLICK):
+        context = getattr(error, "ctx", None)
+        see = f"; see {context.command_path} --help" if isinstance(error, _USAGE) and context is not None else ""
+        return WRONG_INPUT, f"{error.format_message().strip().rstrip('.')}{see}"  # type: ignore[attr-defined]
+    if isinstance(error, KeyboardInterrupt | Interrupted | typer.Abort):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, MemoryError):
+        return WRONG_INPUT, "out of memory: give something smaller, or a machine with more"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = f" ({error.filename})" if error.filename else ""
+        return WRONG_INPUT, f"the disk is full{where}: free some space; a run goes on with --resume"
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return WRONG_INPUT, f"{error.filename}: {error.strerror}"
+    return FAULT, _fault(error)
+
+
+def _fault(error: BaseException) -> str:
+    """A mistake of Ironlaw's: what and where in a line, the rest in a file to report."""
+    from ironlaw.machine.host import cache_folder
+
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    message = f"a fault of Ironlaw itself: {type(error).__name__}: {error}{where}"
+    path = cache_folder() / "fault.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        return message
+    return f"{message}; please report it with {path}"
+
+
+def fail(error: BaseException, as_json: bool) -> int:
+    """Say what is wrong, once; the exit code. With --json the one document on stdout is the error's."""
+    code, message = described(error)
+    message = " ".join(printable(message).split())
+    if code != INTERRUPTED and int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        _leave_it_to_the_first()
+    if as_json:
+        document = {"schema_version": 1, "error": message, "exit_code": code}
+        print(json.dumps(document, indent=1), flush=True)
+        print(json.dumps(document), file=sys.stderr, flush=True)
+    else:
+        print(f"ironlaw: {message}", file=sys.stderr, flush=True)
+    if code == WRONG_INPUT:
+        _end_torchrun()
+    return code
+
+
+def _leave_it_to_the_first() -> None:
+    """Ranks refuse alike, and the first of the node says it. Here only when it does not, within the time it needs."""
+    started, parent = time.monotonic(), os.getppid()
+    while time.monotonic() - started < ALONE_SECONDS:
+        time.sleep(0.05)
+        if os.getppid() != parent:  # torchrun is gone: the first has spoken
+            os._exit(WRONG_INPUT)
+
+
+def _end_torchrun() -> None:
+    """End the torchrun that started this rank, without a word.
+
+    It would start a job again that is refused again, as often as it may, and print its own stack and a table of ranks
+    under every refusal. It answers to no exit code and no gentler signal without those.
+    """
+    import signal
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return
+    if any(b"torchrun" in word or b"torch.distributed" in word for word in words):
+        os.kill(os.getppid(), signal.SIGKILL)
