@@ -12,7 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,9 @@ from ironlaw.errors import UserError
 
 TEXT_LIMIT_BYTES = 2**28
 """Of a file that is read whole: configs, profiles, tables of runs. The largest known are some megabytes."""
+
+LINE_LIMIT = 2**24
+"""Characters of a line of metrics or records; a longer one is none of ours."""
 
 
 def read_text(path: Path, what: str = "text") -> str:
@@ -39,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_text(path, "JSON"), path)
 
 
-def parse_json(text: str, path: Path | str) -> dict[str, Any]:
+def parse_json(text: str | bytes, path: Path | str) -> dict[str, Any]:
     """The object in a JSON text; `path` is where it came from."""
     try:
         document = json.loads(text)
@@ -48,6 +51,19 @@ def parse_json(text: str, path: Path | str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UserError(f"{path} holds no JSON object: it must begin with {{")
     return document
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of one JSON object per line; whatever else is in it is passed over, a half line too."""
+    found = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            while line := file.readline(LINE_LIMIT):
+                with suppress(UserError):
+                    found.append(parse_json(line, path))
+    except OSError:
+        return []
+    return found
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import load_config
 from ironlaw.errors import UserError
+from ironlaw.files import write_json, write_text
 
 
 def tune(
@@ -25,16 +26,14 @@ def tune(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
 
-    import json as json_module
-
     from ironlaw.explain.tune import INTERRUPTED, Tuned
     from ironlaw.explain.tune import tune as find
     from ironlaw.machine.profile import load_profile
     from ironlaw.report.tune_view import show_tuned
 
     def keep(result: Tuned) -> None:
-        (out / "tuned.toml").write_text(result.config.to_toml(), encoding="utf-8")
-        (out / "evidence.json").write_text(json_module.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(out / "tuned.toml", result.config.to_toml())
+        write_json(out / "evidence.json", result.to_json())
 
     say = messages()
     result = find(

@@ -8,7 +8,6 @@ shard, and the end). Schema 1 had a single shard, `SPLIT.bin` and `SPLIT_documen
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import Piece
 from ironlaw.data.tokenizer import file_sha256
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 
 SCHEMA_VERSION = 2
 INDEX = "index.json"
@@ -170,7 +170,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
     Damage to shards alone is a `DamagedShards`, which preparation answers by making them again.
     """
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(folder / INDEX)
         schema = index["schema"]
         if schema == 1:
             index = _from_schema_1(index)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 from ironlaw.machine.links import MEASURED_RANKS, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 
@@ -47,7 +48,7 @@ def measure_links(profile: Profile, timeout_seconds: float = 240.0) -> RankCosts
             timeout=timeout_seconds, check=False,
         )  # fmt: skip
         try:
-            found = [json.loads(Path(folder, f"rank{rank}.json").read_text("utf-8")) for rank in range(MEASURED_RANKS)]
+            found = [read_json(Path(folder, f"rank{rank}.json")) for rank in range(MEASURED_RANKS)]
         except (OSError, json.JSONDecodeError):
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise UserError(f"two processes of this machine could not be timed together: {last}") from None

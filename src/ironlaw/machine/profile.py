@@ -7,9 +7,7 @@ the same machine keeps the better of the two.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 from ironlaw.machine.host import cache_folder
 from ironlaw.model.config import ModelConfig
 
@@ -210,9 +209,7 @@ def profile_path(device: str = "this") -> Path:
 def save_profile(profile: Profile, path: Path | None = None) -> Path:
     path = path or profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(path, profile.to_json())
     return path
 
 
@@ -222,10 +219,10 @@ def load_profile(path: Path | None = None) -> Profile:
     if not path.is_file():
         raise UserError("this machine has not been measured yet: run `ironlaw measure` (under 30 s)")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if document["schema_version"] == SCHEMA_VERSION:
             return Profile.from_json(document)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ironlaw.files import parse_json
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PENDING_LIMIT = 100_000  # lines held back while the disk is full, some 50 MB: then the disk has the last word
 
@@ -77,8 +79,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every complete line of a file that may not be there; half a last line is what a killed process leaves."""
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    with path.open("rb") as file:
+        return [
+            parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.endswith(b"\n")
+        ]
 
 
 def _plain(value: Any) -> Any:

@@ -15,12 +15,12 @@ often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ironlaw.files import read_toml
 from ironlaw.plan.cluster.setting import matmul_is_assumed
 from ironlaw.plan.engines.named import GENERIC, engines
 
@@ -54,7 +54,7 @@ def factors() -> dict[str, dict[str, Any]]:
 
     A group is [fewest parameters, most parameters, most accelerators, runs].
     """
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return read_toml(_FILE)
 
 
 @lru_cache(maxsize=4096)
