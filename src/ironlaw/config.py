@@ -282,10 +282,13 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
         if "from" in model:
             document = _started_from(document, model, where)
             model = document["model"]
-        if "name" in model and (model["name"] in model_names() or "layers" not in model):
+        name = model.get("name")
+        if name is not None and not isinstance(name, str):
+            raise UserError(f'{where}: model.name = {name!r} is no name: write it in quotes, such as name = "gpt2"')
+        if name is not None and (name in model_names() or "layers" not in model):
             overrides = {key: value for key, value in model.items() if key != "name"}
             _check_keys(overrides, ModelConfig, "model")
-            document = document | {"model": _named_model(model["name"], overrides)}
+            document = document | {"model": _named_model(name, overrides)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None

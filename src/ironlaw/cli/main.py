@@ -57,6 +57,8 @@ class Verb(TyperCommand):
             too_large = isinstance(value, int) and abs(value) > LARGEST
             if too_large or (isinstance(value, float) and not math.isfinite(value)):
                 raise UserError(f"{parameter.opts[0]} {value}: give a finite number of at most {LARGEST:,}")
+            if value == "" and parameter.default is None:
+                raise UserError(f"{parameter.opts[0]} is empty: give a value or leave it out")
         return super().invoke(ctx)
 
 

@@ -10,8 +10,10 @@ import typer
 
 from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import load_config
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, shortened
 from ironlaw.files import write_json, write_text
+
+LONGEST_SECONDS = 366 * 86400.0
 
 
 def tune(
@@ -51,6 +53,7 @@ def tune(
 
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
-    if found is None:
-        raise UserError(f"--budget {text!r} is no time: write for example 90s, 15min or 1h")
-    return float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]]
+    seconds = float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise UserError(f"--budget {shortened(text)!r} is no time to spend: write for example 90s, 15min or 1h")
+    return seconds

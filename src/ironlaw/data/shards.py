@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ironlaw.cores import usable_cores
 from ironlaw.data.corpus import START, Cursor
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import Piece
@@ -191,7 +192,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
             raise _damaged(folder, "tokenizer.json does not have the checksum it was written with")
     if checksums is None:
         checksums = sum(expected.values()) <= CHECKSUM_LIMIT_BYTES
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor(min(8, usable_cores())) as pool:  # hashing lets go of the interpreter
         found = list(pool.map(lambda shard: damage(folder, shard, width, checksums), shards))
     wrong = {number: what for number, what in enumerate(found) if what is not None}
     if wrong:

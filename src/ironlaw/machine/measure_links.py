@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
 from ironlaw.machine.links import MEASURED_RANKS, RankCosts
@@ -118,8 +119,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
                 if turn == rank:
                     samples[name].append(_timed(call, 3))
                 dist.barrier()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    document = {"samples": samples, "processor": processor, "cores": cores}
+    document = {"samples": samples, "processor": processor, "cores": usable_cores()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(document), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
-from ironlaw.files import write_text
+from ironlaw.files import as_name, write_text
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import LOCK
 
@@ -83,7 +83,7 @@ class RunDirectory:
 
 def default_name(model: str) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{model}-{stamp}"
+    return Path("runs") / f"{as_name(model)}-{stamp}"
 
 
 def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
