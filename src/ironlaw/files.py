@@ -10,6 +10,7 @@ import codecs
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,16 +22,32 @@ from ironlaw.errors import UserError
 TEXT_LIMIT_BYTES = 2**28
 """Of a file that is read whole: configs, profiles, tables of runs. The largest known are some megabytes."""
 
-LINE_LIMIT = 2**24
-"""Characters of a line of metrics or records; a longer one is none of ours."""
+LINE_LIMIT_BYTES = 2**24
+"""Of metrics and records; a longer line is none of ours."""
 
 
-def read_text(path: Path, what: str = "text") -> str:
-    """A file's text, without a byte order mark. `what` it should be is for the message where it is not."""
-    with path.open("rb") as file:
+def open_file(path: Path) -> IO[bytes]:
+    """A file to read. A pipe is refused, whose writer may never come, and so is a device, which may never end."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, not a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, what: str = "text") -> bytes:
+    """All of a file that should be `what`, which is for the message where it is too large for that."""
+    with open_file(path) as file:
         data = file.read(TEXT_LIMIT_BYTES + 1)
     if len(data) > TEXT_LIMIT_BYTES:
         raise UserError(f"{path} is larger than {TEXT_LIMIT_BYTES >> 20} MiB: that is no {what}")
+    return data
+
+
+def read_text(path: Path, what: str = "text") -> str:
+    """A file's text, without a byte order mark."""
+    data = read_bytes(path, what)
     try:
         return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -57,11 +74,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of one JSON object per line; whatever else is in it is passed over, a half line too."""
     found = []
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            while line := file.readline(LINE_LIMIT):
+        with open_file(path) as file:
+            while line := file.readline(LINE_LIMIT_BYTES):
                 with suppress(UserError):
                     found.append(parse_json(line, path))
-    except OSError:
+    except (OSError, UserError):
         return []
     return found
 

@@ -175,7 +175,7 @@ NUMBER_OPTIONS = (
     (["data", "inspect", "CONFIG"], "--step"), (["data", "inspect", "CONFIG"], "--rows"),
     (["data", "clean", "--cache", "none"], "--unused-days"),
 )  # fmt: skip
-FINE_OPTIONS = {"--seed -1", f"--unused-days {HUGE}"}
+FINE_OPTIONS = {"--seed -1", f"--unused-days {HUGE}", f"--temperature {HUGE}"}
 
 
 def of_number_options() -> Iterator[Case]:
@@ -335,7 +335,7 @@ def of_outputs() -> Iterator[Case]:
         yield f"train --out: {what}", ["train", "CONFIG", "--out", path], files
         yield f"tune --out: {what}", ["tune", "CONFIG", "--budget", "1s", "--out", path], files
         yield f"export: to {what}", ["export", "RUN", path], files
-        if what not in ("a full folder", "a device", "a file", "a dangling link", "a pipe"):
+        if what not in ("a full folder", "a device", "a file", "a dangling link", "a pipe", "a circular link"):
             yield (
                 f"validate --html: {what}",
                 ["validate", "runs.csv", "--html", path],
@@ -373,6 +373,13 @@ def of_runs() -> Iterator[Case]:
             before, after = RUN_VERBS[verb]
             files: dict[str, Content] = {"damaged": _copied, "damaged/checkpoints/*/index.json": content}
             yield f"{verb}: index.json is {what}", [*before, "damaged", *after], files
+
+
+def may_answer(name: str) -> bool:
+    """Whether a verb may do without what is wrong: a row of many runs, a key that its family does not have, a file
+    that it does not read."""
+    of_a_run = any(f"{name_of} is" in name for name_of in RUN_FILES[1:])
+    return name.startswith(("runs:", "explain", "validate: runs", "calibrate: runs", "plan: config.json")) or of_a_run
 
 
 def _copied(path: Path) -> None:

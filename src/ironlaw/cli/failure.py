@@ -79,6 +79,13 @@ def fail(error: BaseException, as_json: bool) -> int:
     return code
 
 
+def leave_quietly() -> None:
+    """The end of a rank whose refusal another one says."""
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        _leave_it_to_the_first()
+    _end_torchrun()
+
+
 def _leave_it_to_the_first() -> None:
     """Ranks refuse alike, and the first of the node says it. Here only when it does not, within the time it needs."""
     started, parent = time.monotonic(), os.getppid()

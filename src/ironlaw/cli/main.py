@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ironlaw import __version__
-from ironlaw.cli.failure import Interrupted, fail
+from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
 from ironlaw.errors import LARGEST, UserError
 
 # verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`, or a group of verbs of that name.
@@ -104,6 +104,10 @@ def main() -> None:
     try:
         code = build_app(called)(prog_name="ironlaw", standalone_mode=False)
         sys.stdout.flush()
+    except SystemExit as stop:
+        if stop.code == WRONG_INPUT:
+            leave_quietly()
+        raise
     except BrokenPipeError:  # `ironlaw catalog | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
