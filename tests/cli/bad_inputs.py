@@ -159,7 +159,7 @@ def of_settings() -> Iterator[Case]:
                 yield f"train: --set {key}={value}", ["train", "CONFIG", *NEW, "--set", f"{key}={value}"], {}
     for setting in SETTINGS:
         yield f"train: --set {setting}", ["train", "CONFIG", *NEW, "--set", setting], {}
-        if setting.startswith("model"):
+        if setting.startswith("model") and not setting.startswith("model.name"):
             yield f"plan a model: --set {setting}", ["plan", "MODEL", *CLUSTER, "--set", setting], {}
 
 
@@ -371,8 +371,8 @@ def of_runs() -> Iterator[Case]:
             yield f"train --resume: {name} is {what}", words, {"damaged": _copied, f"damaged/{name}": content}
         for verb in ("generate", "export"):
             before, after = RUN_VERBS[verb]
-            files: dict[str, Content] = {"damaged": _copied, "damaged/checkpoints/*/index.json": content}
-            yield f"{verb}: index.json is {what}", [*before, "damaged", *after], files
+            files: dict[str, Content] = {"damaged": _copied, "damaged/checkpoints/*/checkpoint.json": content}
+            yield f"{verb}: checkpoint.json is {what}", [*before, "damaged", *after], files
 
 
 def may_answer(name: str) -> bool:

@@ -18,7 +18,11 @@ from ironlaw.train.session import run_training
 from .bad_inputs import COPY_OF_THE_RUN, cases, may_answer
 
 pytestmark = pytest.mark.timeout(60)
-ALL = cases()
+SAMPLED = 6  # every so many of them in every run; the others are `long`
+ALL = [
+    pytest.param(*case, id=ascii(case[0])[1:-1], marks=() if number % SAMPLED == 0 else pytest.mark.long)
+    for number, case in enumerate(cases())
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, corpus: Path, machine_profil
         yield folder
 
 
-@pytest.mark.parametrize(("name", "arguments", "files"), ALL, ids=[ascii(name)[1:-1] for name, _, _ in ALL])
+def test_there_are_as_many_as_promised() -> None:
+    assert len(ALL) // SAMPLED >= 300
+
+
+@pytest.mark.parametrize(("name", "arguments", "files"), ALL)
 def test_wrong_input_gets_one_line(
     name: str, arguments: list[str], files: dict, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -38,12 +39,22 @@ def described(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, "interrupted"
     if isinstance(error, MemoryError):
         return WRONG_INPUT, "out of memory: give something smaller, or a machine with more"
-    if isinstance(error, OSError) and error.errno in _FULL:
-        where = f" ({error.filename})" if error.filename else ""
+    number = _errno(error)
+    name = str(error.filename) if isinstance(error, OSError) and error.filename is not None else None
+    if number in _FULL:
+        where = f" ({name})" if name else ""
         return WRONG_INPUT, f"the disk is full{where}: free some space; a run goes on with --resume"
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return WRONG_INPUT, f"{error.filename}: {error.strerror}"
+    if number is not None:
+        return WRONG_INPUT, f"{name or 'cannot read or write'}: {os.strerror(number)}"
     return FAULT, _fault(error)
+
+
+def _errno(error: BaseException) -> int | None:
+    """What the system refused, if it did. Libraries in Rust have it in the words of exceptions of their own."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def _fault(error: BaseException) -> str:

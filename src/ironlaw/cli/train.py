@@ -145,7 +145,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
     """The config in the layout that the flag says, in place of its own; what the flag leaves open stays as it is."""
     from ironlaw.plan.emit.ironlaw import recomputation
-    from ironlaw.plan.layout import parse_layout
+    from ironlaw.workload.layout import parse_layout
 
     parsed = parse_layout(text)
     given = {word.partition("=")[0] for word in text.replace(",", " ").split()}

@@ -255,7 +255,11 @@ def write_model(
     for entry in entries(config, str(fields["model_type"])):
         entry.put(weights[entry.ours].detach().to(dtype), tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk: half a file would look like a model
+        (folder / SINGLE).unlink(missing_ok=True)
+        raise UserError(f"cannot write {folder / SINGLE}: {error}; give a folder with more space") from None
     write_json(folder / "config.json", fields)
 
 
