@@ -1,3 +1,4 @@
+# ruff: noqa: E501 a table reads best by the row
 """Wrong input for every verb, as data: what is put into the folder, what is called, by class of mistake.
 
 `cases()` gives (name, arguments, files): CONFIG, MODEL and RUN stand for good ones; a file's content is bytes, or a

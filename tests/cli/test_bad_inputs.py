@@ -1,4 +1,4 @@
-"""Every verb with every kind of wrong input: one line that helps, no traceback, no hang, and no escape to a terminal."""
+"""Every verb with every kind of wrong input: one line that helps, no traceback, no hang, no escape to a terminal."""
 
 from __future__ import annotations
 

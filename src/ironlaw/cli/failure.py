@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TextIO
 
 import typer
 
@@ -77,33 +79,58 @@ def fail(error: BaseException, as_json: bool) -> int:
     """Say what is wrong, once; the exit code. With --json the one document on stdout is the error's."""
     code, message = described(error)
     message = " ".join(printable(message).split())
-    if code != INTERRUPTED and int(os.environ.get("LOCAL_RANK", "0")) > 0:
+    if code != INTERRUPTED and _is_another_rank():
         _leave_it_to_the_first()
+    document = {"schema_version": 1, "error": message, "exit_code": code}
     if as_json:
-        document = {"schema_version": 1, "error": message, "exit_code": code}
-        print(json.dumps(document, indent=1), flush=True)
-        print(json.dumps(document), file=sys.stderr, flush=True)
-    else:
-        print(f"ironlaw: {message}", file=sys.stderr, flush=True)
+        _write(sys.stdout, json.dumps(document, indent=1))
+    _write(sys.stderr, json.dumps(document) if as_json else f"ironlaw: {message}")
     if code == WRONG_INPUT:
         _end_torchrun()
     return code
 
 
+def _write(stream: TextIO, line: str) -> None:
+    """To whoever still listens: a stream that takes nothing, a full disk's for one, gives up what it holds."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is written to a stream go nowhere from here on, at the interpreter's end too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_another_rank() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
 def leave_quietly() -> None:
     """The end of a rank whose refusal another one says."""
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+    if _is_another_rank():
         _leave_it_to_the_first()
     _end_torchrun()
 
 
 def _leave_it_to_the_first() -> None:
     """Ranks refuse alike, and the first of the node says it. Here only when it does not, within the time it needs."""
-    started, parent = time.monotonic(), os.getppid()
+    started = time.monotonic()
     while time.monotonic() - started < ALONE_SECONDS:
-        time.sleep(0.05)
-        if os.getppid() != parent:  # torchrun is gone: the first has spoken
+        if "TORCHELASTIC_RUN_ID" in os.environ and _torchrun() is None:  # the first has spoken
             os._exit(WRONG_INPUT)
+        time.sleep(0.05)
+
+
+def _torchrun() -> int | None:
+    """The process id of the torchrun that started this rank; None when there is none, or no more."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return parent if any(b"torchrun" in word or b"torch.distributed" in word for word in words) else None
 
 
 def _end_torchrun() -> None:
@@ -112,13 +139,6 @@ def _end_torchrun() -> None:
     It would start a job again that is refused again, as often as it may, and print its own stack and a table of ranks
     under every refusal. It answers to no exit code and no gentler signal without those.
     """
-    import signal
-
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    try:
-        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return
-    if any(b"torchrun" in word or b"torch.distributed" in word for word in words):
-        os.kill(os.getppid(), signal.SIGKILL)
+    agent = _torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if agent is not None:
+        os.kill(agent, signal.SIGKILL)

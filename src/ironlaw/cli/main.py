@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ironlaw import __version__
-from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
+from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly, silence
 from ironlaw.errors import LARGEST, UserError
 
 # verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`, or a group of verbs of that name.
@@ -95,6 +95,9 @@ def main() -> None:
     if "--version" in arguments[:1]:
         print(__version__)
         return
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 until the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII only, or a file name that is no UTF-8
             stream.reconfigure(errors="backslashreplace")
@@ -110,7 +113,7 @@ def main() -> None:
             leave_quietly()
         raise
     except BrokenPipeError:  # `ironlaw catalog | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         code = 0
     except (Exception, KeyboardInterrupt) as error:
         code = fail(error, "--json" in arguments)

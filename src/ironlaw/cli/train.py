@@ -36,7 +36,10 @@ def train(
 ) -> None:
     settings = load_config(config, set_ or [])
     check_warmup(settings)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal() or not int(said):
+        raise UserError(f"WORLD_SIZE={said} in the environment is no number of ranks: unset it, or start with torchrun")
+    ranks = int(said)
     if layout is not None:
         settings = _in_layout(settings, layout, ranks)
     if ranks > 1:
