@@ -117,7 +117,7 @@ def test_set_reaches_any_depth(ironlaw_here: Here, tiny_file: Callable[..., Path
     "setting",
     [
         "optimizer.lr=inf", "model.layers=true", "data.path=", "model.tied=1", "train.steps=true",
-        "model.layers=1000000", "model.layers=1000000000", "train.seed=99999999999999999999999", "optimizer.lr=nan", "train.steps='3'",
+        "model.layers=1000000", "model.layers=1000000000", "train.seed=99999999999999999999999", "optimizer.lr=nan", "train.steps='3'",  # noqa: E501
     ],
 )  # fmt: skip
 def test_a_config_is_strict_and_bounded(tiny_file: Callable[..., Path], setting: str) -> None:
