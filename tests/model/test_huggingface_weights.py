@@ -216,6 +216,7 @@ def test_a_run_is_exported_and_fine_tuned_from(
 ) -> None:
     """train, export, `[model] from`, train on: the first loss is that of the exported weights."""
     from ironlaw.config import load_config
+    from ironlaw.train.checkpoint import newest_of
     from ironlaw.train.restore import load_for_inference
 
     first = tmp_path / "first.toml"
@@ -234,7 +235,7 @@ def test_a_run_is_exported_and_fine_tuned_from(
     code, _, messages = ironlaw_here("train", second, "--out", "second", *slow)
     assert code == 0, messages
     models = [
-        load_for_inference(tmp_path / name / "checkpoints", load_config(tmp_path / name).model).state_dict()
+        load_for_inference(newest_of(tmp_path / name), load_config(tmp_path / name).model).state_dict()
         for name in ("first", "second")
     ]
     for name, tensor in models[0].items():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json
+from ironlaw.cli.console import messages, output, print_json
 from ironlaw.errors import UserError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -27,30 +27,23 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: give a new directory")
 
-    from ironlaw.train.run_directory import RunDirectory
-
-    directory = RunDirectory(run)
-    if not directory.config_file.is_file():
-        raise UserError(f"{run} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
-
     import torch
 
-    from ironlaw.config import load_config
-    from ironlaw.data.tokenizer import load
     from ironlaw.model.huggingface.fields import family
     from ironlaw.model.huggingface.weights import write_model, write_tokenizer
-    from ironlaw.train.restore import load_for_inference
+    from ironlaw.train.restore import load_run
 
-    config = load_config(directory.config_file)
-    kind = family(config.model)  # before anything is read or written
-    model = load_for_inference(directory.checkpoints, config.model)
-    known = directory.tokenizer_file.is_file()  # not with mock data
-    tokenizer = load(directory.tokenizer_file, config.data.end_of_text) if known else None
+    trained = load_run(run)
+    for message in trained.passed_over:
+        messages().print(message, markup=False)
+    model, tokenizer = trained.model, trained.tokenizer
+    config = model.config
+    kind = family(config)  # before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
-    write_model(folder, config.model, model.state_dict(), getattr(torch, DTYPES[dtype]), end)
+    write_model(folder, config, model.state_dict(), getattr(torch, DTYPES[dtype]), end)
     if tokenizer is not None:
-        write_tokenizer(folder, directory.tokenizer_file, tokenizer.end_of_text_token, config.model.context)
+        write_tokenizer(folder, tokenizer.path, tokenizer.end_of_text_token, config.context)
     if json:
-        print_json({"folder": str(folder), "architecture": kind, "parameters": config.model.parameters})
+        print_json({"folder": str(folder), "architecture": kind, "parameters": config.parameters} | trained.about())
     else:
-        output().print(f"{folder}: {kind}, {config.model.parameters:,} parameters in {dtype}")
+        output().print(f"{folder}: {kind}, {config.parameters:,} parameters in {dtype}, of step {trained.step}")
