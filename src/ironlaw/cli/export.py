@@ -29,7 +29,7 @@ def export(
 
     import torch
 
-    from ironlaw.model.huggingface.fields import family
+    from ironlaw.model.huggingface.configs import family_of
     from ironlaw.model.huggingface.weights import write_model, write_tokenizer
     from ironlaw.train.restore import load_run
 
@@ -38,7 +38,7 @@ def export(
         messages().print(message, markup=False)
     model, tokenizer = trained.model, trained.tokenizer
     config = model.config
-    kind = family(config)  # before anything is written
+    kind = family_of(config).kind  # before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
     write_model(folder, config, model.state_dict(), getattr(torch, DTYPES[dtype]), end)
     if tokenizer is not None:
