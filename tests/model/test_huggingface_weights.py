@@ -278,3 +278,68 @@ def test_the_exported_tokenizer_is_the_runs(
 def test_from_nowhere_is_one_line(table: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_config({"model": table})
+
+
+# -- verified by what reads it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tiny_document: Callable[..., dict[str, Any]], ironlaw_here: Callable[..., Any], tmp_path: Path) -> Path:
+    """A run of two steps of the shape that the demo's model has: rotary positions in a GPT-2."""
+    config = tmp_path / "config.toml"
+    document = tiny_document({"positions": "rope"}, train={"steps": 2})
+    config.write_text(build_config(document).to_toml(), encoding="utf-8")
+    assert ironlaw_here("train", config, "--out", "run")[0] == 0
+    return tmp_path / "run"
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_export_is_verified(trained: Path, ironlaw_here: Callable[..., tuple[int, str, str]], dtype: str) -> None:
+    code, out, messages = ironlaw_here("export", "run", "there", "--json", "--dtype", dtype)
+    assert code == 0, messages
+    found = json.loads(out)
+    assert found["verification"]["verified"] is True and "transformers" in found["verification"]["with"]
+    assert 0 <= found["verification"]["largest_difference"] < 1e-4 and found["step"] == 2
+
+
+@needs_transformers
+@pytest.mark.parametrize("spoil", ["rotary_pct", "vocab_size"])
+def test_an_export_that_transformers_reads_otherwise_leaves_nothing(
+    trained: Path, ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    spoil: str,
+) -> None:  # fmt: skip
+    from ironlaw.model.huggingface import weights
+
+    def spoilt(config: ModelConfig) -> dict[str, Any]:
+        fields = to_fields(config)
+        del fields["rope_parameters"]
+        return fields | {spoil: 0.25 if spoil == "rotary_pct" else 100}
+
+    monkeypatch.setattr(weights, "to_fields", spoilt)
+    code, out, messages = ironlaw_here("export", "run", "there", "--json")
+    assert code == 2 and "was not made" in messages and "Traceback" not in messages and not out
+    assert sorted(path.name for path in tmp_path.iterdir() if "there" in path.name) == []
+
+
+def test_without_transformers_an_export_says_that_it_is_not_verified(
+    trained: Path, ironlaw_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ironlaw.model.huggingface import verify
+
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    code, out, _ = ironlaw_here("export", "run", "there", "--json")
+    assert code == 0 and json.loads(out)["verification"]["verified"] is False
+    assert "not verified: transformers is not installed" in ironlaw_here("export", "run", "again")[1]
+
+
+@needs_transformers
+def test_the_demos_model_is_the_same_in_transformers(tmp_path: Path) -> None:
+    from ironlaw.config import load_config
+    from ironlaw.model.huggingface.verify import verify
+
+    config = load_config(Path(__file__).parents[2] / "examples" / "gpt-tiny.toml").model
+    model = random_model(config)
+    write_model(tmp_path, config, model.state_dict())
+    found = verify(tmp_path, model)
+    assert not found.differs and found.largest_difference is not None and found.tokens == config.context

@@ -30,20 +30,33 @@ def export(
     import torch
 
     from ironlaw.model.huggingface.configs import family_of
+    from ironlaw.model.huggingface.verify import verify
     from ironlaw.model.huggingface.weights import write_model, write_tokenizer
     from ironlaw.train.restore import load_run
+    from ironlaw.train.run_directory import complete_or_nothing
 
     trained = load_run(run)
     for message in trained.passed_over:
         messages().print(message, markup=False)
     model, tokenizer = trained.model, trained.tokenizer
-    config = model.config
+    config, precision = model.config, getattr(torch, DTYPES[dtype])
     kind = family_of(config).kind  # before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
-    write_model(folder, config, model.state_dict(), getattr(torch, DTYPES[dtype]), end)
-    if tokenizer is not None:
-        write_tokenizer(folder, tokenizer.path, tokenizer.end_of_text_token, config.context)
+    with complete_or_nothing(folder) as partial:
+        write_model(partial, config, model.state_dict(), precision, end)
+        if tokenizer is not None:
+            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
+        verified = verify(partial, model, precision)
+        if verified.differs:
+            raise UserError(
+                f"{verified.problem or f'{verified.version} computes another model from what was written'} "
+                f"(largest difference of logits {verified.largest_difference}), so {folder} was not made: report this"
+            )
+    said = {"folder": str(folder), "architecture": kind, "parameters": config.parameters}
     if json:
-        print_json({"folder": str(folder), "architecture": kind, "parameters": config.parameters} | trained.about())
+        print_json(said | trained.about() | {"verification": verified.to_json()})
     else:
-        output().print(f"{folder}: {kind}, {config.parameters:,} parameters in {dtype}, of step {trained.step}")
+        output().print(
+            f"{folder}: {kind}, {config.parameters:,} parameters in {dtype}, of step {trained.step}; {verified}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip

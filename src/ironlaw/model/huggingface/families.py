@@ -147,7 +147,7 @@ _LATENT = DEEPSEEK.derive(
     "", None,
     Key("latent.query_rank", "q_lora_rank"), Key("latent.key_value_rank", "kv_lora_rank"),
     Key("latent.plain_size", "qk_nope_head_dim"), Key("latent.rotary_size", "qk_rope_head_dim"),
-    Key("latent.value_size", "v_head_dim"), Key("heads", "num_attention_heads", also=("num_key_value_heads",)),
+    Key("latent.value_size", "v_head_dim"), Key("heads", "num_attention_heads", beside=("num_key_value_heads",)),
     has={"latent.norm_eps": 1e-6}, only={"mlp_bias": False}, without=("kv_heads", "head_size"),
 )  # fmt: skip
 DEEPSEEK_V2 = _LATENT.derive(
@@ -172,7 +172,7 @@ GLM4_MOE = LLAMA.derive(  # GLM-4.5; a module that predicts a second token is no
     without=("out_bias", "ffn_bias"),
 )  # fmt: skip
 MINIMAX_M2 = PLAIN.derive(
-    "minimax_m2", "MiniMaxM2ForCausalLM", _kv_heads(8), _head(128), Rope(5e6, share=1.0),
+    "minimax_m2", "MiniMaxM2ForCausalLM", _kv_heads(8), _head(128), Rope(5e6, share=1.0, count_key="rotary_dim"),
     *_experts("num_local_experts", "intermediate_size"),
     has=_BIASED_CHOICE | {"qk_norm": True, "qk_norm_whole": True, "moe.normalize": True}, names=_MIXTRAL_NAMES,
 )  # fmt: skip
@@ -218,7 +218,7 @@ OLMO2 = LLAMA.derive(
 OLMO3 = OLMO2.derive(
     "olmo3", "Olmo3ForCausalLM", Windows(4096, kinds=True, every=4), without=("rope",)
 )  # layers with a window do not scale positions
-OLMO3 = OLMO3.derive(OLMO3.kind, OLMO3.architecture, Rope(5e5, by_kind=True))
+OLMO3 = OLMO3.derive(OLMO3.kind, OLMO3.architecture, Rope(None, by_kind=True))
 GRANITE = LLAMA.derive(
     "granite", "GraniteForCausalLM", Key("embedding_scale", "embedding_multiplier", 1.0),
     Key("attention_scale", "attention_multiplier", 1.0), Key("residual_scale", "residual_multiplier", 1.0),
@@ -285,7 +285,7 @@ GPT2 = _GPT_LIKE.derive(
     "gpt2", "GPT2LMHeadModel", Key("layers", "n_layer"), Key("hidden", "n_embd"), Key("heads", "n_head"),
     Key("ffn", "n_inner", None), Activation("gelu_new", "activation_function"), _eps("layer_norm_epsilon", 1e-5),
     Key("context", "n_positions", also=("n_ctx",)), _tied(True), Always({"embd_pdrop": 0.0}),
-    Key("dropout", "resid_pdrop", 0.1, also=("attn_pdrop",)), has={"positions": "learned"},
+    Key("dropout", "resid_pdrop", 0.1, beside=("attn_pdrop",)), has={"positions": "learned"},
     without=("kv_heads", "head_size", "rope"),
     only={"add_cross_attention": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
     names=Names(

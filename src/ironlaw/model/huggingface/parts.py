@@ -50,6 +50,7 @@ class Rope:
     theta_key: str = "rope_theta"
     share: float | None = None  # of a head, where a file does not say; None: the family turns all of it
     share_key: str = "partial_rotary_factor"
+    count_key: str | None = None  # older files have elements of a head instead
     scaling: Mapping[str, Any] | None = None  # where a file has no table
     local_key: str | None = None  # layers with a window have a base of their own (under this key), and no scaling
     local_theta: float | None = None
@@ -84,12 +85,18 @@ class Rope:
         if self.share is None and share != 1.0:
             raise UserError(f"partial_rotary_factor = {share} is not supported: the family turns whole heads")
         size = values.get("head_size") or values["hidden"] // values["heads"]
+        if self.count_key in fields and not ({"partial_rotary_factor"} & {*table, *fields}):
+            share = fields[self.count_key] / size
         return None if int(size * share) == size else int(size * share)
 
     def write(self, view: Fields) -> dict[str, Any]:
         scaling, theta = written_scaling(view), view["rope_theta"]
         table = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
         found: dict[str, Any] = {"rope_theta": theta, self.theta_key: theta, "rope_scaling": scaling}
+        if scaling and scaling["rope_type"] == "longrope" and self._follows(view):
+            # Version 4 wants these three in its table, and no others.
+            names = ("short_factor", "long_factor")
+            found["rope_scaling"] = {"type": "longrope"} | {name: scaling[name] for name in names}
         if self.scaling is not None and scaling is None:  # or its own would be taken
             found["rope_scaling"] = {"rope_type": "default"}
         if self.share is not None:
@@ -98,6 +105,7 @@ class Rope:
                 share = math.nextafter(share, 2.0)
             table["partial_rotary_factor"] = share
             found |= {"partial_rotary_factor": share, self.share_key: share}
+            found |= {self.count_key: view["rotary_size"]} if self.count_key else {}
         if self.by_kind:
             local = view["rope_theta_local"] or theta
             found["rope_parameters"] = {
@@ -107,6 +115,12 @@ class Rope:
         if "original_max_position_embeddings" in table:
             found["original_max_position_embeddings"] = table["original_max_position_embeddings"]
         return found | {"rope_parameters": table}
+
+    @staticmethod
+    def _follows(view: Fields) -> bool:
+        """Whether LongRoPE's factor is what follows from the two lengths."""
+        scaling = view["rope_scaling"]
+        return "attention_factor" not in scaling and scaling["factor"] == view["context"] / scaling["original_context"]
 
 
 def _agree(fields: Fields, key: str, value: float, own: str) -> None:
@@ -123,8 +137,9 @@ def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
         return {"factor": float(table["factor"])}
     if kind not in ("llama3", "yarn", "longrope", "su"):
         raise UserError(f"rope_scaling of type '{kind}' is not supported: linear, llama3, yarn and longrope are")
-    beside = fields.get("original_max_position_embeddings") if kind in ("longrope", "su") else None
-    original = float(beside or table["original_max_position_embeddings"])
+    # Of LongRoPE the key beside the table holds, or without it the family's default.
+    there = fields if kind in ("longrope", "su") else table
+    original = float(there["original_max_position_embeddings"])
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {name: float(table[name]) for name in names} | {"original_context": original}

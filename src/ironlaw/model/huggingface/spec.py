@@ -42,6 +42,7 @@ class Key:
     theirs: str
     default: Any = REQUIRED
     also: tuple[str, ...] = ()  # other names of it, which are read where the first is missing, and written too
+    beside: tuple[str, ...] = ()  # other keys that are written with the same value
     read_as: Callable[[Any], Any] = _same
     write_as: Callable[[Any], Any] = _same
 
@@ -53,7 +54,7 @@ class Key:
 
     def write(self, view: Fields) -> dict[str, Any]:
         value = view[self.name]
-        return dict.fromkeys((self.theirs, *self.also), None if value is None else self.write_as(value))
+        return dict.fromkeys((self.theirs, *self.also, *self.beside), None if value is None else self.write_as(value))
 
 
 def has(fields: Fields, key: str) -> bool:
