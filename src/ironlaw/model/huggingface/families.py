@@ -9,7 +9,9 @@ The order counts where several families compute the same model: the first one th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ironlaw.model.huggingface.parts import (
     Activation,
@@ -25,10 +27,10 @@ from ironlaw.model.huggingface.parts import (
     Unrotated,
     Windows,
 )
-from ironlaw.model.huggingface.spec import ExpertNames, Family, Key, Names
+from ironlaw.model.huggingface.spec import ExpertNames, Family, Key, Names, Part
 
 
-def _parts(*parts):  # type: ignore[no-untyped-def]
+def _parts(*parts: Part) -> dict[str, Part]:
     return {part.name: part for part in parts}
 
 
@@ -89,11 +91,11 @@ QWEN3 = LLAMA.derive(
 # -- with experts ------------------------------------------------------------------------------------------------------
 
 
-def _experts(count: str, width: str, per_token: str = "num_experts_per_tok", also: tuple[str, ...] = ()):  # type: ignore[no-untyped-def]
+def _experts(count: str, width: str, also: tuple[str, ...] = ()) -> tuple[Part, ...]:
     # Experts as wide as the network that they replace need no width of their own.
-    read = (lambda found: None) if width == "intermediate_size" else int
+    read: Callable[[Any], Any] = (lambda found: None) if width == "intermediate_size" else int
     return (
-        Key("moe.experts", count, also=also), Key("moe.experts_per_token", per_token),
+        Key("moe.experts", count, also=also), Key("moe.experts_per_token", "num_experts_per_tok"),
         Key("moe.expert_ffn", width, read_as=read),
     )  # fmt: skip
 
@@ -107,8 +109,8 @@ def _balance(default: float, key: str = "router_aux_loss_coef") -> Key:
 
 
 _MIXTRAL_NAMES = Names(experts=ExpertNames(
-    "block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}.weight" for name in ("w1", "w3", "w2")),
-    choice_bias="block_sparse_moe.e_score_correction_bias",
+    "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
+    "block_sparse_moe.experts.{}.w2.weight", choice_bias="block_sparse_moe.e_score_correction_bias",
 ))  # fmt: skip
 MIXTRAL = PLAIN.derive(
     "mixtral", "MixtralForCausalLM", _kv_heads(8), _eps("rms_norm_eps", 1e-5), Rope(1e6), Windows(),
@@ -180,6 +182,7 @@ MINIMAX_M2 = PLAIN.derive(
 # -- more of Llama's kind ----------------------------------------------------------------------------------------------
 
 _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_FUSED_GATE = "mlp.gate_up_proj"
 _POST = Names(norms=("post_attention_layernorm", "post_feedforward_layernorm"))
 GEMMA = LLAMA.derive(
     "gemma", "GemmaForCausalLM", _kv_heads(16), _head(256), _tied(True),
@@ -198,14 +201,12 @@ GEMMA2 = GEMMA.derive(
 GEMMA3 = GEMMA2.derive(
     "gemma3_text", "Gemma3ForCausalLM", Key("attention_cap", "attn_logit_softcapping", None),
     Windows(4096, kinds=True, every=6, every_key="sliding_window_pattern"),
-    Key("logit_cap", "final_logit_softcapping", None), has={"qk_norm": True}, without=("rope",),
+    Rope(1e6, local_key="rope_local_base_freq", local_theta=1e4, by_kind=True),
+    Key("logit_cap", "final_logit_softcapping", None), has={"qk_norm": True},
 )  # fmt: skip
-GEMMA3 = GEMMA3.derive(  # after the windows, which it asks for
-    GEMMA3.kind, GEMMA3.architecture, Rope(1e6, local_key="rope_local_base_freq", local_theta=1e4, by_kind=True)
-)
 PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
     "phi3", "Phi3ForCausalLM", _eps("rms_norm_eps", 1e-5), Rope(share=1.0), Windows(),
-    names=Names(query_key_value=("self_attn.qkv_proj",), gate="mlp.gate_up_proj", up="mlp.gate_up_proj"),
+    names=Names(query_key_value=("self_attn.qkv_proj",), gate=_FUSED_GATE, up=_FUSED_GATE),
 )  # fmt: skip
 OLMO = LLAMA.derive(
     "olmo", "OlmoForCausalLM", has={"norm": "layernorm", "norm_weight": False, "norm_eps": 1e-5, "ffn_bias": False},
@@ -215,10 +216,9 @@ OLMO2 = LLAMA.derive(
     "olmo2", "Olmo2ForCausalLM", _eps("rms_norm_eps", 1e-5), without=("ffn_bias",), names=_POST,
     has={"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "ffn_bias": False},
 )  # fmt: skip
-OLMO3 = OLMO2.derive(
-    "olmo3", "Olmo3ForCausalLM", Windows(4096, kinds=True, every=4), without=("rope",)
-)  # layers with a window do not scale positions
-OLMO3 = OLMO3.derive(OLMO3.kind, OLMO3.architecture, Rope(None, by_kind=True))
+OLMO3 = OLMO2.derive(  # layers with a window do not scale positions
+    "olmo3", "Olmo3ForCausalLM", Windows(4096, kinds=True, every=4), Rope(None, by_kind=True)
+)
 GRANITE = LLAMA.derive(
     "granite", "GraniteForCausalLM", Key("embedding_scale", "embedding_multiplier", 1.0),
     Key("attention_scale", "attention_multiplier", 1.0), Key("residual_scale", "residual_multiplier", 1.0),
@@ -236,15 +236,14 @@ SMOLLM3 = LLAMA.derive(
     "smollm3", "SmolLM3ForCausalLM", _kv_heads(4), _tied(True), Rope(2e6), Unrotated(),
     only={"use_sliding_window": False},
 )  # fmt: skip
-_FUSED_GATE = {"gate": "mlp.gate_up_proj", "up": "mlp.gate_up_proj"}
 GLM = LLAMA.derive(
     "glm", "GlmForCausalLM", _kv_heads(2), _head(128), _eps("rms_norm_eps", 1.5625e-07), Rope(share=0.5),
     *_bias("attention_bias", True, "qkv"), has={"out_bias": False, "ffn_bias": False}, without=("out_bias", "ffn_bias"),
-    names=Names(**_FUSED_GATE, neighbours=True),
+    names=Names(gate=_FUSED_GATE, up=_FUSED_GATE, neighbours=True),
 )  # fmt: skip
 GLM4 = GLM.derive(
     "glm4", "Glm4ForCausalLM", has={"norm_place": "sandwich"},
-    names=Names(**_FUSED_GATE, neighbours=True, norms=(
+    names=Names(gate=_FUSED_GATE, up=_FUSED_GATE, neighbours=True, norms=(
         "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm",
     )),
 )  # fmt: skip
@@ -383,11 +382,8 @@ COHERE = _GPT_LIKE.derive(  # Command R
     names=Names(norms=("input_layernorm",), neighbours=True),
 )  # fmt: skip
 COHERE2 = COHERE.derive(  # Command R7B, whose layers without a window have no positions
-    "cohere2", "Cohere2ForCausalLM", Rope(), without=("head_size",), only={},
-)  # fmt: skip
-COHERE2 = COHERE2.derive(
-    COHERE2.kind, COHERE2.architecture,
-    Windows(4096, kinds=True, every=4, every_key="sliding_window_pattern", turned="windowed"),
+    "cohere2", "Cohere2ForCausalLM", Rope(),
+    Windows(4096, kinds=True, every=4, every_key="sliding_window_pattern", turned="windowed"), without=("head_size",),
 )  # fmt: skip
 NEMOTRON = _GPT_LIKE.derive(  # Nemotron-4 and Minitron
     "nemotron", "NemotronForCausalLM", Activation("relu2"), _eps("norm_eps", 1e-5), Rope(share=0.5),

@@ -85,7 +85,7 @@ class Rope:
         if self.share is None and share != 1.0:
             raise UserError(f"partial_rotary_factor = {share} is not supported: the family turns whole heads")
         size = values.get("head_size") or values["hidden"] // values["heads"]
-        if self.count_key in fields and not ({"partial_rotary_factor"} & {*table, *fields}):
+        if self.count_key and self.count_key in fields and not ({"partial_rotary_factor"} & {*table, *fields}):
             share = fields[self.count_key] / size
         return None if int(size * share) == size else int(size * share)
 

@@ -21,7 +21,8 @@ REQUIRED: Any = object()
 
 
 class Part(Protocol):
-    name: str  # a part replaces the one that has its name in the family that it is derived from
+    @property
+    def name(self) -> str: ...  # a part replaces the one that has its name in the family that it is derived from
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
         """Fields of the model; `values` are those of earlier parts. KeyError: of a key that must be there."""
@@ -136,8 +137,11 @@ class Family:
     ) -> Family:  # fmt: skip
         """A family that differs in some parts."""
         kept = {name: part for name, part in self.parts.items() if name not in without}
+        kept |= {part.name: part for part in parts}
+        if "rope" in kept:  # last, because it asks for head sizes and windows
+            kept["rope"] = kept.pop("rope")
         return replace(
-            self, kind=kind, architecture=architecture, parts=kept | {part.name: part for part in parts},
+            self, kind=kind, architecture=architecture, parts=kept,
             has={**self.has, **(has or {})}, only={**self.only, **(only or {})}, names=names or self.names,
         )  # fmt: skip
 

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import torch
 
-from ironlaw import units
 from ironlaw.model.transformer import Transformer
 
 TOLERANCE = 1e-3  # of the largest logit; two implementations in fp32 agree to about 1e-6
@@ -57,7 +56,7 @@ def verify(folder: Path, model: Transformer, dtype: torch.dtype = torch.float32)
         return Verified(reason="transformers is not installed (pip install 'ironlaw[hf]')")
     needed, free = 4 * model.config.parameters, psutil.virtual_memory().available
     if needed > 0.8 * free:
-        return Verified(reason=f"a second copy takes {units.bytes_(needed)} of memory, {units.bytes_(free)} are free")
+        return Verified(reason=f"a second copy takes {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free")
     import transformers
 
     version = f"transformers {transformers.__version__}"
