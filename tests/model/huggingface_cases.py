@@ -246,10 +246,19 @@ TINY: dict[str, dict[str, Any]] = {
         "multi_query": False,
         "n_inner": 48,
     },
+    "gpt_neo": {
+        "num_layers": 4,
+        "num_heads": 4,
+        "hidden_size": 32,
+        "max_position_embeddings": 64,
+        "vocab_size": 70,
+        "window_size": 8,
+        "attention_types": [[["global", "local"], 2]],
+    },
     "arcee": {},
 }
 for _share in (0.25, 0.5, 0.75, 1.0):
     for _tied in (False, True):
         TINY[f"gpt_neox {_share} {_tied}"] = {"hidden_size": 64, "rotary_pct": _share, "tie_word_embeddings": _tied}
-OWN_NAMES = ("gpt2", "gptj", "mpt", "gpt_bigcode")  # fmt: skip
+OWN_NAMES = ("gpt2", "gptj", "mpt", "gpt_bigcode", "gpt_neo")  # fmt: skip
 """Small models as `transformers` builds them, by model_type."""

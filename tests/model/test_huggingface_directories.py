@@ -87,18 +87,17 @@ def test_a_directory_whose_tokenizer_cannot_be_had_is_refused(
 ) -> None:  # fmt: skip
     folder = saved(tmp_path / "model")
     in_parts(folder)
-    monkeypatch.setattr(slow_tokenizer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"no tokenizer.json, and vocab.json and merges.txt need transf") as error:
-        tokenizer.load(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(slow_tokenizer.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match="no tokenizer.json, and vocab.json and merges.txt need transf") as error:
+            tokenizer.load(folder)
     assert "\n" not in str(error.value)
-    monkeypatch.undo()
     (folder / "merges.txt").unlink()
     with pytest.raises(UserError, match="has no tokenizer"):  # a vocabulary without merges would make single letters
         tokenizer.load(folder)
     (folder / "vocab.json").unlink()
     config = tmp_path / "config.toml"
     config.write_text(build_config(tiny_document() | {"model": {"from": str(folder)}}).to_toml(), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
     code, _, messages = ironlaw_here("train", config, "--out", "run")
     assert code == 2 and "has no tokenizer" in messages and "data.tokenizer" in messages
     assert not (tmp_path / "run").exists()

@@ -40,8 +40,9 @@ def _converted(folder: Path, files: list[Path], names: str) -> Path:
     kept = base / "ironlaw" / "tokenizers" / f"{digest.hexdigest()[:16]}.json"
     if kept.is_file():
         return kept
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
+    logging.set_verbosity_error()  # what goes wrong is said below, in one line
     try:
         inner = AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True).backend_tokenizer
         kept.parent.mkdir(parents=True, exist_ok=True)

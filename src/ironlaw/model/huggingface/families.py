@@ -15,6 +15,7 @@ from typing import Any
 
 from ironlaw.model.huggingface.parts import (
     Activation,
+    Alternating,
     Always,
     ExpertGroups,
     FalconHeads,
@@ -298,6 +299,17 @@ GPT_BIGCODE = GPT2.derive(  # StarCoder
     Key("kv_heads", "multi_query", True, read_as=lambda one: 1 if one else None, write_as=lambda heads: heads == 1),
     names=replace(GPT2.names, transposed=False, by_head=True),
 )  # fmt: skip
+GPT_NEO = GPT2.derive(
+    "gpt_neo", "GPTNeoForCausalLM", Key("layers", "num_layers"), Key("hidden", "hidden_size"),
+    Key("heads", "num_heads"), Key("ffn", "intermediate_size", None), Key("context", "max_position_embeddings"),
+    Alternating(), without=("dropout", "always"),
+    has={"attention_scale": 1.0, "qkv_bias": False, "out_bias": True, "ffn_bias": True},
+    names=Names(
+        "transformer.wte", "transformer.h", "transformer.ln_f", norms=("ln_1", "ln_2"), positions="transformer.wpe",
+        query_key_value=tuple(f"attn.attention.{part}_proj" for part in "qkv"), out="attn.attention.out_proj",
+        up="mlp.c_fc", down="mlp.c_proj",
+    ),
+)  # fmt: skip
 PHI = _GPT_LIKE.derive(  # Phi-1, 1.5 and 2
     "phi", "PhiForCausalLM", Activation("gelu_new"), Rope(share=0.5), has={"parallel_norms": 1, "head_bias": True},
     only={"qk_layernorm": False}, without=("head_size",),
@@ -398,7 +410,7 @@ FAMILIES = {
         GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3,
         KIMI_K2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, GPT_NEOX, GPTJ, OLMO, OLMO2, OLMO3, STARCODER2, STABLELM, FALCON,
         OPT, BLOOM, MPT, COHERE, COHERE2, GRANITE, NEMOTRON, SMOLLM3, GLM, GLM4, GPT_OSS, GLM4_MOE, MINIMAX_M2,
-        GRANITE_MOE, SEED_OSS, ERNIE, EXAONE4, GPT_BIGCODE, ARCEE,
+        GRANITE_MOE, SEED_OSS, ERNIE, EXAONE4, GPT_BIGCODE, GPT_NEO, ARCEE,
     )
 }  # fmt: skip
 

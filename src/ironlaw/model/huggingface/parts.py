@@ -187,7 +187,7 @@ class Windows:
         found = {} if placed is None else {"sliding_window": window, **placed}
         if self.turned == "all" or (window is None and self.turned != "windowed"):
             return found
-        if not found or found.get("full_first"):
+        if not found or found.get("full_first") or found.get("full_offset"):
             raise UserError("layer_types is not supported: layers without positions are every n-th")
         return found | {"unrotated_every": found.get("full_every")}
 
@@ -209,7 +209,7 @@ class Windows:
         found: dict[str, Any] = {"sliding_window": window}
         if self.kinds:
             found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
-        if self.every_key and view["full_every"]:
+        if self.every_key and view["full_every"] and not view["full_offset"]:
             found[self.every_key] = view["full_every"]
         if self.first_key:
             found[self.first_key] = view["full_first"] if window else view["layers"]
@@ -217,15 +217,37 @@ class Windows:
 
 
 def _places(full: list[bool]) -> dict[str, Any] | None:
+    layers = len(full)
     if all(full):
         return None
-    for every in range(2, len(full) + 1):
-        if full == [(layer + 1) % every == 0 for layer in range(len(full))]:
-            return {"full_every": every}
-    first = full.count(True)
-    if full != [layer < first for layer in range(len(full))]:
-        raise UserError("layer_types is not supported: full attention is in the first layers, or in every n-th")
-    return {"full_first": first}
+    first, steps = full.count(True), range(2, layers + 1)
+    regular = [(every, 0) for every in steps]
+    shifted = [(every, offset) for every in steps for offset in range(1, every)]
+    for every, offset in [*regular, (0, 0), *shifted]:
+        if not every and full == [layer < first for layer in range(layers)]:
+            return {"full_first": first}
+        if every and full == [(layer + 1 + offset) % every == 0 for layer in range(layers)]:
+            return {"full_every": every, "full_offset": offset}
+    raise UserError("layer_types is not supported: full attention is in the first layers, or in every n-th")
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """GPT-Neo's `attention_types`: [[["global", "local"], 12]] are 24 layers that take turns."""
+
+    name = "windows"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        types = fields.get("attention_types") or [[["global", "local"], 12]]
+        kinds = [kind for group, count in types for kind in group * count]
+        if len(kinds) != values["layers"]:
+            raise UserError(f"attention_types has {len(kinds)} layers, num_layers is {values['layers']}")
+        placed = _places([kind == "global" for kind in kinds])
+        return {} if placed is None else {"sliding_window": fields.get("window_size", 256), **placed}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        kinds = ["local" if windowed else "global" for windowed in view["windowed"]]
+        return {"attention_types": [[kinds, 1]], "window_size": view["sliding_window"] or 256}
 
 
 @dataclass(frozen=True)

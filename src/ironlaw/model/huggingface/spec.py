@@ -204,7 +204,7 @@ def arithmetic(config: ModelConfig) -> dict[str, Any]:
     """What a model computes, however its fields say it."""
     rotary, latent = config.positions == "rope", config.latent is not None
     view = {key: value for key, value in view_of(config).items() if not key.startswith("moe.")}
-    placed = {"name", "dropout", "bias", "full_every", "full_first", "unrotated_every"}
+    placed = {"name", "dropout", "bias", "full_every", "full_offset", "full_first", "unrotated_every"}
     placed |= set() if rotary else {"rope_theta", "rope_scaling", "rotary_size", "rotated", "rope_theta_local"}
     placed |= {"kv_heads", "head_size", "attention_scale"} if latent else set()
     found = {key: value for key, value in view.items() if key not in placed}
