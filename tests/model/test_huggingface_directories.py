@@ -89,7 +89,7 @@ def test_a_directory_whose_tokenizer_cannot_be_had_is_refused(
     in_parts(folder)
     with monkeypatch.context() as patch:
         patch.setattr(slow_tokenizer.importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(UserError, match="no tokenizer.json, and vocab.json and merges.txt need transf") as error:
+        with pytest.raises(UserError, match=r"no tokenizer.json, and vocab.json and merges.txt need transf") as error:
             tokenizer.load(folder)
     assert "\n" not in str(error.value)
     (folder / "merges.txt").unlink()
