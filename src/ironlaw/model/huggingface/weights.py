@@ -30,9 +30,9 @@ def _names(folder: Path, config: ModelConfig) -> Names:
     """Of the family that the directory's `config.json` names, or else the one that would be written."""
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError):
-        return family_of(config).names
-    return FAMILIES[kind].names
+    except (OSError, ValueError, KeyError, TypeError):
+        kind = None
+    return (FAMILIES[kind] if kind in FAMILIES else family_of(config)).names
 
 
 # -- import ------------------------------------------------------------------------------------------------------
