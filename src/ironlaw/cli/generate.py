@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ironlaw.cli.console import messages, print_json
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, printable
 
 
 def generate(
@@ -40,6 +40,7 @@ def generate(
     if json:
         print_json({"prompt": prompt, "text": text, "tokens": len(new)} | trained.about())
         return
-    sys.stdout.write(prompt + text + "\n")
+    # A model may write anything, escapes of terminals too; a file gets it as it is.
+    sys.stdout.write(printable(prompt + text) + "\n" if sys.stdout.isatty() else prompt + text + "\n")
     which = "" if trained.step is None else f"step {trained.step}, "
-    messages().print(f"[dim]{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}[/dim]")
+    messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")

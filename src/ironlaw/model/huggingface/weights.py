@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, to_fields
 from ironlaw.model.huggingface.families import FAMILIES
@@ -29,7 +29,7 @@ _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 def _names(folder: Path, config: ModelConfig) -> Names:
     """Of the family that the directory's `config.json` names, or else the one that would be written."""
     try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+        kind = read_json(folder / "config.json")["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         kind = None
     return (FAMILIES[kind] if kind in FAMILIES else family_of(config)).names
@@ -46,7 +46,7 @@ class _Files:
         self._files: dict[str, Any] = {}
         try:
             if (folder / SHARDED).is_file():
-                index = json.loads((folder / SHARDED).read_text(encoding="utf-8"))
+                index = read_json(folder / SHARDED)
                 paths = sorted({folder / name for name in index["weight_map"].values()})
             else:
                 paths = [folder / SINGLE]
@@ -148,8 +148,12 @@ def write_model(
     for entry in entries(config, FAMILIES[str(fields["model_type"])].names):
         entry.put(weights[entry.ours].detach().to(dtype), tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    try:
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk: half a file would look like a model
+        (folder / SINGLE).unlink(missing_ok=True)
+        raise UserError(f"cannot write {folder / SINGLE}: {error}; give a folder with more space") from None
+    write_json(folder / "config.json", fields)
 
 
 def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int) -> None:
@@ -157,4 +161,4 @@ def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: in
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     fields |= {"eos_token": end_of_text, "bos_token": end_of_text, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", fields)
