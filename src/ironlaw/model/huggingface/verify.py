@@ -15,7 +15,7 @@ import torch
 
 from ironlaw.model.transformer import Transformer
 
-TOLERANCE = 1e-3  # of the largest logit; two implementations in fp32 agree to about 1e-6
+TOLERANCE = 2e-4  # of the largest logit; two implementations in fp32 agree to about 1e-6
 TOKENS, MOST_TOKENS = 256, 2048
 
 
