@@ -46,6 +46,7 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
 }
 UNIT, LOSS_SCALE, GROUP_ROWS = 0.15, 1.5, 60
 WEIGHTS = {"decode": 1.0, "prompt": 0.8, "requests": 0.8, "unlimited": 0.6}
+NONE = -1  # place of what has no effect
 DROPPED = 0.02  # effects smaller than this are left out of the file
 
 
@@ -78,11 +79,11 @@ class Problem:
             self.base[constant] = len(self.names)
             self.names.append((constant, "", ""))
             for kind in kinds:
-                levels = sorted({n[kind] for n in named})
+                levels = sorted({n[kind] for n in named} - {""})
                 first = len(self.names)
                 self.names += [(constant, kind, level) for level in levels]
                 place = {level: first + i for i, level in enumerate(levels)}
-                self.index[constant, kind] = (first, np.array([place[n[kind]] for n in named]))
+                self.index[constant, kind] = (first, np.array([place.get(n[kind], NONE) for n in named]))
         self.start = np.array([EFFECTS[c][2] if not kind else 0.0 for c, kind, _ in self.names])
         self.spread = np.array([EFFECTS[c][1] * (1.0 if kind else 3.0) for c, kind, _ in self.names])
         self.targets = self._targets()
@@ -91,6 +92,7 @@ class Problem:
 
     def rates(self, x: np.ndarray) -> Rates:
         found: dict[str, Any] = {}
+        x = np.append(x, 0.0)  # where an effect has no name
         for constant, (kinds, _, _) in EFFECTS.items():
             total = np.full(len(self.runs), x[self.base[constant]])
             for kind in kinds:
@@ -169,15 +171,9 @@ def _stack(values: list[Any]) -> np.ndarray:
 
 def show(errors: dict[str, dict[str, np.ndarray]]) -> None:
     for kind, groups in errors.items():
-        for group, values in groups.items():
-            off = np.abs(np.expm1(-values))
-            print(
-                f"{kind:10s} {group:34s} {len(values):4d}  median {100 * np.median(off):5.1f}  mean {100 * off.mean():5.1f}"
-            )
-        merged = np.concatenate([np.abs(np.expm1(-v)) for v in groups.values()])
-        print(
-            f"{kind:10s} {'all':34s} {len(merged):4d}  median {100 * np.median(merged):5.1f}  mean {100 * merged.mean():5.1f}"
-        )
+        for group, values in [*groups.items(), ("all", np.concatenate(list(groups.values())))]:
+            off = 100 * np.abs(np.expm1(-values))
+            print(f"{kind:10s} {group:34s} {len(values):4d}  median {np.median(off):5.1f}  mean {off.mean():5.1f}")
 
 
 def intervals(errors: dict[str, dict[str, np.ndarray]]) -> dict[str, dict[str, float]]:
@@ -205,8 +201,8 @@ def write(problem: Problem, x: np.ndarray, stated: dict[str, Any]) -> None:
     document["evidence"] = {"engines": engines, "pairs": pairs, "rows": len(problem.runs)}
     document["interval"] = stated
     head = (
-        "# Made by benchmarks/fit_serving.py from ../shared/calibration/inference.csv. Bases and effects: logits of\n"
-        "# fractions, natural logarithms of the rest. Intervals: ln(measured / planned) of groups left out of the fit.\n\n"
+        "# Made by benchmarks/fit_serving.py from published measurements (docs/serving-record.md). Bases and effects:\n"
+        "# logits of fractions, natural logarithms of the rest. Intervals: ln(measured / planned), groups left out.\n\n"
     )
     (FOLDER / "constants.toml").write_text(head + tomli_w.dumps(document), encoding="utf-8")
 

@@ -10,9 +10,11 @@ the cache holds. Columns are described in `docs/validate.md`.
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +66,16 @@ class ServingRun:
 def is_serving(header: Iterable[str]) -> bool:
     """Whether a CSV file's columns are those of measured serving."""
     return set(COLUMNS) <= set(header)
+
+
+def serving_rows(path: Path) -> list[dict[str, str]] | None:
+    """The rows of a CSV file of measured serving; None where its columns are those of training, or it is unreadable."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            return list(reader) if is_serving(reader.fieldnames or ()) else None
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return None  # the reader of training runs says what is wrong
 
 
 def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[tuple[str, str, str]]]:

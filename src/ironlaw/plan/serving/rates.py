@@ -100,7 +100,8 @@ def effect_names(
 ) -> dict[str, str]:
     """The name under which each kind of effect is looked up.
 
-    age: of an engine's releases up to 2024 or after; pair: of an engine's family on a generation; kernel: of a family's engine for a format.
+    age: of an engine's releases up to 2024, or after; pair: of an engine's family on a generation; kernel: of an
+    engine for a format.
     """
     family = format_family(weights)
     own = engine.family == "gguf"

@@ -28,7 +28,7 @@ CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625
 
 @dataclass(frozen=True)
 class Formats:
-    """weights: a stored format; activations: of the products, that of the weights where empty; cache: of keys, values."""
+    """weights: a stored format; activations: of products, as the weights where empty; cache: of keys and values."""
 
     weights: str = "bf16"
     activations: str = ""
