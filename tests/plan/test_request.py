@@ -209,7 +209,7 @@ def test_what_cannot_be_resolved(what, message):
     ("options", "message"),
     [
         ({"precision": "int4"}, "unknown precision"),
-        ({"precision": "mxfp8"}, "no mxfp8 peak of h100-sxm-80gb: use --precision bf16 or fp16 or fp32"),
+        ({"precision": "mxfp8"}, "no mxfp8 peak of h100-sxm-80gb: use --precision fp32 or tf32 or fp16 or bf16"),
         ({"optimizer": "adamw8"}, "unknown optimizer 'adamw8'"),
         ({"engine": "megatorn"}, "unknown engine"),
         ({"emit": "torchtitan", "layout": "dp=8 zero=1"}, "cannot be written for torchtitan"),
@@ -337,3 +337,14 @@ def test_a_given_layout_decides_on_the_software_and_given_software_on_the_layout
 
 def test_every_word_of_what_an_engine_lacks_is_known():
     assert all(set(e.lacks) <= set(ABILITIES) for e in engines().values())
+
+
+def test_names_that_stand_for_others_and_devices_of_which_too_little_is_known():
+    assumed = plan("deepseek-r1", on="256xa100-80gb", layout="dp=8 ep=8 tp=4 pp=8 zero=1").more["assumed"]
+    said = {entry["name"]: entry for entry in assumed}
+    assert said["accelerator"]["value"] == "a100-sxm-80gb" and "the form is not said" in said["accelerator"]["reason"]
+    assert said["model"]["value"] == "deepseek-v3" and "deepseek-r1" in said["model"]["reason"]
+    with pytest.raises(UserError, match="its maker prints none"):
+        plan("qwen3-0.6b", on="snapdragon-8-elite-npu")
+    with pytest.raises(UserError, match="holds 8: use 1, 2, 4 or 8"):
+        plan(per_node=3)

@@ -68,9 +68,10 @@ def matmul_seconds(
     """
     if sustained and library is None and len(libraries := hardware.efficiency.libraries(dtype)) > 1:
         each = [
-            matmul_seconds(m, n, k, batch, dtype, hardware=hardware, library=name, sustained=True) for name in libraries
+            np.asarray(matmul_seconds(m, n, k, batch, dtype, hardware=hardware, library=name, sustained=True))
+            for name in libraries
         ]
-        return np.minimum.reduce(each) if np.ndim(each[0]) else min(each)
+        return unwrap(np.min(each, axis=0), each[0].ndim == 0)
     constants = hardware.efficiency.matmul_for(dtype, library)
     (m_, n_, k_, b_), scalar = broadcast(m, n, k, batch)
     flat = [a.ravel() for a in (m_, n_, k_, b_)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.accelerators import Accelerator, taken_for
 from ironlaw.catalog.formats import computing_formats, number_format
+from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
@@ -37,6 +38,8 @@ def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
                 "expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "a capacity factor"
             )
         )
+    if (other := taken_model(subject.model.name)) and other[1]:
+        assumed.append(Assumption("model", other[0], f"'{subject.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in subject.left_out]
     if subject.config and subject.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
@@ -65,6 +68,9 @@ def _where(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assu
     """Cluster and layout; each may say how many accelerators the other leaves open."""
     assumed: list[Assumption] = []
     cluster = _described(parse_cluster(on), options, assumed)
+    named = re.sub(r"^\s*[\d_,.]+\s*[x*]|@.*", "", on).strip()
+    if (other := taken_for(named)) and other[1]:
+        assumed.append(Assumption("accelerator", other[0], f"'{named}': {other[1]}", "--on"))
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)
@@ -92,7 +98,7 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
             '--network "8x 200 Gb/s RoCE per node, 2:1"'
         )
     if note:
-        assumed.append(Assumption("network", f"{found.fabric} at the usual rate", note, "--network"))
+        assumed.append(Assumption("network", f"{found.fabric} at the node's usual rate", "none is said", "--network"))
     return replace(cluster, node=found)
 
 
@@ -114,6 +120,10 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     if said not in computing_formats():
         raise UserError(f"unknown precision '{said}': {did_you_mean(said, computing_formats())}")
     usable = [name for name in computing_formats() if number_format(name).multiplied_by(acc)]
+    if not usable:
+        raise UserError(
+            f"the catalogue has no rate of products on {acc.name}, for its maker prints none: choose another"
+        )
     if said not in usable:
         raise UserError(f"the catalogue has no {said} peak of {acc.name}: use --precision {' or '.join(usable)}")
     return said

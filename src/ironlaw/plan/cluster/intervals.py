@@ -17,13 +17,13 @@ often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ironlaw.catalog.formats import number_format
+from ironlaw.files import read_toml
 from ironlaw.plan.cluster.setting import matmul_is_assumed
 from ironlaw.plan.engines.named import GENERIC, engines
 
@@ -59,7 +59,7 @@ def factors() -> dict[str, dict[str, Any]]:
 
     A group is [fewest parameters, most parameters, most accelerators, runs]. `formats`: engine to those of its runs.
     """
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return read_toml(_FILE)
 
 
 @lru_cache(maxsize=4096)

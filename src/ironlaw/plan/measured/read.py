@@ -17,6 +17,7 @@ from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_bytes
 from ironlaw.plan.cluster.jobs import RECOMPUTE, jobs_of_columns
 from ironlaw.plan.cluster.launches import usual_expert_launches
 from ironlaw.plan.engines.engine import Engine
@@ -96,13 +97,14 @@ def _rows(path: Path) -> Iterable[Row]:
     """Rows as column -> text; a UserError when the file is no table of this schema."""
     if not path.is_file():
         raise UserError(f"{path} is not a file: give a CSV of measured runs")
-    content = path.read_bytes()
+    content = read_bytes(path, "table of runs")
     if b"\0" in content[:4096]:
         raise UserError(f"{path} is not a CSV file: it holds binary data")
     stream = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
     first = stream.readline()
     stream.seek(0)
     separator = max(",;\t", key=first.count)
+    csv.field_size_limit(len(content) + 1)  # a note may be as long as the file
     reader = csv.DictReader(stream, delimiter=separator)
     names = [(name or "").strip().lower() for name in reader.fieldnames or []]
     missing = [name for name in REQUIRED if name not in names]
@@ -189,8 +191,8 @@ def _otherwise(
             if size != columns["micro_batch"] and per_replica % size == 0
         ]
     if words.recompute(row) is None and not engine.recomputes_by_block:
-        other = "none" if engine.default_recompute == "full" else "full"
-        found.append(Otherwise((("recompute", float(RECOMPUTE[other])),), weight=0.5))
+        again = "none" if engine.default_recompute == "full" else "full"
+        found.append(Otherwise((("recompute", float(RECOMPUTE[again])),), weight=0.5))
     if engine.tp_overlap and columns["tp"] > 1:
         hidden = engine.on(acc.generation).tp_hidden
         found.append(Otherwise(constants=(("tp_hidden", 0.0 if hidden else engine.tp_overlap),)))
