@@ -164,7 +164,7 @@ def test_a_request_that_makes_no_sense_is_refused(text: str, told: str) -> None:
         ("0xh100-sxm-80gb", "input=1 output=1", {}, "COUNTx"),
         ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "tp=3"}, "devices"),
         ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "dp=4"}, "tp="),
-        ("h100-sxm-80gb", "input=100000 output=1", {}, "takes"),
+        ("h100-sxm-80gb", "input=1000000 output=1", {}, "takes"),
         ("h100-sxm-80gb", "input=1 output=1", {"weights": "int5"}, "weight format"),
         ("h100-sxm-80gb", "input=1 output=1", {"kv": "int5"}, "--kv"),
         ("h100-sxm-80gb", "input=1 output=1", {"engine": "vlm"}, "vllm"),
