@@ -69,7 +69,9 @@ def play(
     arrivals, later = _arrivals(request.rate, requests, seed), 0
     if closed:
         arrivals, later = deque([0.0] * concurrency), requests - concurrency
-    clock, waiting, running, done = 0.0, deque[_Request](), [], []
+    clock, waiting = 0.0, deque[_Request]()
+    running: list[_Request] = []
+    done: list[_Request] = []
     spent: dict[str, float] = {}
     made: list[tuple[float, int]] = []
     steps = decode_steps = batch = usage = queue = preempted = 0.0
@@ -80,7 +82,9 @@ def play(
         if not running and not waiting:
             clock = max(clock, arrivals[0])
             continue
-        decoding, prefilling, kept, held = [], [], 0, 0
+        kept = held = 0
+        decoding: list[_Request] = []
+        prefilling: list[_Request] = []
         for one in running:
             kept += one.cached
             whole = one.cached >= request.input + one.again
