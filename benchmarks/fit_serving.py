@@ -31,8 +31,8 @@ FOLDER = Path(serving_rates.__file__).parent
 
 # Which effects a constant has, how far they may stray (natural logarithms or logits), and where its base starts.
 EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
-    "weights": (("engine", "age", "generation", "format", "pair", "kernel"), 0.7, 0.8),
-    "products": (("engine", "age", "generation", "format", "pair", "kernel"), 0.7, 0.0),
+    "weights": (("engine", "age", "generation", "format", "pair", "kernel", "mixture"), 0.7, 0.8),
+    "products": (("engine", "age", "generation", "format", "pair", "kernel", "mixture"), 0.7, 0.0),
     "decode_products": (("engine",), 0.5, 0.0),
     "cache": (("engine", "pair"), 0.5, 0.3),
     "attention": (("engine", "pair"), 0.7, -0.5),
@@ -42,10 +42,10 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "ramp_tokens": (("engine", "pair"), 1.0, float(np.log(30.0))),
     "collective_seconds": (("engine", "age"), 0.7, float(np.log(1e-5))),
     "most_requests": (("engine", "age"), 0.5, float(np.log(512.0))),
-    "throughput": (("engine", "age"), 0.3, -0.1),
+    "throughput": (("engine", "age", "mixture"), 0.3, -0.1),
 }
 UNIT, LOSS_SCALE, GROUP_ROWS = 0.15, 1.5, 60
-WEIGHTS = {"decode": 1.0, "prompt": 0.8, "requests": 0.8, "unlimited": 0.6}
+WEIGHTS = {"decode": 1.0, "prompt": 0.8, "first": 0.5, "requests": 0.8, "unlimited": 0.6}
 NONE = -1  # place of what has no effect
 DROPPED = 0.02  # effects smaller than this are left out of the file
 
@@ -69,7 +69,14 @@ class Problem:
         self.fraction = _stack([r.engine.memory_fraction for r in runs])
         self.groups = np.array([r.group for r in runs])
         named = [
-            effect_names(r.engine, generation_group(r.device.generation), r.formats.weights, r.backend, r.year)
+            effect_names(
+                r.engine,
+                generation_group(r.device.generation),
+                r.formats.weights,
+                r.backend,
+                r.year,
+                r.system.demand.experts > 0,
+            )
             for r in runs
         ]
         self.index: dict[tuple[str, str], tuple[int, np.ndarray]] = {}
@@ -112,6 +119,7 @@ class Problem:
         return {
             "decode": decode_seconds(s, requests, self.inputs + outputs / 2),
             "prompt": prompt,
+            "first": steady[1].ttft_seconds,
             "requests": requests / rate / self.replicas,
             "unlimited": 1 / (unlimited(s, most, self.inputs, outputs) * self.replicas),
         }
@@ -127,6 +135,8 @@ class Problem:
             elif run.scenario == "decode" and rate:
                 found["requests"][i] = run.concurrency / rate
             elif run.scenario == "fixed-concurrency":
+                if not run.together:
+                    found["first"][i] = m.get("ttft_seconds", np.nan)
                 if "tpot_seconds" in m and run.together:
                     found["decode"][i] = m["tpot_seconds"]
                 elif rate:

@@ -62,6 +62,8 @@ def _between(value: float, name: str, run: ServingRun) -> list[float]:
             kind = "decode"
         elif run.scenario in ("offline", "server"):
             kind = "unlimited"
+    if kind == "prompt" and not run.together:
+        kind = "first"
     stated = read("constants.toml")["interval"][kind]
     wider = 1.0 if is_measured(run.engine, run.device.generation) else WIDER
     ends = sorted(value * math.exp(sign * stated[end] * wider) for end in ("low", "high"))

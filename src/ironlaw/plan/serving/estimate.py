@@ -99,7 +99,8 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
 
 
 def interval(kind: str, served: Served) -> tuple[float, float]:
-    """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, requests, unlimited."""
+    """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, first (token, under
+    load), requests, unlimited."""
     stated = read("constants.toml")["interval"][kind]
     wider = 1.0 if is_measured(served.engine, served.device.generation) else WIDER
     return math.exp(stated["low"] * wider), math.exp(stated["high"] * wider)
@@ -116,9 +117,9 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     system, totals, copies = served.system, ledger.totals, served.layout.replicas
     ttft, tpot = played.ttft_seconds, played.tpot_seconds
     played_as = "continuous batching, played step by step"
-    totals["ttft_seconds"] = _estimate(ttft["p50"], "prompt", served, f"median, {played_as}")
-    totals["ttft_p90_seconds"] = _estimate(ttft["p90"], "prompt", served, f"90th percentile, {played_as}")
-    totals["ttft_p99_seconds"] = _estimate(ttft["p99"], "prompt", served, f"99th percentile, {played_as}")
+    totals["ttft_seconds"] = _estimate(ttft["p50"], "first", served, f"median, {played_as}")
+    totals["ttft_p90_seconds"] = _estimate(ttft["p90"], "first", served, f"90th percentile, {played_as}")
+    totals["ttft_p99_seconds"] = _estimate(ttft["p99"], "first", served, f"99th percentile, {played_as}")
     totals["tpot_seconds"] = _estimate(tpot["mean"], "decode", served, f"mean, {played_as}")
     totals["tpot_p99_seconds"] = _estimate(tpot["p99"], "decode", served, f"99th percentile, {played_as}")
     rate = played.output_tokens_per_second * copies

@@ -96,12 +96,12 @@ def engine_names() -> tuple[str, ...]:
 
 
 def effect_names(
-    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST
+    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
 ) -> dict[str, str]:
     """The name under which each kind of effect is looked up.
 
     age: of an engine's releases up to 2024, or after; pair: of an engine's family on a generation; kernel: of an
-    engine for a format.
+    engine for a format; mixture: of experts.
     """
     family = format_family(weights)
     own = engine.family == "gguf"
@@ -115,6 +115,7 @@ def effect_names(
         "format": f"gguf-{family}" if own else family,
         "pair": pair,
         "kernel": kernel if own or family in ("int4", "int8") else "",
+        "mixture": f"{side}/experts" if experts else "",
     }
 
 
@@ -141,9 +142,11 @@ def generation_group(generation: str) -> str:
     return next((group for start, group in GENERATIONS.items() if generation.startswith(start)), generation)
 
 
-def rates_of(engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST) -> Rates:
+def rates_of(
+    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
+) -> Rates:
     """The constants of one engine on one generation, weights in one format."""
-    names = effect_names(engine, generation_group(generation), weights, backend, year)
+    names = effect_names(engine, generation_group(generation), weights, backend, year, experts)
     table = read("constants.toml")
     return Rates(**{name: _value(name, _sum(table[name], names)) for name in NAMES})
 
