@@ -20,6 +20,9 @@ BUDGET_TOKENS = 8192
 REQUESTS = 240
 """Played, of which the first and last tenth are not counted: the queue fills and empties."""
 
+VARIED = 0.25
+"""Answers are drawn between 1 - this and 1 + this times the mean: equal ones would end, and begin, in step."""
+
 MOST_REQUESTS = 1500
 MOST_SECONDS = 1e7
 
@@ -27,6 +30,7 @@ MOST_SECONDS = 1e7
 @dataclass
 class _Request:
     arrival: float
+    output: int  # tokens of its answer
     cached: int = 0  # tokens in the cache
     produced: int = 0
     again: int = 0  # tokens produced before it was sent back, part of what is computed again
@@ -66,9 +70,14 @@ def play(
     closed, clock_of = request.rate is None, _Clock(system)
     concurrency = request.concurrency or 1
     requests = _enough(requests, system, request)
-    arrivals, later = _arrivals(request.rate, requests, seed), 0
+    draw = Random(seed)
+    arrivals, later = _arrivals(request.rate, requests, draw), 0
     if closed:
         arrivals, later = deque([0.0] * concurrency), requests - concurrency
+
+    def length() -> int:
+        return max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
+
     clock, waiting = 0.0, deque[_Request]()
     running: list[_Request] = []
     done: list[_Request] = []
@@ -78,7 +87,7 @@ def play(
     new_prompt = request.input - request.prefix
     while len(done) < requests and clock < MOST_SECONDS:
         while arrivals and arrivals[0] <= clock:
-            waiting.append(_Request(arrivals.popleft(), cached=request.prefix))
+            waiting.append(_Request(arrivals.popleft(), length(), cached=request.prefix))
         if not running and not waiting:
             clock = max(clock, arrivals[0])
             continue
@@ -116,8 +125,8 @@ def play(
             chunk, left = chunk + part, left - part
         if not decoding and not chunk:  # one request larger than the cache: nothing will ever move
             return Played(keeps_up=False)
-        length = held / len(decoding) if decoding else 0.0
-        parts = clock_of.parts(len(decoding), length, chunk, behind / chunk if chunk else 0.0)
+        mean = held / len(decoding) if decoding else 0.0
+        parts = clock_of.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0)
         clock += sum(parts.values())
         for name, value in parts.items():
             spent[name] = spent.get(name, 0.0) + value
@@ -132,13 +141,13 @@ def play(
             one.cached += 1
             if one.produced == 1:
                 one.first = clock
-            if one.produced >= request.output:
+            if one.produced >= one.output:
                 one.last = clock
                 running.remove(one)
                 done.append(one)
                 if later:
                     later -= 1
-                    waiting.append(_Request(clock, cached=request.prefix))
+                    waiting.append(_Request(clock, length(), cached=request.prefix))
         made.append((clock, before))
     return _summary(done, request, spent, made, steps, decode_steps, batch, usage, queue, int(preempted))
 
@@ -159,8 +168,8 @@ class _Clock:
         return self.known[key] | {"cache": decoding * kept * self.cache_seconds}
 
 
-def _arrivals(rate: float | None, requests: int, seed: int) -> deque[float]:
-    draw, clock, found = Random(seed), 0.0, deque[float]()
+def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
+    clock, found = 0.0, deque[float]()
     for _ in range(requests):
         clock += draw.expovariate(rate or 1.0)
         found.append(clock)
@@ -184,7 +193,7 @@ def _summary(
     edge = len(done) // 10
     seen = done[edge : len(done) - edge] or done
     ttft = np.array([r.first - r.arrival for r in seen])
-    tpot = np.array([(r.last - r.first) / max(request.output - 1, 1) for r in seen])
+    tpot = np.array([(r.last - r.first) / max(r.output - 1, 1) for r in seen])
     times, produced = (np.array(column, dtype=float) for column in zip(*made, strict=True))
     first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
     rate = produced[-1] / times[-1]

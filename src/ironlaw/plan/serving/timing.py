@@ -106,25 +106,23 @@ def pass_parts(
     system: System, decoding: Number, length: Number, new: Number = 0.0, cached: Number = 0.0
 ) -> dict[str, Number]:
     """Seconds of one pass by what they are spent on: a token of each of `decoding` sequences behind `length` tokens,
-    and `new` prompt tokens behind `cached` ones. The sum is `decode_seconds` where there are no prompts."""
+    and `new` prompt tokens behind `cached` ones.
+
+    The sum is `decode_seconds` plus `prompt_seconds`: what a prompt adds to a pass was fitted so, to rates of servers
+    that mix both, and is an upper bound where they share the reading of weights.
+    """
     d, r = system.demand, system.rates
-    tokens = decoding + new
-    reading = _weights_read(system, np.maximum(tokens, 1.0)) / (system.bandwidth * r.weights)
-    decoded = _product_flops(system, decoding) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
-    pairs = new * (d.cached_tokens(new) / 2 + d.cached_tokens(cached))
-    prompts = _product_flops(system, new) / (system.peak * r.products) * (
-        1.0 + r.ramp_tokens / np.maximum(tokens, 1.0)
-    ) + pairs * d.pair_flops / system.tp / (system.wide_peak * r.attention)
-    both = _longer(reading, decoded + prompts)
-    alone = _longer(reading, decoded)
+    some = np.where(np.asarray(decoding) > 0, 1.0, 0.0)
+    reading = _weights_read(system, np.maximum(decoding, 1.0)) / (system.bandwidth * r.weights)
+    multiplying = _product_flops(system, decoding) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
     kept = decoding * d.cached_tokens(length) * d.cached * system.cache_bytes
     return {
-        "weights": np.where(decoding > 0, alone, 0.0),
+        "weights": some * _longer(reading, multiplying),
         "cache": kept / system.cache_parts / np.maximum(system.attention_dp, 1.0) / (system.bandwidth * r.cache),
-        "prompts": np.where(decoding > 0, both - alone, both) + np.where(new > 0, r.prompt_seconds, 0.0),
-        "collectives": _sums(system, tokens),
-        "launches": d.layers * r.layer_seconds,
-        "host": r.step_seconds,
+        "prompts": np.where(np.asarray(new) > 0, prompt_seconds(system, 1.0, np.maximum(new, 1.0), cached), 0.0),
+        "collectives": some * _sums(system, decoding),
+        "launches": some * d.layers * r.layer_seconds,
+        "host": some * r.step_seconds,
     }
 
 
