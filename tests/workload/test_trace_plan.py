@@ -157,6 +157,9 @@ def test_a_tiny_module_waits_for_its_host() -> None:
         ("x=4:bf16", Input("x", (4,), "bfloat16")),
         ("x=4:torch.float16", Input("x", (4,), "float16")),
         ("flag=scalar:bool", Input("flag", (), "bool")),
+        ("mask=8x16:int64:ones", Input("mask", (8, 16), "int64", "ones")),
+        ("tokens=8x16:int64:50257", Input("tokens", (8, 16), "int64", "50257")),
+        ("targets.0.boxes=4x4", Input("targets.0.boxes", (4, 4))),
     ],
 )
 def test_inputs(text: str, expected: Input) -> None:
@@ -172,6 +175,8 @@ def test_inputs(text: str, expected: Input) -> None:
         ("tokens=8x-1", "positive"),
         ("tokens=8x2:int46", "did you mean int64"),
         ("=8x2", "NAME=SIZES"),
+        ("tokens=8x2:int64:many", "zeros, ones, positions"),
+        ("tokens=8x2:int64:0", "number to draw below"),
     ],
 )
 def test_wrong_inputs(text: str, says: str) -> None:
@@ -203,7 +208,7 @@ def test_wrong_modules(package: str, spec: str, says: str) -> None:
         (TOKENS, "8xh200", "on one accelerator"),
         (TOKENS, "h2000", "did you mean"),
         (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
-        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check that it runs"),
+        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check the names, shapes"),
     ],
 )
 def test_wrong_questions(package: str, inputs: list[str], on: str, says: str) -> None:

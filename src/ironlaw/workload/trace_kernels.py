@@ -41,7 +41,8 @@ _KERNELS = {
     "add": "add", "sub": "add", "add_": "add_in_place", "sub_": "add_in_place", "mul": "multiply",
     "cat": "concatenate", "_to_copy": "cast",
 }  # fmt: skip
-NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+             "_sparse_coo_tensor_with_dims_and_tensors")  # fmt: skip
 _OVERWRITES = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_")
 _PICKS = ("nll_loss_forward", "nll_loss2d_forward")  # read one number per row
 
@@ -94,6 +95,8 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         return _convolution_backward(args)
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         return [_matmul(func, name, args, kwargs, out)]
+    if name == "_grouped_mm":
+        return [_grouped(args, kwargs, out)]
     formula = flop_registry.get(func._overloadpacket)
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else None
     kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_backward")) or Kind.ELEMENTWISE
@@ -146,6 +149,36 @@ def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
     return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), flops, (int(m), int(n), int(k)),
                 batch=out.numel() // max(1, int(m) * int(n)))  # fmt: skip
+
+
+def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Of the products of groups of rows with a matrix each, or of groups of columns with groups of rows."""
+    if left.dim() == right.dim() == 2:
+        assert offs is not None
+        return offs.shape[0], left.shape[0], right.shape[1]
+    if left.dim() == 2 or right.dim() == 2:
+        return left.shape[-2], right.shape[-1]
+    return left.shape[0], left.shape[1], right.shape[2]
+
+
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
+    """Products of experts: each of the mean load, as a plan must take it. torch's counter knows no formula for it."""
+    left, right = args[:2]
+    offs = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = right.shape[0] if right.dim() == 3 else left.shape[0] if left.dim() == 3 else offs.shape[0]
+    m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
+    flops = 2 * m * n * k * (groups if left.dim() == right.dim() == 3 else 1)
+    gradient = left.dim() == right.dim() == 2
+    if gradient:  # of the weights: the sum over rows is divided
+        k = k // groups
+    elif left.dim() == 2:
+        m = m // groups
+    elif right.dim() == 2:
+        n = n // groups
+    moved = sum(touched_bytes(t) for t in (left, right, out))
+    kernel = "matmul_weight_gradient" if gradient else "matmul"
+    shape = (max(1, int(m)), max(1, int(n)), max(1, int(k)))
+    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), int(flops), shape, batch=int(groups))
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:
