@@ -14,6 +14,7 @@ from ironlaw.machine.profile import Curve, MatmulFit, Profile
 from ironlaw.plan.process import traced as traced_plan
 from ironlaw.plan.process.traced import fits, line_name, plan_module, plan_traced
 from ironlaw.plan.process.traced_timing import AS_MATMUL, COPY_RATE
+from ironlaw.plan.request import Options, plan_request
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
 
 CODE = """
@@ -225,3 +226,20 @@ def test_layers_of_a_stack_share_a_line() -> None:
 def test_planning_does_not_import_torch() -> None:
     code = "import sys, ironlaw.plan.process.traced; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_inputs_from_a_function_and_a_real_step(package: str, machine: Profile, tmp_path: Path) -> None:
+    more = "\ndef batch():\n    return {'image': torch.randn(4, 3, 20, 20)}\n"
+    (tmp_path / "with_batch_example.py").write_text(CODE + more, encoding="utf-8")
+    planned = {
+        real: plan_traced("with_batch_example:Image", ["with_batch_example:batch"], "this", real=real)[0]
+        for real in (False, True)
+    }
+    assert planned[True].facts["inputs"] == planned[False].facts["inputs"] == {"image": "4x3x20x20:float32"}
+    assert planned[True].totals["flops_per_step"].value == planned[False].totals["flops_per_step"].value
+
+
+def test_what_was_assumed_of_inputs_is_said(package: str) -> None:
+    answer = plan_request(f"{package}:build", on="h200", options=Options(inputs=tuple(TOKENS)))
+    assert [one["name"] for one in answer.more["assumed"]] == ["values of tokens", "values of targets"]
+    assert answer.more["assumed"][0]["how_to_set"] == "--input tokens=2x64:int64:VALUES"

@@ -51,8 +51,10 @@ def plan(
     grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
     pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     input_: Annotated[
-        list[str] | None, typer.Option("--input", help="Of a traced module: tokens=8x2048:int64.")
+        list[str] | None,
+        typer.Option("--input", help="Of a traced module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
     ] = None,
+    real: Annotated[bool, typer.Option("--real", help="A traced module runs one step on real tensors.")] = False,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -63,7 +65,7 @@ def plan(
 
     options = Options(
         Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), network=network, per_node=per_node, ranks=ranks,
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node, ranks=ranks,
         runnable=_runnable() if ranks else None,
     )  # fmt: skip
     answer = plan_request(what, on=on, overrides=set_ or [], options=options)

@@ -36,7 +36,8 @@ def plan_request(
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.process.traced import plan_traced
 
-        return Answer(*plan_traced(what, options.inputs, on))
+        ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
+        return Answer(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
     subject = resolve(what, overrides)
     if on == "this":
         return _on_this(subject, options)

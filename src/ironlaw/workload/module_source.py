@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,17 @@ def parse_input(text: str) -> Input:
             f"cannot read the sizes of input '{text}': write positive numbers joined by x, as in {EXAMPLES}"
         )
     return Input(name, tuple(int(part) for part in parts), dtype, values)
+
+
+def read_inputs(texts: Sequence[str]) -> Any:
+    """What `--input` says: descriptions of tensors, or one `package.module:function` that returns the inputs."""
+    functions = [text for text in texts if re.fullmatch(r"[\w.]+:[\w.]+", text)]
+    if not functions:
+        return [parse_input(text) for text in texts]
+    if len(texts) > 1:
+        raise UserError(f"{functions[0]} returns all inputs: give no other --input")
+    made = resolve_module(functions[0])()
+    return made if isinstance(made, dict | list | tuple) else [made]
 
 
 def resolve_module(spec: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.trace_failure import CONSTRUCTION, Untraceable, explained
-from ironlaw.workload.trace_inputs import Inputs, arguments, as_tensors, named_inputs
+from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
 from ironlaw.workload.trace_recorder import Recorder
 from ironlaw.workload.trace_table import TracedOperation, operations_of
 from ironlaw.workload.trace_values import TraceMode, tracing
@@ -56,7 +56,8 @@ class Trace:
     buffer_bytes: int
     input_bytes: int
     output_shapes: tuple[tuple[int, ...], ...]
-    assumptions: tuple[str, ...] = ()  # what the user did not say: values of inputs, a step on real tensors
+    inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
+    assumptions: tuple[Assumed, ...] = ()
 
 
 def trace_operations(
@@ -97,9 +98,9 @@ def trace(
     except Untraceable as failure:
         if real is False or failure.parameter_bytes is None or failure.parameter_bytes > REAL_UNASKED_BYTES:
             raise
-        reason = f"one step was run on real tensors, because {failure.reason}"
+        stepped: Assumed = ("a step on real tensors", "run", failure.reason, "")
     found = _traced(source, inputs, *how, real=True)
-    return replace(found, assumptions=(*found.assumptions, reason))
+    return replace(found, assumptions=(*found.assumptions, stepped))
 
 
 def _traced(
@@ -142,6 +143,7 @@ def _traced(
         buffer_bytes=_bytes(buffers),
         input_bytes=_bytes(dict(enumerate(_tensors(given)))),
         output_shapes=shapes,
+        inputs=described(given),
         assumptions=(*notes, *assumed),
     )
 
@@ -162,9 +164,9 @@ def _name(source: object) -> str:
 # -- setting up --------------------------------------------------------------------------------------------------
 
 
-def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[str]]:
+def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
     """The module, and what to say about how it was built: on real tensors where it reads those it makes."""
-    notes = []
+    notes: list[Assumed] = []
     module: Any = source
     if not isinstance(source, nn.Module):
         try:
@@ -179,7 +181,8 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[str]]:
                 module = source()
             finally:
                 mode.real = False
-            notes = [f"weights were built in memory: construction without values fails ({type(error).__name__})"]
+            reason = f"construction without values fails: {type(error).__name__}"
+            notes = [("weights", "built in memory", reason, "")]
     if not isinstance(module, nn.Module):
         raise UserError(f"{_name(source)} returned a {type(module).__name__}: return a torch.nn.Module")
     return module, notes

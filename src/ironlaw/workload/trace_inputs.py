@@ -19,6 +19,7 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.workload.module_source import Input
 
 Inputs = Sequence[Any] | Mapping[str, Any]
+Assumed = tuple[str, str, str, str]  # what nobody said: name, value, reason, and how to say it
 Place = Callable[[Tensor], Tensor]  # a tensor as the trace takes it: fake or with its values
 
 
@@ -71,12 +72,13 @@ def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...]
 
 def as_tensors(
     given: dict[str, Any], unknown: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
-) -> tuple[dict[str, Any], list[str]]:
-    """The same with tensors for `Input`s, each as the trace takes it; and what was assumed of their values.
+) -> tuple[dict[str, Any], list[Assumed]]:
+    """With tensors for `Input`s, each as the trace takes it; and what was assumed of their values.
 
-    `unknown` makes one without values of a shape and type. With `real` every tensor has values, and words are drawn from a `vocabulary` where there is one.
+    `unknown` makes one without values of a shape and type. With `real` every tensor has values, and words are drawn
+    from a `vocabulary` where there is one.
     """
-    assumed: list[str] = []
+    assumed: list[Assumed] = []
 
     def tensor(value: Any, name: str) -> Any:
         if isinstance(value, Input):
@@ -85,7 +87,9 @@ def as_tensors(
             if values is None and not real:
                 return unknown(value.shape, getattr(torch, value.dtype))
             if values is not None and not value.values:
-                assumed.append(f"{name}: {_WORDS.get(values, f'drawn below {values}')}")
+                size = described(value, name)[name]
+                words = _WORDS.get(values, f"drawn below {values}")
+                assumed.append((f"values of {name}", words, "nobody gave them", f"--input {name}={size}:VALUES"))
             with _disable_current_modes():
                 return place(_made(value, values))
         if isinstance(value, Tensor):
@@ -97,6 +101,14 @@ def as_tensors(
         return value
 
     return {name: tensor(value, name.lstrip("#0123456789")) for name, value in given.items()}, assumed
+
+
+def described(given: Any, path: str = "") -> dict[str, str]:
+    """Shape and type of each tensor, by dotted name."""
+    if isinstance(given, Tensor | Input):
+        return {path: f"{'x'.join(map(str, given.shape)) or 'scalar'}:{str(given.dtype).removeprefix('torch.')}"}
+    items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list | tuple) else ()
+    return {k: v for key, value in items for k, v in described(value, f"{path}.{key}".lstrip(".")).items()}
 
 
 _WORDS = {"zeros": "zeros", "ones": "ones", "positions": "0, 1, 2, ...", "edges": "edges between two nodes"}

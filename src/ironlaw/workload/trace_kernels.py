@@ -79,8 +79,23 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """One, but for sparse tensors, which hold their indices and values."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout is torch.sparse_csr:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = []
+    return [part.untyped_storage() for part in parts]
+
+
 def touched_bytes(tensor: Tensor) -> int:
     """Bytes that reading all of a tensor touches: a broadcast dimension is read once."""
+    if tensor.layout is not torch.strided:
+        return sum(storage.nbytes() for storage in storages(tensor))
     return math.prod(s for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
 
 
@@ -93,11 +108,12 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         return [_convolution(args, out)]
     if name == "convolution_backward":
         return _convolution_backward(args)
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
+    dense = all(t.layout is torch.strided for t in tensors((args, out)))
+    if dense and name in ("mm", "addmm", "bmm", "baddbmm"):
         return [_matmul(func, name, args, kwargs, out)]
     if name == "_grouped_mm":
         return [_grouped(args, kwargs, out)]
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket) if dense else None  # of sparse ones nobody has counted
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else None
     kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_backward")) or Kind.ELEMENTWISE
     if formula is not None and flops:

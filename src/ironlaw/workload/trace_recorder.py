@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
-from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, tensors
+from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, storages, tensors
 
 __all__ = ["Lifetime", "Origin", "Record", "Recorder"]
 
@@ -197,15 +197,6 @@ class Recorder(TorchDispatchMode):
 
         self._alive[key] = (weakref.ref(storage, freed), lifetime)
         return True
-
-
-def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """One, but for sparse tensors, which hold their indices and values."""
-    if tensor.layout is torch.strided:
-        return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return [part.untyped_storage() for part in (tensor._indices(), tensor._values())]
-    return []
 
 
 def _zeros_at_the_end(func: Any, args: tuple[Any, ...]) -> int:

@@ -33,6 +33,7 @@ KNOWN_BYTES = {True: 2**16, False: 2**24}  # of floating-point tensors, which we
 
 MEMORY_SHARE = 0.8  # of what is free now: the rest is for what kernels need while they run
 _CHECKED_FROM = 2**20  # bytes of a tensor from which the memory that is free is asked for
+_SELECT = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -101,6 +102,8 @@ class TraceMode(FakeTensorMode):
             return self._sparse_rows(args[0], args[1].numel(), args[6])
         if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
             return self._sparse_rows(args[0], self._rows(args[0]), args[0].shape[0])
+        if func._opname in _SELECT and not self.real:
+            args = self._by_places(args)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
@@ -111,6 +114,14 @@ class TraceMode(FakeTensorMode):
         if all(self.knows(t) for t in given) and self._small(out):
             return func(*args, **kwargs)
         return out
+
+    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Where the mask that selects is known, the places that it selects are, and how many."""
+        places: list[Any] = []
+        for index in args[1]:
+            known = index is not None and index.dtype is torch.bool and self.knows(index)
+            places += index.nonzero().unbind(1) if known else [index]
+        return (args[0], places, *args[2:])
 
     def _small(self, out: Any) -> bool:
         """Whether what was computed without values may be computed with them."""
