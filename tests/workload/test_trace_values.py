@@ -48,6 +48,24 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
 
 
+class Chooses(nn.Module):
+    """Small whole numbers that follow from what is unknown are unknown, whatever they are cast to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.layer(x)
+        best = scores.topk(2, dim=-1).indices.to(torch.int32)
+        hidden = best.new_ones(scores.shape, dtype=torch.bool).scatter(-1, best.long(), False)
+        return scores.masked_fill(hidden, 0.0).sum()
+
+
+def test_choices_are_unknown() -> None:
+    same_as_real(Chooses, [Input("x", (4, 16))])
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_mask_decides_as_it_does_in_the_run(padded: bool) -> None:
     mask = torch.ones(2, 32, dtype=torch.int64)

@@ -65,8 +65,8 @@ def plan(
 
     options = Options(
         Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node, ranks=ranks,
-        runnable=_runnable() if ranks else None,
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
+        ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
     answer = plan_request(what, on=on, overrides=set_ or [], options=options)
     if json:

@@ -44,6 +44,7 @@ class TraceMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.real = real
         self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # of the running `Module._apply`, so that sharing is kept
+        self._imagining = False
         self._unknown: dict[int, Any] = {}  # storages that a fake tensor was written into
 
     def __deepcopy__(self, memo: object) -> TraceMode:
@@ -64,9 +65,7 @@ class TraceMode(FakeTensorMode):
         """A tensor of any size without values."""
         empty = torch.ops.aten.empty.memory_format
         with _disable_current_modes():
-            made: Tensor = super().__torch_dispatch__(
-                empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")}
-            )
+            made: Tensor = self._imagined(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
         return made
 
     def _sparse_rows(self, gradient: Tensor, touched: int, rows: int) -> Tensor:
@@ -91,6 +90,8 @@ class TraceMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._imagining:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         given = list(tensors((args, kwargs)))
         if all(self.knows(t) for t in given) and (self.real or _stays_small(func, args, kwargs, given)):
             if self.real:
@@ -104,7 +105,7 @@ class TraceMode(FakeTensorMode):
             return self._sparse_rows(args[0], self._rows(args[0]), args[0].shape[0])
         if func._opname in _SELECT and not self.real:
             args = self._by_places(args)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = self._imagined(func, types, args, kwargs)
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
@@ -114,6 +115,14 @@ class TraceMode(FakeTensorMode):
         if all(self.knows(t) for t in given) and self._small(out):
             return func(*args, **kwargs)
         return out
+
+    def _imagined(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The call without values. What it is composed of comes here again, and none of that has values."""
+        self._imagining = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._imagining = False
 
     def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Where the mask that selects is known, the places that it selects are, and how many."""
