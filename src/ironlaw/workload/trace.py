@@ -28,6 +28,7 @@ from ironlaw.ledger import Phase
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.trace_failure import CONSTRUCTION, Untraceable, explained
 from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
+from ironlaw.workload.trace_layers import longest_stack, one_of_each, whole
 from ironlaw.workload.trace_recorder import Recorder
 from ironlaw.workload.trace_table import TracedOperation, operations_of
 from ironlaw.workload.trace_values import TraceMode, tracing
@@ -88,9 +89,18 @@ def trace(
     training: bool = True,
     precision: Precision = "as is",
     real: bool | None = None,
+    repeated: bool = False,
 ) -> Trace:
-    """`trace_operations` with what else a plan needs: the sizes of parameters, buffers and inputs."""
+    """`trace_operations` with what else a plan needs: the sizes of parameters, buffers and inputs.
+
+    `repeated`: of a stack of layers one of each kind runs, and its rows count for the others.
+    """
     how = (loss, training, precision)
+    if repeated:
+        try:
+            return _traced(source, inputs, *how, real=False, repeated=True)
+        except UserError:
+            pass  # layers that are more than a chain: all of them run
     if real:
         return _traced(source, inputs, *how, real=True)
     try:
@@ -104,8 +114,9 @@ def trace(
 
 
 def _traced(
-    source: Source, inputs: Inputs, loss: Loss | None, training: bool, precision: Precision, *, real: bool
-) -> Trace:
+    source: Source, inputs: Inputs, loss: Loss | None, training: bool, precision: Precision, *,
+    real: bool, repeated: bool = False,
+) -> Trace:  # fmt: skip
     mode, recorder = TraceMode(real), Recorder()
     where, parameters = CONSTRUCTION, None
     try:
@@ -121,8 +132,10 @@ def _traced(
             where = "its forward pass"
             before = module.training
             module.train(training)
+            stack = longest_stack(module) if repeated else None
             try:
-                shapes = _run(module, state, args, kwargs, recorder, loss, training, precision)
+                with one_of_each(module, stack) if stack else nullcontext():
+                    shapes = _run(module, state, args, kwargs, recorder, loss, training, precision)
             finally:
                 module.train(before)
     except UserError:
@@ -133,7 +146,7 @@ def _traced(
         raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     return Trace(
-        operations=operations_of(recorder),
+        operations=whole(operations_of(recorder), stack) if stack else operations_of(recorder),
         name=type(module).__name__,
         parameters=sum(p.numel() for p in _unique(parameters)),
         trained_parameters=sum(p.numel() for p in _unique(trained)),

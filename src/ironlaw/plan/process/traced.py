@@ -91,6 +91,7 @@ def plan_module(
     precision: str = "auto",
     name: str | None = None,
     real: bool | None = None,
+    repeated: bool = False,
 ) -> Ledger:
     """A planned ledger of one training step.
 
@@ -101,7 +102,8 @@ def plan_module(
 
     profile = load_profile() if on == "this" else None
     place = _this_machine(profile, precision) if profile else _accelerator(on, precision)
-    traced = trace(module_or_factory, inputs, loss=loss, precision=place.precision, real=real)  # type: ignore[arg-type]
+    how: Any = {"loss": loss, "precision": place.precision, "real": real, "repeated": repeated}
+    traced = trace(module_or_factory, inputs, **how)
     ledger = _planned(traced, place, name)
     ledger.facts["inputs"] = traced.inputs
     return ledger
