@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import inspect
 import logging
 import time
@@ -260,10 +261,15 @@ def cases(named: set[str] | None = None) -> Iterator[Case]:
 
 def _operators_of_torchvision() -> None:
     """A torchvision built for CUDA has no operators beside a torch without: their names are enough for its models."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    globals()["_KEPT"] = library
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        globals()["_KEPT"] = library  # defined for as long as it lives
 
 
 # -- on real tensors -------------------------------------------------------------------------------------------------
@@ -296,7 +302,7 @@ def _held_bytes(module: nn.Module, args: Any, kwargs: Any, given: Any) -> int:
     kept: list[weakref.ref[_Held]] = []
 
     def pack(tensor: Tensor) -> _Held:
-        held = _Held(tensor)
+        held = _Held(tensor.detach())  # a graph that holds itself is never freed
         kept.append(weakref.ref(held))
         return held
 
@@ -378,7 +384,7 @@ class Row:
     def cells(self) -> list[str]:
         shapes = " ".join(f"{'x'.join(map(str, i.shape))}" for i in self.case.inputs[:3])
         if self.traced is None:
-            return [self.case.name, shapes, self.answer, *"-----", "-"]
+            return [self.case.name, shapes, self.answer.replace("|", "/"), *"------"]
         highest = walk(self.traced.operations, 1)
         peak = self.traced.parameter_bytes + self.traced.buffer_bytes + 2 * self.traced.trained_bytes
         peak += highest.saved_bytes + highest.temporary_bytes + highest.gradient_bytes + self.traced.input_bytes
@@ -407,31 +413,47 @@ def row(case: Case, check: bool) -> Row:
 HEADER = ["module", "inputs", "answered", "parameters", "FLOPs", "saved", "peak", "trace, step here", "check"]
 
 
-def document(rows: list[Row]) -> str:
-    answered = [r for r in rows if r.traced is not None]
-    checked = [r for r in answered if r.real is not None]
-    equal = [r for r in checked if r.check() == "equal"]
+Tables = dict[str, dict[str, list[str]]]  # cells by library and module
+
+
+def read_tables(page: Path) -> Tables:
+    """What an earlier run wrote, so that a run of some modules keeps the others."""
+    tables: Tables = {library: {} for library in LIBRARIES}
+    library = ""
+    for line in page.read_text(encoding="utf-8").splitlines() if page.is_file() else ():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        if line.startswith("## "):
+            library = line[3:]
+        elif line.startswith("| ") and cells[0] not in ("module", "---"):
+            tables[library][cells[0]] = cells
+    return tables
+
+
+def document(tables: Tables) -> str:
+    rows = [cells for table in tables.values() for cells in table.values()]
+    answered = [cells for cells in rows if not cells[2].startswith("no")]
+    ran = [cells for cells in answered if cells[8] == "equal" or "%" in cells[8]]
+    equal = [cells for cells in ran if cells[8] == "equal"]
     lines = [
         "# Modules of others", "",
         inspect.cleandoc(f"""
         `python benchmarks/modules.py --out docs/modules.md` plans modules of timm, torchvision, transformers,
         diffusers and PyTorch Geometric by tracing and compares them with PyTorch on real tensors (CPU, torch
-        {torch.__version__.split("+")[0]}). Of {len(rows)} modules {len(answered)} are answered; {len(checked)} ran here
-        for real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and saved bytes equal the
-        storages that autograd holds, to the last unit.
+        {torch.__version__.split("+")[0]}). Of {len(rows)} modules {len(answered)} are answered; {len(ran)} ran here for
+        real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and saved bytes equal the storages
+        that autograd holds, to the last unit.
 
         FLOPs are those of one forward and backward pass; the counter is given formulas for attention and grouped
         products on a CPU, which it counts as nothing, and for weight gradients of grouped convolutions, which it
         overcounts. Peak: weights, gradients, AdamW's moments and activations. Seconds: of the trace, and of one step
-        on real tensors on two shared cores. *Built* is what reads weights while it is constructed, *real step* what
-        looks at values in its forward pass.
+        on real tensors on two cores that others used as well. *Built, traced* reads weights while it is constructed;
+        *real step* looks at values in its forward pass, so that its numbers are those of one draw of them.
         """), "",
     ]  # fmt: skip
-    for library in LIBRARIES:
-        mine = [r for r in rows if r.case.library == library]
-        if mine:
-            table = [HEADER, ["---"] * len(HEADER), *(r.cells() for r in mine)]
-            lines += [f"## {library}", "", *("| " + " | ".join(cells) + " |" for cells in table), ""]
+    for library, table in tables.items():
+        if table:
+            shown = [HEADER, ["---"] * len(HEADER), *table.values()]
+            lines += [f"## {library}", "", *("| " + " | ".join(cells) + " |" for cells in shown), ""]
     return "\n".join(lines)
 
 
@@ -443,15 +465,14 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    rows = []
+    tables = read_tables(options.out) if options.out else {library: {} for library in LIBRARIES}
     for case in cases(set(options.names)):
-        rows.append(row(case, not options.no_check))
-        print(case.library, *rows[-1].cells(), sep=" | ", flush=True)
+        cells = row(case, not options.no_check).cells()
+        print(case.library, *cells, sep=" | ", flush=True)
+        tables[case.library][case.name] = cells
+        if options.out:
+            options.out.write_text(document(tables), encoding="utf-8")
         gc.collect()
-    answered = sum(r.traced is not None for r in rows)
-    print(f"{answered} of {len(rows)} answered, {sum(r.check() == 'equal' for r in rows)} equal to PyTorch")
-    if options.out:
-        options.out.write_text(document(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

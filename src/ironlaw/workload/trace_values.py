@@ -211,8 +211,8 @@ def _fake_construction(mode: TraceMode) -> Iterator[None]:
         """Rejected samples are drawn again until none is left: without values that cannot be seen."""
         return draw(tensor, *args, **kwargs) if mode.knows(tensor) else tensor
 
-    nn.Module._apply = _applied(mode, cast)  # type: ignore[method-assign,assignment]
-    nn.init._no_grad_trunc_normal_ = drawn  # type: ignore[assignment]
+    nn.Module._apply = _applied(mode, cast)  # type: ignore[method-assign]
+    nn.init._no_grad_trunc_normal_ = drawn
     try:
         yield
     finally:
