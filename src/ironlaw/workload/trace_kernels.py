@@ -180,7 +180,7 @@ def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: A
 def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
     """Products of experts: each of the mean load, as a plan must take it. torch's counter knows no formula for it."""
     left, right = args[:2]
-    offs: Tensor = args[2] if len(args) > 2 else kwargs.get("offs")
+    offs: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = next((t.shape[0] for t in (right, left) if t.dim() == 3), None) or offs.shape[0]
     m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
     flops = 2 * m * n * k * (groups if left.dim() == right.dim() == 3 else 1)
