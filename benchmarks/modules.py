@@ -449,8 +449,9 @@ def document(tables: Tables) -> str:
         on real tensors on two cores that others used as well. *Built, traced* reads weights while it is constructed;
         *real step* looks at values in its forward pass, so that its numbers are those of one draw of them.
 
-        Where they differ: strides of concatenations without memory are not always those of real ones, so that a trace copies
-        what a run need not (UNet2DModel); GraphUNet multiplies sparse matrices, which the counter takes for dense ones.
+        Where they differ: strides of concatenations without memory are not always those of real ones, so that a trace
+        copies what a run need not (UNet2DModel); GraphUNet multiplies sparse matrices, which the counter takes for
+        dense ones.
         """), "",
     ]  # fmt: skip
     for library, table in tables.items():
