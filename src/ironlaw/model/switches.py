@@ -6,6 +6,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+SCORE_BLOCK_BYTES = 256  # 64 queries in fp32, 128 in half precision: the quickest of 32 to 256 on an AMD EPYC
+
+
+def score_blocks(sequence: int, element_bytes: int) -> list[tuple[int, int]]:
+    """First query and end of each block of blocked attention (`blocked.py`)."""
+    rows = SCORE_BLOCK_BYTES // element_bytes
+    return [(first, min(first + rows, sequence)) for first in range(0, sequence, rows)]
+
 
 class Switches(BaseModel):
     """The less common fields of `ModelConfig`, which adds the dimensions; model names are examples."""
