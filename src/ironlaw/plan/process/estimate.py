@@ -122,6 +122,8 @@ def choose_attention(config: RunConfig, shape: Shape, profile: Profile) -> tuple
             'train.attention = "blocked" is plain causal attention of one process on a CPU, without dropout, windows, '
             'documents apart or recomputation: use train.attention = "auto"'
         )
+    if wanted == "blocked" and measured_precision(shape.precision, profile) not in profile.blocked_attention:
+        raise UserError("attention in blocks has not been measured on this machine: run `ironlaw measure` again")
     if wanted != "auto":
         return (blocked if wanted == "blocked" else shape), Choice(wanted, "train.attention in the config")
     if not possible:
