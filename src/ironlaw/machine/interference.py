@@ -56,6 +56,13 @@ def rounds(profile: Profile) -> list[dict[str, float]]:
     return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, others, strict=True)]
 
 
+def disturbed(profile: Profile) -> float | None:
+    """Share of the cores that other programs used while the machine was measured, where kernels had to wait for them;
+    None where none did or the system does not tell. Best times of such a measurement may be no best times."""
+    share = others(rounds(profile))
+    return share if share is not None and share > MOST_OTHERS else None
+
+
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Kind of kernel -> time over best that is typical here: the middle of this measurement and of the last runs."""
     own, anchor = middle(undisturbed(rounds(profile))), anchors(profile)
