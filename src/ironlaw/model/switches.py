@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ironlaw.schema import Section
 
 SCORE_BLOCK_BYTES = 256  # 64 queries in fp32, 128 in half precision: the quickest of 32 to 256 on an AMD EPYC
 
@@ -15,10 +17,8 @@ def score_blocks(sequence: int, element_bytes: int) -> list[tuple[int, int]]:
     return [(first, min(first + rows, sequence)) for first in range(0, sequence, rows)]
 
 
-class Switches(BaseModel):
+class Switches(Section):
     """The less common fields of `ModelConfig`, which adds the dimensions; model names are examples."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     # Norms stand before each branch of a block, after it (OLMo 2), or both (Gemma 2, GLM 4).
     norm_place: Literal["pre", "post", "sandwich"] = "pre"

@@ -23,7 +23,7 @@ from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.pipeline import V_SHAPED, ends_lighter
+from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
 
 RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
 OFFLOAD = ("none", "optimizer", "activations", "both")
@@ -33,6 +33,9 @@ SCHEDULES = ("1f1b", "gpipe", "zb", "zbv", "dualpipe")
 _SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
+
+MOST = 2**20
+"""Of anything in a layout: more than anybody has."""
 
 SPLIT_BACKWARD = ("zb", *V_SHAPED)  # gradients of inputs and of weights in passes of their own
 
@@ -236,6 +239,8 @@ def _recompute(word: str) -> str:
     if match := re.fullmatch(r"every[:\-]?(\d+)", word):
         if int(match[1]) < 1:
             raise UserError("layout: recompute=every:K counts blocks: K is at least 1")
+        if int(match[1]) > MOST:
+            raise UserError(f"layout: recompute=every:K counts blocks: K is at most {MOST:,}")
         return "full" if int(match[1]) == 1 else f"every:{int(match[1])}"
     if word.startswith("budget:"):
         budget_bytes(word)
@@ -279,6 +284,8 @@ def _value(key: str, text: str) -> Any:
         number = int(text)
     except ValueError:
         raise UserError(f"layout: {key} must be a whole number, not '{text}'") from None
+    if number > MOST:
+        raise UserError(f"layout: {key} is at most {MOST:,}")
     if number < (0 if key == "zero" else 1):
         raise UserError(f"layout: {key} must be at least {0 if key == 'zero' else 1}, not {number}")
     return number
