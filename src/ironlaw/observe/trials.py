@@ -128,7 +128,8 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
             parameters = [torch.zeros(shape, requires_grad=True) for shape in shapes]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-            made.append(type(optimizer)(parameters, lr=1e-9, **extra))
+            kind: Any = type(optimizer)
+            made.append(kind(parameters, lr=1e-9, **extra))
         seconds: list[list[float]] = [[], []]
         for turn in range(2 * (REPEATS + 1)):
             began = time.perf_counter()

@@ -30,9 +30,9 @@ def is_users(file: str) -> bool:
 
 def user_line(frame: FrameType | None = None) -> str | None:
     """file:line of the innermost line that belongs to no library."""
-    frame = frame or sys._getframe(1)
+    frame = frame if frame is not None else sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
