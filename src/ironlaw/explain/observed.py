@@ -61,7 +61,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
     """Plans of the module run otherwise, each scaled to the samples of one step of the run."""
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
@@ -134,7 +134,7 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
 
 
 def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -> Ledger:
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     traced, facts = trace_from_json(operations), run.facts

@@ -449,7 +449,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The most bytes of tensors this rank holds in its fourth step, everything allocated since its start counted."""
     from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
-    from ironlaw.plan.ranks.memory import rank_peak
+    from ironlaw.plan.memory import peak_memory
     from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.waiting import watch_replica, watching
 
@@ -474,7 +474,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
     program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
-    planned = rank_peak(config, layout, run.ranks.index("pp"), program.shape)
+    planned = peak_memory(program, run.ranks.index("pp"))
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}
 
