@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.links import Fabric
-from ironlaw.workload.collectives import Collective, replicas_of
+from ironlaw.workload.collectives import Collective, group_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import EMBEDDING, Program
-from ironlaw.workload.sharding import bucket_bytes, expert_holders
+from ironlaw.workload.sharding import bucket_bytes
 
 
 @dataclass(frozen=True)
@@ -28,31 +28,12 @@ class CollectiveCost:
     def name(self) -> str:
         return f"{self.dimension} {self.kind}"
 
-    def line(self) -> Line:
+    def line(self, aliases: dict[str, str]) -> Line:
+        name = f"{aliases.get(self.dimension, self.dimension)} {self.kind}"
         return Line(
-            Phase.COMMUNICATION, Kind.COLLECTIVE, self.name, self.count, None, float(self.bytes), self.exposed_seconds,
+            Phase.COMMUNICATION, Kind.COLLECTIVE, name, self.count, None, float(self.bytes), self.exposed_seconds,
             bound="network",
         )  # fmt: skip
-
-
-def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
-    """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
-    shard, copies = replicas_of(layout)
-    sizes = {"tp": layout.tp, "shard": shard, "replicate": copies, "pp": layout.pp}
-    if dimension in ("cp", "micro_batch"):  # who counts experts' load together: ranks of one sequence, or two replicas
-        return layout.cp if dimension == "cp" else max(2, layout.cp), layout.tp
-    if dimension == "world":
-        return layout.accelerators, 1
-    if dimension == "ep":
-        return layout.ep, layout.tp
-    if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
-        return expert_holders(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
-    stride = 1
-    for name in ("tp", "shard", "replicate", "pp"):
-        if name == dimension:
-            break
-        stride *= sizes[name]
-    return sizes[dimension], stride
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.ledger import UNNAMED, Key, Kind, Line, Phase
 from ironlaw.plan.machines import Machine
 from ironlaw.workload.operations import Operation, line_name
-
-Key = tuple[Phase, Kind, str]
 
 
 def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[Line]:
@@ -32,7 +30,9 @@ def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[
             bound=bound,
         )
     lines = list(folded.values())
-    return lines + [_dispatch(phase, lines, machine) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    passes = (Phase.FORWARD, Phase.BACKWARD)
+    lines += [_dispatch(phase, lines, machine) for phase in passes]
+    return lines + [Line(phase, Kind.OTHER, UNNAMED, count=0, seconds=0.0) for phase in passes]
 
 
 def _dispatch(phase: Phase, lines: list[Line], machine: Machine) -> Line:

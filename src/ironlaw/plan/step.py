@@ -21,21 +21,22 @@ from typing import Any
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.ledger import Kind, Ledger, Line, Phase
+from ironlaw.ledger import Key, Ledger, Line, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.communication import CollectiveCost, Links
-from ironlaw.plan.fold import Key, fold
+from ironlaw.plan.fold import fold
 from ironlaw.plan.machines import MeasuredMachine, SharedMachine, measured_precision
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.recompute import solve
-from ironlaw.plan.stage_costs import StageCosts, alike, pipelined, stage_costs
+from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.supply import data_supply
 from ironlaw.plan.supported import check_supported
 from ironlaw.plan.totals import System, add_run_totals, add_totals
+from ironlaw.workload.collectives import aliases_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
@@ -130,9 +131,8 @@ class StepPlan:
                 # Ranks that take turns on the cores take longer than their operations.
                 wanted = stage.phase_seconds[line.phase]
                 scale = wanted / found[line.phase] if found[line.phase] else 1.0
-                key = (line.phase, line.kind, line.operation)
-                known = folded.get(key, Line(*key, count=0, bytes_moved=0.0, seconds=0.0, bound=line.bound))
-                folded[key] = replace(
+                known = folded.get(line.key, Line(*line.key, count=0, bytes_moved=0.0, seconds=0.0, bound=line.bound))
+                folded[line.key] = replace(
                     known, count=None if line.count is None else (known.count or 0) + round(line.count * share),
                     flops=known.flops if line.flops is None else (known.flops or 0) + line.flops * per_stage,
                     bytes_moved=None if line.bytes_moved is None
@@ -240,10 +240,10 @@ def plan_step(
         phases, communication = alike(program, costs[0], Links(fabric, layout))
     else:
         phases, communication = pipelined(program, costs, Links(fabric, layout))
-    stages = []
+    stages, aliases = [], aliases_of(config.model, layout, batch_of(config), recipe)
     for position in range(layout.pp):
         lines = [line for stage in program.stages_at(position) for line in costs[stage].lines]
-        lines += [cost.line() for cost in communication[position]]
+        lines += [cost.line(aliases) for cost in communication[position]]
         if offload is not None:
             lines += lines_of(offload)
             for phase, seconds in offload.exposed.items():
@@ -311,4 +311,4 @@ def _offload(program: Program, machine: SharedMachine, profile: Profile) -> Offl
     return plan_offload(program, host_of_machine(profile), seconds)
 
 
-__all__ = ["Kind", "StageCosts", "StagePlan", "StepPlan", "plan_run", "plan_step", "step_operations"]
+__all__ = ["StagePlan", "StepPlan", "plan_run", "plan_step", "step_operations"]

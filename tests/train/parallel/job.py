@@ -53,7 +53,7 @@ from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
-from ironlaw.workload.collectives import merged, traffic
+from ironlaw.workload.collectives import aliases_of, renamed, traffic
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies
@@ -386,7 +386,8 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
-    return {"found": plain(found.sent), "planned": plain(merged(planned, found.aliases))}
+    aliases = aliases_of(run.config.model, layout, batch_of(run.config), planned_recipe(run.config))
+    return {"found": plain(found.sent), "planned": plain(renamed(planned, aliases))}
 
 
 def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:

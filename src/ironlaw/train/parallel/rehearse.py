@@ -27,7 +27,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
-from ironlaw.workload.collectives import Sent, Table, merged, table_of
+from ironlaw.workload.collectives import Sent, Table, aliases_of, renamed, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.program import step as planned_step
@@ -180,9 +180,10 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
                 experts.balance(applied.model, ranks)
     held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
     program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
-    planned = table_of(program.collectives[position])
+    aliases = aliases_of(config.model, layout, batch_of(config), program.recipe)
+    planned = renamed(table_of(program.collectives[position]), aliases)
     peak = peak_memory(program, position)
-    return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
+    return Stage(position, rank, found.sent, planned, held, peak.total)
 
 
 def at_scale(
