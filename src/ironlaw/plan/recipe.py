@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.config import RunConfig
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.workload.blocks import FP32, Precision
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import policies
 
@@ -19,6 +20,17 @@ def batch_of(config: RunConfig) -> Batch:
         config.train.global_batch, config.sequence, config.data.masks_documents, config.data.packing == "best_fit",
         config.micro_batch,
     )  # fmt: skip
+
+
+def layout_of(layout: LayoutConfig, micro_batch: int, dp: int = 1) -> Layout:
+    """A config's layout with what it leaves open: the replicas, and the sequences of a forward pass of each."""
+    return Layout(**layout.model_dump() | {"dp": layout.dp or dp}, micro_batch=micro_batch)
+
+
+def micro_batch_of(config: RunConfig, share: int) -> int:
+    """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
+    below it, so that a job that goes on with fewer ranks need not be configured anew."""
+    return next(size for size in range(min(config.micro_batch, share), 0, -1) if share % size == 0)
 
 
 def recipe_of(

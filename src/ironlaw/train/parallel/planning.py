@@ -18,8 +18,9 @@ from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_cost
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.layouts import LayoutChoice, best_layout
+from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
-from ironlaw.train.parallel.ranks import Ranks, check, micro_batch_of, planned_layout
+from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
@@ -59,7 +60,7 @@ def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) 
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
     layout = check(config, size)
     share = config.train.global_batch // (layout.dp or 1)
-    return plan_step(config, profile, planned_layout(layout, micro_batch_of(config, share)), fabric, size)
+    return plan_step(config, profile, layout_of(layout, micro_batch_of(config, share)), fabric, size)
 
 
 def _between(local: int) -> Link:
