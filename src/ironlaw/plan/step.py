@@ -214,11 +214,15 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
 
 
 def plan_step(
-    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0
-) -> StepPlan:
-    """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so."""
+    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
+    precision: PrecisionChoice | None = None,
+) -> StepPlan:  # fmt: skip
+    """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
+
+    `precision`: chosen already, for another layout of the same config.
+    """
     check_supported(config, profile.device)
-    precision = choose_precision(config, profile)
+    precision = precision or choose_precision(config, profile)
     measured = measured_precision(precision.value, profile)
     machine = MeasuredMachine(profile, interference.typical(profile))
     if layout is None:
