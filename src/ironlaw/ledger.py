@@ -153,10 +153,9 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a plan decides for the trainer where the config leaves it open."""
+    """What a plan decides for the trainer where the config leaves it open; the reasons are among the facts."""
 
     precision: str  # of the matrix products
-    precision_reason: str = ""
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all of a micro-batch
     # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
     recompute: tuple[frozenset[str] | None, ...] = ()

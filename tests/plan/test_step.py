@@ -113,7 +113,7 @@ def test_what_a_plan_has_no_name_for_is_one_line_of_its_phase() -> None:
 
 
 def test_decisions_survive_the_file(tmp_path: Any) -> None:
-    decided = Decisions("bf16", "measured", 512, (None, frozenset({"qkv"})), 7)
+    decided = Decisions("bf16", 512, (None, frozenset({"qkv"})), 7)
     Ledger("plan", decisions=decided).save(tmp_path / "plan.json")
     assert Ledger.load(tmp_path / "plan.json").decisions == decided
     assert Ledger.from_json(Ledger("run").to_json()).decisions is None

@@ -126,7 +126,7 @@ class StepPlan:
     @property
     def decisions(self) -> Decisions:
         recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
-        return Decisions(self.precision.value, self.precision.reason, recipe.loss_chunk, recipe.recompute, ahead)
+        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead)
 
     def _lines(self) -> list[Line]:
         per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
@@ -157,6 +157,7 @@ class StepPlan:
             "measured": profile.created,
             "versions": profile.versions,
             "precision": self.precision.value,
+            "precision_reason": self.precision.reason,
             "slowdown": interference.typical(profile),
             "composition": self.composition,
             "copy_bytes_per_second": profile.copy_bytes_per_second,

@@ -99,9 +99,9 @@ def show_why(console: Console, ledger: Ledger) -> None:
     paragraph(console, "Where each number comes from", style="bold")
     for name, estimate in ledger.totals.items():
         _derivation(console, ledger, name, estimate)
-    if ledger.decisions is not None and ledger.decisions.precision_reason:
+    if ledger.facts.get("precision_reason"):
         heading(console, f"Precision: {ledger.facts['precision']}")
-        paragraph(console, ledger.decisions.precision_reason, indent=2)
+        paragraph(console, ledger.facts["precision_reason"], indent=2)
     for phase in Phase:
         lines = list(ledger.select(phase=phase))
         if lines:
