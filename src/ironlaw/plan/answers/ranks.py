@@ -53,7 +53,7 @@ def _given(config: RunConfig, text: str | None, ranks: int) -> Layout:
     dp_given = "dp=" in text if text else config.layout is not None and config.layout.dp is not None
     dp = written.dp if dp_given or ranks % others else ranks // others
     share = max(1, config.train.global_batch // dp)
-    micro_batch = written.micro_batch if text and "micro_batch" in text else micro_batch_of(config, share)
+    micro_batch = written.micro_batch if text and "micro_batch" in text else micro_batch_of(config, share, written.pp)
     return replace(written, dp=dp, micro_batch=micro_batch)
 
 
