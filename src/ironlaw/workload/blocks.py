@@ -10,9 +10,9 @@ from typing import Literal
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.sizes import Size, divided, smaller
-from ironlaw.workload.software import OURS, Software
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -44,7 +44,7 @@ class Shape:
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
     division: Division = Division()
-    software: Software = OURS
+    conventions: Conventions = OURS
     # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
     cp: Size = 1  # ranks that share each sequence
     stream_shards: Size = 1  # ranks that share the residual stream between layers
@@ -64,7 +64,7 @@ class Shape:
     @property
     def stream_bytes(self) -> int:
         """Of an element of the residual stream and of what norms give."""
-        return FP32 if self.software.autocast else self.matmul_bytes
+        return FP32 if self.conventions.autocast else self.matmul_bytes
 
     @property
     def matmul_bytes(self) -> int:
@@ -72,16 +72,16 @@ class Shape:
 
     @property
     def casts(self) -> bool:
-        return self.precision != "fp32" and self.software.autocast
+        return self.precision != "fp32" and self.conventions.autocast
 
     @property
     def normed_bytes(self) -> Size:
         """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
         held = self.tokens * self.model.hidden
-        if self.software.autocast:
+        if self.conventions.autocast:
             return held * FP32
-        gathered = self.software.gathered_inputs * (self.stream_shards > 1)
-        return held * self.software.held.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
+        gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
+        return held * self.conventions.held.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -116,7 +116,7 @@ class Shape:
     @property
     def pads_values(self) -> bool:
         """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
-        if self.model.latent is None or self.software.fused:
+        if self.model.latent is None or self.conventions.fused:
             return False
         narrower = self.model.size_of_value < self.model.size_of_head
         return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division != Division())
@@ -142,7 +142,7 @@ def attention_score_pairs(sequence: Size, window: int | None) -> Size:
 
 def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
     """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor."""
-    if shape.software.fused:
+    if shape.conventions.fused:
         return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
         return 2 * rows * FP32
@@ -157,11 +157,9 @@ def attention_saved_bytes(shape: Shape) -> int:
     a cap keeps, the softmax, and what of it the second product reads, if that is another tensor.
     """
     model = shape.model
-    if shape.software.fused:
-        # Materialised: softmax, its dropout and a one-byte mask of every score.
-        core = FP32 if not shape.materialised else shape.sequence * (2 * shape.matmul_bytes + 1)
-        output = model.mixed_size * (shape.matmul_bytes + shape.software.held.attention_copy_bytes)
-        return shape.tokens * (output + model.heads * core)
+    if shape.conventions.fused:
+        output = model.mixed_size * (shape.matmul_bytes + shape.conventions.held.attention_copy_bytes)
+        return shape.tokens * output + attention_core_bytes(shape)
     if shape.composes_attention and model.composes_scores:
         w, rows = shape.matmul_bytes, shape.micro_batch * model.heads * shape.sequence
         weights = rows * (shape.sequence + model.attention_sinks) * FP32
@@ -176,12 +174,18 @@ def attention_saved_bytes(shape: Shape) -> int:
     return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
+def attention_core_bytes(shape: Shape) -> Size:
+    """What attention keeps beside its output; materialised, softmax, its dropout and a one-byte mask of every score."""
+    of_a_query = shape.sequence * (2 * shape.matmul_bytes + 1) if shape.materialised else FP32
+    return shape.tokens * shape.model.heads * of_a_query
+
+
 def rotary_saved_bytes(shape: Shape) -> int:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
-    if shape.software.fused:
-        return shape.rotated_bytes * shape.software.unrotated_kept
+    if shape.conventions.fused:
+        return shape.rotated_bytes * (shape.conventions.unrotated_kept if shape.model.latent is None else 1)
     tables = 2 * shape.sequence * shape.model.size_of_rotary * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 

@@ -10,8 +10,12 @@ Its FLOPs are exact whatever the load. Its time is that of an even one: on one d
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.backward import (
     activated_backward,
     attention_half_backward,
@@ -47,7 +51,7 @@ def moe_block_backward(shape: Shape) -> list[Operation]:
     if _shared(shape):
         operations += _shared_experts_backward(shape)
     operations += _experts_backward(shape) + _route_backward(shape)
-    wide = shape if shape.software.fused else replace(shape, precision="fp32")
+    wide = shape if shape.conventions.fused else replace(shape, precision="fp32")
     operations += norm_backward(wide, "ffn_norm", "block", 1, reader="", residual=True)
     return _of_moe_layers(shape, on_rank(shape, operations + attention_half_backward(shape)))
 
@@ -78,6 +82,33 @@ def rows(shape: Shape) -> int:
     return shape.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
 
 
+IMBALANCE = 1.1
+"""Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures how
+far the fullest expert is off), and no published figure is per rank and micro-batch. In a run's metrics,
+`expert_load_busiest_over_mean` is an upper bound of it. Published speeds of a vendor are of random choices, which are
+even (`moe_router_force_load_balancing` in the scripts they come from): `default_imbalance` of the engine."""
+
+
+def row_factor(moe: MoEConfig, ep: Size, imbalance: Size = 0.0) -> Size:
+    """Rows that a rank computes over an even share: its capacity, or the imbalance where ranks wait for each other.
+
+    `imbalance`: rows of the busiest rank over the mean; 0: what training is taken to have.
+    """
+    if moe.capacity_factor is not None:
+        return moe.capacity_factor
+    return np.where(np.asarray(ep) > 1, np.where(np.asarray(imbalance) > 0, imbalance, IMBALANCE), 1.0)
+
+
+def rows_of_a_rank(moe: MoEConfig, ep: Size, split: Size, imbalance: Size = 0.0) -> Size:
+    """Rows per token of a rank's micro-batch: fewer where experts are split over less than tp, `split` of it."""
+    return moe.experts_per_token * row_factor(moe, ep, imbalance) * split
+
+
+def is_exchanged(ep: Size, split: Size, tp: Size) -> Any:
+    """Whether rows move on their own instead of as a dense network's tokens under tensor parallelism."""
+    return (ep > 1) | (split != tp)
+
+
 def _small(
     name: str, phase: Phase, kernel: str, elements: int, moved: int, *, saved: int = 0, temporary: int = 0,
     frees_saved: int = 0, frees_temporary: int = 0,
@@ -104,7 +135,7 @@ def _mask_bytes(shape: Shape) -> int:
 
 def _norm(shape: Shape) -> list[Operation]:
     """Its output is kept in fp32 whatever the precision, for the router reads it so."""
-    if shape.software.fused:
+    if shape.conventions.fused:
         return norm(shape, "ffn_norm", "block", 1, reader="")
     elements = shape.tokens * shape.model.hidden
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
@@ -145,7 +176,7 @@ def _route(shape: Shape) -> list[Operation]:
         flops=2 * tokens * count * model.hidden, precision="fp32",
         bytes_moved=w * (tokens * model.hidden + count * model.hidden + scores), temporary_bytes=scores * w,
     )  # fmt: skip
-    if shape.software.fused:
+    if shape.conventions.fused:
         return [replace(router, saved_bytes=scores * w)]
     operations = [
         router,
@@ -172,7 +203,7 @@ def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
     moe, count = shape.model.moe, rows(shape)
     assert moe is not None
     local = divided(moe.experts, shape.ep)
-    if shape.software.fused:
+    if shape.conventions.fused:
         return divided(count, larger(local, 1)), local
     return max(1, round(count / local)), min(local, count)
 
@@ -199,7 +230,7 @@ def _grouped(shape: Shape, name: str, inputs: int, outputs: int, *, keep: bool) 
             saved_bytes=out if keep else 0, temporary_bytes=0 if keep else out,
         )
     )  # fmt: skip
-    if moe.bias and not shape.software.fused:
+    if moe.bias and not shape.conventions.fused:
         operations.append(elementwise(shape, name, "add_in_place", count * outputs, 3))
     return operations
 
@@ -210,7 +241,7 @@ def _experts(shape: Shape) -> list[Operation]:
     assert model.moe is not None
     elements, width = rows(shape) * model.hidden, model.expert_ffn_size
     inner, stream, k = rows(shape) * width, shape.tokens * model.hidden, model.moe.experts_per_token
-    if shape.software.fused:
+    if shape.conventions.fused:
         return _fused_experts(shape)
     operations = []
     cast = stream * w if shape.casts else 0
@@ -245,16 +276,16 @@ def _experts(shape: Shape) -> list[Operation]:
 
 def _fused_experts(shape: Shape) -> list[Operation]:
     """The same where tokens are sorted to rows, and rows added up to tokens, by one kernel each."""
-    model, software = shape.model, shape.software
+    model, conventions = shape.model, shape.conventions
     count, width = rows(shape), model.expert_ffn_size
     both = 2 * width if model.gated_ffn else width
     sent, back = permuted_elements(shape)
     return [
         replace(elementwise(shape, "dispatch", "embedding_forward", sent, 1),
-                saved_bytes=count * model.hidden * software.held.input_bytes),
+                saved_bytes=count * model.hidden * conventions.held.input_bytes),
         *_grouped(shape, "expert_up", model.hidden, both, keep=True),
         activated(shape, count * width),
-        *_grouped(shape, "expert_down", width, model.hidden, keep=software.keeps_expert_outputs),
+        *_grouped(shape, "expert_down", width, model.hidden, keep=conventions.keeps_expert_outputs),
         elementwise(shape, "combine", "add", back, 1),
     ]  # fmt: skip
 
@@ -266,7 +297,7 @@ def permuted_elements(shape: Shape) -> tuple[Size, Size]:
     """
     moe, count, tokens = shape.model.moe, rows(shape) * shape.model.hidden, shape.tokens * shape.model.hidden
     assert moe is not None
-    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.software.rows_sent == "choices")
+    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
     return 2 * count * (1 + again), 2 * count * again + count + tokens
 
 
@@ -274,7 +305,7 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     """One dense network that every token visits, perhaps scaled, added to what `combine` gave."""
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
-    if shape.software.fused:
+    if shape.conventions.fused:
         return feed_forward(shape, model.shared_ffn_size, "shared_ffn")
     stream = shape.tokens * model.hidden
     operations = []
@@ -304,7 +335,7 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
     """Ends with one gradient of the normed input, in fp32."""
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
-    if shape.software.fused:
+    if shape.conventions.fused:
         return feed_forward_backward(shape, model.shared_ffn_size, "shared_ffn", consumes=0)
     stream, full = shape.tokens * model.hidden * w, shape.tokens * model.hidden * FP32
     operations, extra = [], 0
@@ -388,7 +419,7 @@ def _grouped_backward(
             frees_temporary_bytes=consumes,
         ),
     ]  # fmt: skip
-    if moe.bias and not shape.software.fused:
+    if moe.bias and not shape.conventions.fused:
         gradients = moe.experts * outputs * FP32
         summed = elementwise(shape, name, "sum_rows", count * outputs, 1, backward=True)
         operations.insert(1, replace(summed, gradient_bytes=gradients))
@@ -417,7 +448,7 @@ def _fused_experts_backward(shape: Shape) -> list[Operation]:
 
 
 def _experts_backward(shape: Shape) -> list[Operation]:
-    if shape.software.fused:
+    if shape.conventions.fused:
         return _fused_experts_backward(shape)
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
@@ -511,6 +542,6 @@ def _route_backward(shape: Shape) -> list[Operation]:
         ),
         _small("ffn_norm", backward, "add_in_place", tokens * model.hidden, 3 * full, frees_temporary=full),
     ]  # fmt: skip
-    if shape.software.fused:
+    if shape.conventions.fused:
         return [op for op in operations if op.kind is Kind.MATMUL]
     return operations

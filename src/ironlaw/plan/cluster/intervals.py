@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ironlaw.plan.cluster.setting import matmul_is_assumed
+from ironlaw.plan.cluster.system import matmul_is_assumed
 from ironlaw.plan.engines.named import GENERIC, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.jobs import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
+from ironlaw.plan.cluster.candidates import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
 from ironlaw.plan.layout import Layout
 from ironlaw.plan.pipeline import V_SHAPED, ends_lighter
 

@@ -22,12 +22,12 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.allocator import usable_bytes
-from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
+from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Candidates, candidates_of_table
+from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.cluster.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
 from ironlaw.plan.cluster.layout_space import COLUMNS, MAX_TP, layout_of, layout_table, savings
 from ironlaw.plan.cluster.memory import peak_memory
-from ironlaw.plan.cluster.setting import Setting, setting
+from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
@@ -41,7 +41,7 @@ HIDING_IN_BUBBLE = 0.03
 """The same of sharded weights under a zero-bubble schedule, which a longer backward pass hides without filling less of
 the bubble: 1.7% there."""
 
-CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
+CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB
 FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned at first, and bounded at once
 
 
@@ -99,7 +99,7 @@ def search(
     fastest, and neither the counts nor `safest` mean anything.
     """
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = setting(cluster, chosen, precision, update_cost(optimizer, model))
+    where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
     walls: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
     table = layout_table(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds)
@@ -145,7 +145,7 @@ class _Hunt:
 
     model: ModelConfig
     cluster: Cluster
-    where: Setting
+    where: System
     sequence: int
     global_batch: int
     flash: bool
@@ -177,9 +177,9 @@ class _Hunt:
             if self.best:
                 return
 
-    def _jobs(self, table: np.ndarray) -> Jobs:
+    def _jobs(self, table: np.ndarray) -> Candidates:
         columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-        return jobs_of_table(
+        return candidates_of_table(
             self.model, columns, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
         )
 
@@ -195,7 +195,7 @@ class _Hunt:
 
         Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
         """
-        outcome = plan_jobs(self._jobs(part), self.where)
+        outcome = plan_candidates(self._jobs(part), self.where)
         fits = outcome.fits
         self.planned += len(part)
         self.fitting += int(fits.sum())
@@ -303,14 +303,14 @@ def _permitted(rows: np.ndarray, excluded: Callable[[Layout], str | None], ruled
 
 
 _TERMS = {
-    "compute": ("forward", "backward"),
+    "compute": ("forward", "backward", "head_matmul", "loss", "embedding"),
     "pipeline bubble": ("bubble",),
     "tensor parallel communication": ("tp_exposed",),
     "context parallel communication": ("cp_exposed",),
     "expert parallel communication": ("ep_exposed",),
     "pipeline messages": ("pp_exposed",),
     "gathering of sharded weights": ("fsdp_exposed",),
-    "data parallel communication": ("dp_exposed",),
+    "data parallel communication": ("reduce_exposed", "gather_exposed"),
     "launch time": ("host_excess",),
     "optimizer": ("optimizer",),
     "transfers to the host": ("offload_exposed",),

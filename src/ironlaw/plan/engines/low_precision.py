@@ -37,9 +37,8 @@ attention, router, output layer and loss stay in 16 bits or more in both librari
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ironlaw.workload.conventions import WIDE, Casts, Held
 
-WIDE = 2.0
 NARROW = ("fp8", "fp8_block", "mxfp8", "nvfp4")
 
 ELEMENT_BYTES = {"fp8": 1.0, "fp8_block": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
@@ -52,28 +51,6 @@ ONE_ARRANGEMENT = ("blackwell", "blackwell_ultra")
 """Generations whose products under scales per tensor read operands in either order."""
 
 LIBRARIES = ("transformer-engine", "torchao", "")
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes per element or parameter."""
-
-    input_bytes: float = WIDE  # of a linear layer's input, kept for its backward pass
-    attention_copy_bytes: float = 0.0  # of attention's output, beside the one that attention keeps
-    copy_bytes: float = 0.0  # per weight of a block's matrices, more (or less) than the 16-bit ones alone
-    gather_bytes: float = WIDE  # per weight that data parallel ranks gather
-    says: str = ""
-
-
-@dataclass(frozen=True)
-class Casts:
-    """Bytes read and written to quantise what a linear layer multiplies, per element of each and micro-batch."""
-
-    inputs: float = 0.0  # forward
-    weights: float = 0.0
-    gradients: float = 0.0  # backward, of the output
-    inputs_again: float = 0.0
-    weights_again: float = 0.0
 
 
 def casts_by(library: str, precision: str, generation: str) -> Casts:

@@ -19,7 +19,7 @@ from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Pha
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
-from ironlaw.plan.cluster.setting import hardware_of
+from ironlaw.plan.cluster.system import hardware_of
 from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.process.estimate import MEMORY_INTERVAL
 from ironlaw.plan.process.memory import Peak, walk

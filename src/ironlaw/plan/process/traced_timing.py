@@ -11,7 +11,7 @@ from typing import Protocol
 from ironlaw.ledger import Kind, Origin, Phase
 from ironlaw.machine.efficiency import Hardware, attention_seconds, matmul_seconds, streaming_seconds
 from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO
-from ironlaw.plan.cluster.ingredients import FLASH2_SLOWDOWN
+from ironlaw.plan.cluster.step_costs import FLASH2_SLOWDOWN
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.process.timing import MeasuredMachine, Timing
 from ironlaw.workload.operations import Operation

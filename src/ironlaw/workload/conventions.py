@@ -1,8 +1,8 @@
 """What a trainer makes of the arithmetic of a step: which calls are one kernel, what waits for the backward pass.
 
-    Shape(model, micro_batch=1, sequence=4096, software=OURS)
+    Shape(model, micro_batch=1, sequence=4096, conventions=OURS)
 
-A `Program` is built under the conventions of one software. Ours are the defaults; those of other trainers are data
+A `Program` is built under the conventions of one trainer. Ours are the defaults; those of other trainers are data
 (`plan/engines/*.toml`), with what they hide and lose beside them.
 """
 
@@ -35,8 +35,8 @@ class Casts:
     weights_again: float = 0.0
 
 
-@dataclass(frozen=True)
-class Software:
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
     """Conventions of a trainer that change the operations of a block, or what they keep."""
 
     # Autocast: weights, norms and the residual stream are fp32, products cast what they take. Else all is as wide as
@@ -56,4 +56,4 @@ class Software:
     casts: Casts = field(default_factory=Casts)  # what quantising them moves
 
 
-OURS = Software()
+OURS = Conventions()
