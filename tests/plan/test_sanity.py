@@ -9,11 +9,11 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import plan_jobs
-from ironlaw.plan.cluster.jobs import jobs_of_table
+from ironlaw.plan.cluster.candidates import candidates_of_table
+from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.layout_space import COLUMNS, layout_table, savings
 from ironlaw.plan.cluster.search import hiding, search
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 
 CASES = [
@@ -39,22 +39,22 @@ TERMS = (
 def test_no_plan_is_absurd(case):
     name, on, software, precision, sequence, batch = case
     model, cluster = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)}), parse_cluster(on)
-    where = setting(cluster, engine(software), precision)
+    where = system_of(cluster, engine(software), precision)
     rows = list(layout_table(model, cluster.count, sequence, batch, {}, cp_kinds=where.engine.cp_kinds))
     table = np.array(random.Random(0).sample(rows, min(600, len(rows))), dtype=float)
 
     def planned(table, where):
         columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-        jobs = jobs_of_table(model, columns, sequence=sequence, global_batch=batch)
-        return jobs, plan_jobs(jobs, where)
+        candidates = candidates_of_table(model, columns, sequence=sequence, global_batch=batch)
+        return candidates, plan_candidates(candidates, where)
 
-    jobs, plans = planned(table, where)
+    candidates, plans = planned(table, where)
     seconds = plans.times.step_seconds
     np.testing.assert_allclose(sum(getattr(plans.times, term) for term in TERMS), seconds, rtol=1e-9)
     np.testing.assert_allclose(sum(getattr(plans.peak, part) for part in PARTS), plans.peak.total, rtol=1e-9)
     assert all((getattr(plans.times, term) >= -1e-9 * seconds).all() for term in TERMS)
     assert all((getattr(plans.peak, part) >= 0).all() for part in PARTS)
-    used = jobs.model_flops() / seconds / cluster.count / where.hardware.peak(precision)
+    used = candidates.model_flops() / seconds / cluster.count / where.hardware.peak(precision)
     assert (used > 0).all() and used.max() < 0.72
 
     hardware, fabric = where.hardware, where.fabric

@@ -15,7 +15,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.setting import Host
+from ironlaw.plan.cluster.system import Host
 from ironlaw.plan.process.estimate import plan_run
 from ironlaw.plan.process.offload import held_operations, saved_by_layer
 from ironlaw.plan.process.supported import check_supported

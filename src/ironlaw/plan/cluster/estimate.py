@@ -208,12 +208,14 @@ def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
         if cost.part != "matmul" or cost.seconds is None:
             continue
         name, seconds = op.name.removesuffix("_cast") if op.matmul is None else op.name, float(cost.seconds[0])
-        entry = found.setdefault(name, {"name": name, "forward_seconds": 0.0, "backward_seconds": 0.0})
-        entry[f"{op.phase}_seconds"] += seconds
+        start = {"name": name, "forward_seconds": 0.0, "backward_seconds": 0.0, "share_of_layers": 0.0, "of": op.group}
+        entry = found.setdefault(name, start)
         if op.matmul is not None and op.phase is Phase.FORWARD:
             m, n, k, times, share = (float(np.reshape(size, -1)[0]) for size in (*op.matmul, op.batch, cost.share))
-            flops = 2 * m * n * k * times
-            entry |= {"m": m, "n": n, "k": k, "times": times, "share_of_layers": share, "flops": flops}
+            entry |= {"m": m, "n": n, "k": k, "times": times, "flops": 2 * m * n * k * times}
+            entry["share_of_layers"] += share
+        if op.group == entry["of"]:  # blocks of other kinds have the same
+            entry[f"{op.phase}_seconds"] += seconds
     return list(found.values())
 
 

@@ -309,7 +309,7 @@ _TERMS = {
     "context parallel communication": ("cp_exposed",),
     "expert parallel communication": ("ep_exposed",),
     "pipeline messages": ("pp_exposed",),
-    "gathering of sharded weights": ("fsdp_exposed",),
+    "communication of sharded state": ("fsdp_exposed",),
     "data parallel communication": ("reduce_exposed", "gather_exposed"),
     "launch time": ("host_excess",),
     "optimizer": ("optimizer",),
