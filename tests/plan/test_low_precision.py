@@ -14,8 +14,8 @@ from ironlaw.plan.cluster.step_costs import operation_costs, step_costs
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.low_precision import NARROW, held_by
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import parse_layout
 from ironlaw.workload.conventions import Casts
+from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
 MATRICES = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # of a block

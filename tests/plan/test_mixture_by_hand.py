@@ -18,7 +18,7 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.moe import IMBALANCE, permuted_elements
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")

@@ -17,10 +17,10 @@ from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.work import Assumption, settle
+from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.moe import IMBALANCE
 
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp8_block", "mxfp8", "nvfp4")

@@ -24,9 +24,9 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.launches import extra_launches
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.layout import Layout
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import rows_of_a_rank
 from ironlaw.workload.sizes import Size, divided, is_array, larger

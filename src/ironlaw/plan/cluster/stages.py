@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.pipeline import V_SHAPED, layers_of, stages_of
+from ironlaw.workload.pipeline import V_SHAPED, layers_of, stages_of
 
 
 @dataclass(frozen=True)
