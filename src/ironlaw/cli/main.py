@@ -33,6 +33,7 @@ VERBS = {
     "export": "Write a run's model as Hugging Face safetensors.",
     "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
     "generate": "Continue a prompt with a trained run.",
+    "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
     "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
 from ironlaw.workload.blocks import FP32, Precision
 from ironlaw.workload.recipe import Batch, Recipe
@@ -11,7 +12,6 @@ from ironlaw.workload.recompute import policies
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
 CHUNK_BYTES = 128 * 2**20
-COMPUTED_AS = {"tf32": "fp32", "fp8": "bf16", "mxfp8": "bf16"}  # by the bytes of what a product reads and writes
 
 
 def batch_of(config: RunConfig) -> Batch:
@@ -26,7 +26,7 @@ def recipe_of(
 ) -> Recipe:
     """Nothing is recomputed for a budget until it is solved (`recompute.py`)."""
     return Recipe(
-        cast(Precision, COMPUTED_AS.get(precision, precision)), cuda, onednn, gloo,
+        cast(Precision, number_format(precision).held_as), cuda, onednn, gloo,
         policies(config.recompute, config.model), loss_chunk(config), config.optimizer, config.communication,
         config.train.offload, config.train.average_decay is not None,
         0 < config.checkpoint.every < config.train.steps,
