@@ -179,7 +179,7 @@ def test_selective_recomputation_in_nemo_widens_again():
     assert kept[0] - kept[1] == pytest.approx(freed) and back[1] == pytest.approx(freed)
     plans = plan_candidates(both, where)
     flops = 2 * 4096 * (1536 * 128 * 192 + 512 * 128 * 256) / 2
-    again = plans.costs.widening[1] * where.engine.matmul_slowdown
+    again = plans.costs.again["matmul", 1][1] * where.engine.matmul_slowdown
     assert flops / again == pytest.approx(700e12, rel=0.1)
     other = plan_candidates(both, system_of(parse_cluster("1024xh100-sxm-80gb"), engine("megatron-core"), "bf16"))
     more = [plan.times.backward[1] - plan.times.backward[0] for plan in (plans, other)]

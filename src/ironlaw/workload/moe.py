@@ -27,7 +27,7 @@ from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import activated, attention_half, feed_forward
 from ironlaw.workload.layers import cast_gradient, joining, norm, norm_backward, quantised, residual
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import Size, divided, larger
+from ironlaw.workload.sizes import Size, divided, is_array, larger
 
 GROUP = "moe_block"
 
@@ -203,7 +203,7 @@ def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
     moe, count = shape.model.moe, rows(shape)
     assert moe is not None
     local = divided(moe.experts, shape.ep)
-    if shape.conventions.fused:
+    if shape.conventions.fused or is_array(count, local):
         return divided(count, larger(local, 1)), local
     return max(1, round(count / local)), min(local, count)
 

@@ -29,6 +29,8 @@ COLLECTIVES = {
     "cp": ("context parallel communication", "faster links, or shorter sequences"),
     "pp": ("pipeline messages", "a faster network"),
     "shard": ("communication of sharded state", "a larger batch, or a faster network"),
+    "micro_batch": ("agreement of all ranks", "a larger batch, so that it comes less often"),
+    "world": ("agreement of all ranks", "a larger batch, so that it comes less often"),
     "replicate": ("data parallel communication", "a larger batch, or a faster network"),
 }
 """Mesh dimension -> what people call its communication, what makes it smaller."""

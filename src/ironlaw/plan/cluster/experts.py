@@ -109,7 +109,7 @@ def exchange_of_rows(candidates: Candidates, system: System) -> Array:
 def expert_traffic(candidates: Candidates, system: System, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
     """Reduction and gathering of experts over the ranks that hold the same ones."""
     island = float(system.fabric.island_ranks)
-    wide = system.engine.held.gather_bytes
+    wide = system.engine.sent_weight_bytes
     layer = candidates.local_expert_parameters
     local = layer * layers.counts.max(axis=1)
     group, sharing, split = candidates.expert_replicas, candidates.expert_shard_ranks, candidates.expert_tp

@@ -18,10 +18,9 @@ from ironlaw.plan.cluster.candidates import CP_KINDS, RECOMPUTE, Array, Candidat
 from ironlaw.plan.cluster.context_parallel import kinds
 from ironlaw.plan.cluster.step_costs import OperationCost, StepCosts, end_costs, operation_costs
 from ironlaw.plan.cluster.system import System
-from ironlaw.plan.cluster.timeline import Times, part_factors
+from ironlaw.plan.cluster.timeline import Times, accumulated_share, part_factors
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import Shape
-from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, update_operations
 from ironlaw.workload.parameters import model_parameters
@@ -52,11 +51,12 @@ def step_lines(candidates: Candidates, system: System, costs: StepCosts, times: 
     for cost, seconds in block_seconds(candidates, system, costs):
         op, bound, count = cost.operation, BOUND.get(cost.part, "memory"), round(repeats * float(cost.share))
         lines.add(op.phase, op.kind, op.name, repeats * seconds, bound, count)
-        again = _again(cost, candidates, system) if op.phase is Phase.FORWARD else 0.0
+        again = _times_again(cost, candidates)
         if again:
             lines.add(Phase.BACKWARD, op.kind, op.name + AGAIN, repeats * again * seconds, bound, round(count * again))
-    if _at(candidates.zero) < 3:
-        accumulated = repeats * _at(costs.accumulate)
+    share = _at(accumulated_share(candidates, system.engine))
+    if share:
+        accumulated = repeats * share * _at(costs.accumulate)
         lines.add(Phase.BACKWARD, Kind.ELEMENTWISE, "accumulate", accumulated, "memory", round(repeats))
     for op, seconds, bound in _ends(candidates, system, times):
         lines.add(op.phase, op.kind, op.name, seconds, bound, round(_at(candidates.accumulation)))
@@ -71,7 +71,7 @@ def step_lines(candidates: Candidates, system: System, costs: StepCosts, times: 
         lines.add(Phase.OPTIMIZER, Kind.OPTIMIZER, name, share * _at(times.optimizer), "memory", 1)
     lines.add(Phase.HOST, Kind.HOST, "step", _at(times.host_step), "overhead", 1)
     lines.add(Phase.IDLE, Kind.OTHER, "pipeline_bubble", _at(times.bubble), None)
-    flops = step_flops(candidates)
+    flops = step_flops(candidates, system.engine)
     return [replace(line, flops=flops.get(key)) for key, line in lines.found.items()]
 
 
@@ -94,19 +94,12 @@ def block_seconds(candidates: Candidates, system: System, costs: StepCosts) -> I
             yield cost, seconds * factors[cost.part]
 
 
-def _again(cost: OperationCost, candidates: Candidates, system: System) -> float:
+def _times_again(cost: OperationCost, candidates: Candidates) -> float:
     """How often an operation of the forward pass is run again, per time that it is run."""
-    engine, recompute = system.engine, _at(candidates.recompute)
-    if recompute == RECOMPUTE["full"]:
-        return _at(candidates.recomputed_share)
-    if recompute != RECOMPUTE["selective"]:
-        return 0.0
-    if engine.selective_matmul_share > 0:
-        shares = {"matmul": engine.selective_matmul_share, "stream": 1.0, "shard": 1.0}
-        return shares.get(cost.part, engine.selective_attention_share)
-    if candidates.model.latent is not None and engine.selective_widens:
-        return float(cost.operation.name.removesuffix("_cast") in WIDENING)
-    return float(cost.part in ("attention", "scores"))
+    full, selective = cost.again
+    if _at(candidates.recompute) == RECOMPUTE["full"]:
+        return _at(candidates.recomputed_share) * full
+    return selective if _at(candidates.recompute) == RECOMPUTE["selective"] else 0.0
 
 
 def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tuple[Operation, float, str]]:
@@ -119,8 +112,7 @@ def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tupl
             took = _at(seconds[cost.part]) * _at(cost.operation.bytes_moved) / moved[cost.part]
         else:
             took = _at(times.heads) * _at(cost.seconds) * engine.matmul_slowdown
-        if took:
-            yield cost.operation, took, BOUND.get(cost.part, "memory")
+        yield cost.operation, took, BOUND.get(cost.part, "memory")  # zero on another stage than the busiest
 
 
 def exposed_collectives(
@@ -133,6 +125,9 @@ def exposed_collectives(
         yield "tp reduce_scatter", tp / 2
     elif _at(candidates.tp) > 1:
         yield "tp all_reduce", tp
+    for name, seconds in costs.told.items():
+        if _at(seconds):
+            yield name, _at(seconds)
     if _at(candidates.cp) > 1:
         yield from _of_context(candidates, system, _at(times.cp_exposed))
     if _at(times.ep_exposed):
@@ -181,14 +176,14 @@ def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]
     return [(name, size / sum(moved.values())) for name, size in moved.items() if size]
 
 
-def step_flops(candidates: Candidates) -> dict[Key, int]:
+def step_flops(candidates: Candidates, engine: Engine) -> dict[Key, int]:
     """FLOPs of a step by line: those of the model, whatever the layout; what is run again is not counted."""
     model, sequence = candidates.model, round(_at(candidates.sequence))
     moe = model.moe
     if moe is not None:  # every choice is counted, whether or not there is room for it
         model = model.model_copy(update={"moe": moe.model_copy(update={"capacity_factor": None})})
     found: dict[Key, int] = {}
-    for op in training_operations(Shape(model, 1, sequence, fused_rmsnorm=True, conventions=Engine(""))):
+    for op in training_operations(Shape(model, 1, sequence, fused_rmsnorm=True, conventions=engine)):
         if op.flops is not None:
             key = op.phase, op.kind, op.name
             found[key] = found.get(key, 0) + op.flops * op.repeat * round(_at(candidates.global_batch))

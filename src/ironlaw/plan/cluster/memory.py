@@ -25,6 +25,7 @@ from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
+from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,12 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
     share = engine.selective_kept_share
     if candidates.model.latent is not None and engine.selective_widens:
         core = engine.activation_slack * widened_bytes(candidates.shape(engine))
-    partly = entrance + share * (everything - entrance) if share > 0 else everything - core
+    partly = everything - core if engine.repeats_attention_alone else entrance + share * (everything - entrance)
+    if not engine.fused:  # ours: products and attention stay, and casts of weights until the forward pass is over
+        shape = candidates.shape(engine)
+        kinds = candidates.kinds.items()
+        entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
+        partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
     back = np.where(full, everything, np.where(selective, everything - partly, 0.0))
@@ -167,7 +173,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     )
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
         # fp32 weights that are gathered in 16 bits: kept so under ZeRO-2, and the wide ones are the optimizer's.
-        narrow = engine.element_bytes
+        narrow = engine.gathered_bytes
         weights = np.where(candidates.zero == 2, parameters * (narrow + engine.weight_bytes / shards), weights)
         off = parameters * narrow / np.where(candidates.zero >= 3, shards, 1.0)
         weights = np.where(candidates.offloads_optimizer, off, weights)
@@ -199,7 +205,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
     copies = engine.held.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
-    gathered = np.where(candidates.zero >= 3, 2 * engine.element_bytes + copies, 0.0)
+    gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = (gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)) * block
     logits = np.where(has_head, candidates.tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
     # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave

@@ -10,7 +10,7 @@ cp, dp, pp from the inside out, as Megatron does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.efficiency import attention_seconds, matmul_seconds, streaming_seconds
+from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import CP_KINDS, Array, Candidates
 from ironlaw.plan.cluster.context_parallel import exchange_seconds, kinds
 from ironlaw.plan.cluster.distinct import collective, distinct
@@ -26,6 +27,7 @@ from ironlaw.plan.cluster.experts import exchange_of_rows, expert_traffic
 from ironlaw.plan.cluster.memory import kept_activation_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.cluster.system import System
+from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.forward import embedding, head
@@ -34,9 +36,10 @@ from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.latent import gathered_share
 from ironlaw.workload.moe import is_exchanged
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.recompute import AGAIN, again, keepable
 from ironlaw.workload.sizes import Size, larger, smaller
 
-FP32 = 4.0
+FP32, INT64 = 4.0, 8.0
 
 FLASH2_SLOWDOWN = {"hopper": 616 / 335, "blackwell": 3.0, "blackwell_ultra": 3.0}
 """Time of FlashAttention-2 over that of a kernel written for the generation. Hopper: causal forward, head size 128,
@@ -63,6 +66,7 @@ class OperationCost:
     part: str
     share: Size  # of the layers that have it
     seconds: Array | None
+    again: tuple[float, float] = (0.0, 0.0)  # how often it runs again under full and under selective recomputation
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class StepCosts:
     """Seconds per candidate. `block`: of one block and micro-batch, by (part, phase); the mean over all blocks."""
 
     block: dict[tuple[str, Phase], Array]
-    widening: Array  # of the products forward: what makes latent attention's queries, keys and values wide
+    again: dict[tuple[str, int], Array]  # of it, what runs again under full (0) and selective (1) recomputation
     accumulate: Array  # adding a weight gradient of one block into the fp32 buffer
     tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
     tp_collectives: Array  # of them in a layer's forward pass: two, less where experts exchange rows instead
@@ -79,6 +83,7 @@ class StepCosts:
     head_streaming: Array  # loss
     embedding: Array
     pp_message: Array
+    told: dict[str, Array]  # small collectives of a step by name, where no other constant stands for them
     dp_reduce: Array
     dp_across: Array  # of dp_reduce: over copies of the sharded state
     dp_gather: Array
@@ -98,26 +103,56 @@ class StepCosts:
 
 def operation_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]:
     """Every operation of a block, forward and backward, with what it costs; of several kinds of blocks all of them."""
-    shape = candidates.shape(system.engine)
+    shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
-        for op in [*forward_of(shape, kind), *backward_of(shape, kind)]:
-            yield from _costs(op, share, shape, candidates, system)
+        runs_again = _ours_again(shape, kind) if not engine.fused else None
+        for op in forward_of(shape, kind):
+            for part, seconds in _seconds(op, shape, candidates, system):
+                again = _again(op, part, candidates.model, engine) if runs_again is None else runs_again(op)
+                yield OperationCost(op, part, share, seconds, again)
+        for op in backward_of(shape, kind):
+            for part, seconds in _seconds(op, shape, candidates, system):
+                yield OperationCost(op, part, share, seconds)
 
 
-def _costs(op: Operation, share: Size, shape: Shape, candidates: Candidates, system: System) -> Iterator[OperationCost]:
+def _seconds(op: Operation, shape: Shape, candidates: Candidates, system: System) -> Iterator[tuple[str, Array | None]]:
+    """By part; None where all operations of a part are timed together."""
     if op.matmul is not None:
         precision = system.wide_precision if op.precision == "fp32" else system.precision
-        yield OperationCost(op, "matmul", share, product_seconds(*op.matmul, op.batch, system, precision))
+        yield "matmul", product_seconds(*op.matmul, op.batch, system, precision)
     elif op.kernel == "quantise":
-        moved = op.bytes_moved
-        yield OperationCost(op, "matmul", share, np.asarray(streaming_seconds(moved, system.hardware)))
+        yield "matmul", np.asarray(streaming_seconds(op.bytes_moved, system.hardware))
     elif op.kind is Kind.ATTENTION:
         window = shape_of(shape, op.group).model.sliding_window
         seconds, scores = _attention(op, window, candidates, shape, system)
-        yield OperationCost(op, "attention", share, seconds)
-        yield OperationCost(op, "scores", share, scores)
-    elif op.bytes_moved is not None:
-        yield OperationCost(op, "stream" if is_on_stream(op) else "shard", share, None)
+        yield "attention", seconds
+        yield "scores", scores
+    else:
+        yield "stream" if is_on_stream(op) else "shard", None
+
+
+def _again(op: Operation, part: str, model: ModelConfig, engine: Engine) -> tuple[float, float]:
+    """How often recomputation in full, and selective one, runs an operation of the forward pass again.
+
+    Megatron repeats the attention core (NeMo of latent attention what widens it); torchtitan every other matmul and
+    what is element-wise, seldom attention.
+    """
+    if not engine.repeats_attention_alone:
+        shares = {"matmul": engine.selective_matmul_share, "stream": 1.0, "shard": 1.0}
+        return 1.0, shares.get(part, engine.selective_attention_share)
+    if engine.widens_again(model):
+        return 1.0, float(op.name.removesuffix("_cast") in WIDENING)
+    return 1.0, float(part in ("attention", "scores"))
+
+
+def _ours_again(shape: Shape, kind: str) -> Callable[[Operation], tuple[float, float]]:
+    """The same of our trainer, which stops as soon as everything is there."""
+    policies = (frozenset[str](), keepable(shape.model, kind))
+    run = [
+        {(op.name.removesuffix(AGAIN), op.kernel) for op in again(shape, policy, kind) if op.repeat != 0}
+        for policy in policies
+    ]
+    return lambda op: (float((op.name, op.kernel) in run[0]), float((op.name, op.kernel) in run[1]))
 
 
 def is_on_stream(op: Operation) -> bool:
@@ -232,13 +267,15 @@ def block_costs(candidates: Candidates, system: System) -> StepCosts:
     island = float(system.fabric.island_ranks)
     first, kind = candidates.distinct(OF_THE_LAYOUT)
     few = candidates.take(first)
-    of_block, widening = _block(few, system)
+    of_block, again = _block(few, system)
     blocks: dict[str, Any] = {name: column[kind] for name, column in _ends_and_collectives(few, system).items()}
-    blocks |= {"block": {key: column[kind] for key, column in of_block.items()}, "widening": widening[kind]}
+    blocks["block"] = {key: column[kind] for key, column in of_block.items()}
+    blocks["again"] = {key: column[kind] for key, column in again.items()}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     none = np.zeros(len(candidates))
     return StepCosts(
+        told=told(candidates, system),
         pp_message=np.where(candidates.pp > 1, np.where(stage_fills_island, far, near), 0.0),
         tp_crosses=candidates.tp > island,
         cp_crosses=candidates.tp * candidates.cp > island,
@@ -265,23 +302,30 @@ OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recom
 """Columns on which no seconds of gradients, weights and their update hang."""
 
 
-def _block(candidates: Candidates, system: System) -> tuple[dict[tuple[str, Phase], Array], Array]:
-    """Seconds of one block by part and phase, and of its products that make latent attention's inputs wide."""
+def _block(
+    candidates: Candidates, system: System
+) -> tuple[dict[tuple[str, Phase], Array], dict[tuple[str, int], Array]]:
+    """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
-    moved, widening = dict(seconds), none
+    again = {(part, mode): none for part in PARTS for mode in (0, 1)}
+    moved: dict[tuple[str, Phase], Size] = {}
     for cost in operation_costs(candidates, system):
-        op, key = cost.operation, (cost.part, cost.operation.phase)
+        key = cost.part, cost.operation.phase
         if cost.seconds is None:
-            moved[key] = moved[key] + cost.share * op.bytes_moved
+            size = cost.share * cost.operation.bytes_moved
+            moved[key] = moved.get(key, 0.0) + size
         else:
-            seconds[key] = seconds[key] + cost.share * cost.seconds
-            if op.name.removesuffix("_cast") in WIDENING and op.phase is Phase.FORWARD:
-                widening = widening + cost.share * cost.seconds
+            size = cost.share * cost.seconds
+            seconds[key] = seconds[key] + size
+        for mode, times in enumerate(cost.again):
+            again[cost.part, mode] = again[cost.part, mode] + times * size
     for key, size in moved.items():
-        if key[0] in ("stream", "shard"):
-            seconds[key] = distinct(lambda b: streaming_seconds(b, hardware), size)
-    return seconds, widening
+        seconds[key] = distinct(lambda b: streaming_seconds(b, hardware), size)
+    for part in {part for part, _ in moved}:  # bytes become their share of the time
+        for mode in (0, 1):
+            again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]
+    return seconds, again
 
 
 def end_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]:
@@ -307,7 +351,7 @@ def _ends_and_collectives(candidates: Candidates, system: System) -> dict[str, A
     tp_inside = np.minimum(candidates.tp, island)
     one, two = np.ones(len(candidates)), np.full(len(candidates), 2.0)
     # The fp32 buffer is read and written; the gradient read before, unless the product adds it.
-    read = 0.0 if system.engine.fused_accumulation else width
+    read = FP32 if system.engine.autocast else 0.0 if system.engine.fused_accumulation else width
     accumulated = candidates.local_block_parameters * (read + 2 * FP32)
     return {
         "accumulate": np.asarray(streaming_seconds(accumulated, hardware)),
@@ -326,6 +370,37 @@ def _ends_and_collectives(candidates: Candidates, system: System) -> dict[str, A
         "message_across": collective("send_recv", message, two, one, system),
         "ep_layer": exchange_of_rows(candidates, system) if candidates.has_experts else np.zeros(len(candidates)),
     }
+
+
+def told(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Seconds per step of our trainer's small collectives, each waited for; of other software they are in constants.
+
+    Of divided logits, per micro-batch: maximum, sum of exponentials and the target's own of each token. Of all ranks:
+    loss, wish to stop, gradient norm. Of experts: their loads over replicas and, counted, over ranks of one sequence.
+    """
+    if system.engine.fused:
+        return {}
+    c, model = candidates, candidates.model
+
+    def reduced(size: Size, ranks: Array, inner: Size = 1.0) -> Array:
+        inside = np.clip(float(system.fabric.island_ranks) // inner, 1.0, ranks)
+        return collective("all_reduce", np.broadcast_to(np.asarray(size, dtype=float), len(c)), ranks, inside, system)
+
+    found = {
+        "tp all_reduce": 3 * c.accumulation * reduced(c.tokens * FP32, c.tp),
+        "world all_reduce": reduced(3 * INT64, c.accelerators),
+    }
+    if model.moe is not None:
+        layers = c.expert_share * model.layers
+        loads = layers / c.pp * (model.moe.experts + 1) * INT64
+        replicas = np.where(c.zero > 0, c.shard_ranks, c.dp * c.cp)
+        dimension = "shard all_reduce" if (c.zero > 0).all() else "replicate all_reduce"
+        found[dimension] = reduced(loads, replicas, c.tp)
+        found["micro_batch all_reduce"] = (
+            c.accumulation * layers / c.pp * reduced(model.moe.experts * INT64, c.cp, c.tp)
+        )
+        found["pp all_reduce"] = reduced(4 * INT64, c.pp, c.tp * c.cp * c.dp)
+    return found
 
 
 def spared_collectives(candidates: Candidates, system: System) -> Array:
@@ -354,7 +429,7 @@ def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[
     sharing = candidates.shard_ranks
     all_reduce = collective("all_reduce", local * gradient, replicas, replicas_inside, system)
     scatter = collective("reduce_scatter", local * gradient, sharing, replicas_inside, system)
-    wide = system.engine.held.gather_bytes
+    wide = system.engine.sent_weight_bytes
     gather = collective("all_gather", local * wide, sharing, replicas_inside, system)
     unit_dense, apart = unit, None
     if candidates.has_experts:

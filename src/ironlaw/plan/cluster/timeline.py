@@ -56,6 +56,7 @@ class Times:
     optimizer: Array
     offload_exposed: Array  # waiting for transfers to and from the host, and for its update
     host_step: Array
+    told: Array  # small collectives
     busiest_layers: Array  # of the stage these times are of
     heads: Array  # times that the output layer is run
     head_matmul: Array
@@ -75,6 +76,15 @@ def part_factors(flash: bool, engine: Engine) -> dict[str, float]:
         "stream": engine.streaming_traffic,
         "shard": engine.shard_traffic,
     }
+
+
+def accumulated_share(candidates: Candidates, engine: Engine) -> Array:
+    """How often gradients of a block are added to those of before, per micro-batch: ours from the second one on, and
+    under ZeRO-3 to a rank's own part."""
+    if engine.fused:
+        return np.where(candidates.zero >= 3, 0.0, 1.0)
+    part = np.where(candidates.zero >= 3, candidates.shard_ranks, 1.0)
+    return (candidates.accumulation - 1) / candidates.accumulation / part
 
 
 def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
@@ -115,18 +125,11 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
         {part: costs.block[part, phase] * factor for part, factor in factors.items()}
         for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    matmul, core = forward_of["matmul"], forward_of["attention"] + forward_of["scores"]
-    streaming_forward = forward_of["stream"] + forward_of["shard"]
-    forward = matmul + core + streaming_forward
-    accumulate = costs.accumulate * np.where(candidates.zero >= 3, 0.0, 1.0)
+    core, forward = forward_of["attention"] + forward_of["scores"], sum(forward_of.values())
+    accumulate = costs.accumulate * accumulated_share(candidates, engine)
     backward = sum(backward_of.values()) + accumulate
-    share = engine.selective_matmul_share
-    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, seldom attention.
-    others = share * matmul + engine.selective_attention_share * core
-    widens = (costs.widening > 0) & engine.selective_widens
-    again_alone = np.where(widens, costs.widening * engine.matmul_slowdown, core)
-    partly = np.where(share > 0, others + streaming_forward, again_alone)
-    again = np.where(full, forward * candidates.recomputed_share, np.where(selective, partly, 0.0))
+    whole, partly = (sum(costs.again[part, mode] * factor for part, factor in factors.items()) for mode in (0, 1))
+    again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
     passes = 2 + candidates.recomputed_share
     tp_layer = costs.tp_collectives * passes * costs.tp_collective * slow_tp
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
@@ -135,7 +138,8 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
-    repeated = np.where(selective & (share == 0) & ~widens, 1.0, candidates.recomputed_share)
+    repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
+    repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
     cp_passes = cp_exchanges(kind, 2 + repeated)
     attention = core * (1 + repeated) + backward_of["attention"]
     cp_exposed = exposed(costs.cp_layer * cp_passes * slow_cp, candidates, kind, attention, engine.cp_hidden)
@@ -204,8 +208,16 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     optimizer = costs.optimizer * engine.optimizer_traffic
     host_step = np.full(len(candidates), engine.host_step_seconds)
     m = micro_batches * count
+    told = np.zeros(len(candidates)) + sum(costs.told.values())
     return Times(
-        step_seconds=steady + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
+        step_seconds=steady
+        + told
+        + bubble
+        + reduce_exposed
+        + gather_exposed
+        + optimizer
+        + offload_step
+        + host_step,
         forward=m * forward,
         backward=m * (backward + again),
         host_excess=micro_batches * host_excess,
@@ -220,6 +232,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
         optimizer=optimizer,
         offload_exposed=micro_batches * count * offload_layer + offload_step,
         host_step=host_step,
+        told=told,
         busiest_layers=count,
         heads=micro_batches * has_head,
         head_matmul=micro_batches * has_head * head_matmul,

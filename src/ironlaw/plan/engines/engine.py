@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ironlaw.catalog.formats import number_format
+from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engines.low_precision import casts_by, held_by
 from ironlaw.workload.conventions import Conventions, Held
 
@@ -97,6 +98,25 @@ class Engine(Conventions):
 
     element_bytes: float = 2.0  # of activations and of gathered weights
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Per weight, as which it is kept where it is gathered."""
+        return 4.0 if self.autocast else self.element_bytes
+
+    @property
+    def sent_weight_bytes(self) -> float:
+        """Per weight that data parallel ranks gather."""
+        return 4.0 if self.autocast else self.held.gather_bytes
+
+    @property
+    def repeats_attention_alone(self) -> bool:
+        """What selective recomputation repeats: as Megatron does, or all that is cheap and a share of the rest."""
+        return self.fused and self.selective_kept_share == 0
+
+    def widens_again(self, model: ModelConfig) -> bool:
+        """Whether selective recomputation repeats what makes latent attention's inputs wide, and not attention."""
+        return self.selective_widens and model.latent is not None
 
     def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
