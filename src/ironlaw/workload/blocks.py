@@ -12,7 +12,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import Size, divided, smaller
+from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -24,10 +24,15 @@ Policy = frozenset[str] | None  # what a block keeps of its expensive results; N
 class Division:
     """How ranks share one micro-batch, as far as it changes what a rank holds (`division.py`)."""
 
-    tp: int = 1
+    tp: Size = 1
     sp: bool = False  # tp divides the residual stream between its layers, too
-    cp: int = 1
+    cp: Size = 1
     split_qkv: bool = False  # query, key and value are three layers instead of one
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is divided."""
+        return not (several(self.tp) or several(self.cp) or self.split_qkv)
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Shape:
         if self.model.latent is None or self.conventions.fused:
             return False
         narrower = self.model.size_of_value < self.model.size_of_head
-        return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division != Division())
+        return narrower and not self.composes_attention and (not self.fused_rmsnorm or not self.division.is_whole)
 
     @property
     def value_width(self) -> int:

@@ -10,7 +10,7 @@ besides (accelerator, fabric, engine, precision) is in a `System`. Lengths are i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,8 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.launches import extra_launches
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.blocks import Shape
+from ironlaw.workload.blocks import Precision, Shape
+from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
@@ -115,6 +116,8 @@ class Candidates:
 
     def shape(self, engine: Engine) -> Shape:
         """One micro-batch as one rank of each candidate has it: its part of heads, widths, words and experts."""
+        if not engine.fused:
+            return self._ours(engine)
         model, tp = self.model, self.tp
         update: dict[str, Any] = {"heads": model.heads / tp, "ffn": model.ffn_size / tp, "vocab": model.vocab / tp}
         if model.latent is None:
@@ -131,6 +134,33 @@ class Candidates:
             "fp32" if engine.element_bytes == 4 else "bf16", fused_rmsnorm=True, conventions=engine, cp=self.cp,
             stream_shards=self.stream_shards, ep=self.ep, rows_per_token=rows, materialised=not self.flash,
         )  # fmt: skip
+
+    def _ours(self, engine: Engine) -> Shape:
+        """The same as our trainer divides it: the rewrite that an exact plan is made with, of arrays."""
+        sp = bool((self.sp > 0).any())
+        layout = Layout(
+            dp=self.dp, zero=self.zero, tp=self.tp, sp=sp, pp=self.pp, cp=self.cp, ep=self.ep,
+            micro_batch=self.micro_batch,
+        )  # type: ignore[arg-type]  # fmt: skip
+        precision: Precision = "fp32" if engine.element_bytes == 4 else "bf16"
+        whole = Shape(self.model, 1, self.sequence, precision, fused_rmsnorm=True, conventions=engine)
+        return local_shape(whole, layout)
+
+    def divided_alike(self, engine: Engine) -> list[npt.NDArray[np.int64]]:
+        """Candidates that can be described together: all of them, or for our trainer those that divide the same."""
+        if engine.fused:
+            return [np.arange(len(self))]
+        flags = [size > 1 for size in (self.tp, self.cp, self.ep, self.pp, self.dp)] + [self.sp > 0, self.zero > 0]
+        number = sum(flag * 2**i for i, flag in enumerate(flags))
+        return [np.flatnonzero(number == value) for value in np.unique(number)]
+
+    def apart(self, engine: Engine, function: Callable[[Candidates], dict[Any, Array]]) -> dict[Any, Array]:
+        """What a function of `shape` gives by name, worked out for candidates that can be described together."""
+        found: dict[Any, Array] = {}
+        for index in self.divided_alike(engine):
+            for name, column in function(self.take(index)).items():
+                found.setdefault(name, np.zeros(len(self)))[index] = column
+        return found
 
     @property
     def accumulation(self) -> Array:
@@ -271,6 +301,11 @@ class Candidates:
         attention_again = np.where(self.recompute == RECOMPUTE["selective"], 1.0, again)
         blocks = linear * (3 + again) + attention * (3 + attention_again)
         return np.asarray((blocks + 3 * head) * self.global_batch)
+
+
+def of_no_shape(columns: frozenset[str], engine: Engine) -> frozenset[str]:
+    """Of columns on which nothing of a block hangs, those on which our trainer's description does not hang either."""
+    return columns if engine.fused else columns - {"dp", "zero", "pp"}
 
 
 def candidates_of(

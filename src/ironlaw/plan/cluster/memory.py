@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Array, Candidates
+from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Array, Candidates, of_no_shape
 from ironlaw.plan.cluster.context_parallel import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
@@ -66,22 +66,30 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
 
     The second is what comes back for one block at a time.
     """
-    first, sort = candidates.distinct(OF_NO_BLOCK)
-    everything, core, entrance = (size[sort] for size in layer_activation_bytes(candidates.take(first), engine))
+    first, sort = candidates.distinct(of_no_shape(OF_NO_BLOCK, engine))
+    found = candidates.take(first).apart(engine, lambda part: _block_bytes(part, engine))
+    everything, partly, entrance = (found[name][sort] for name in ("everything", "partly", "entrance"))
     full, selective = candidates.recompute == RECOMPUTE["full"], candidates.recompute == RECOMPUTE["selective"]
-    share = engine.selective_kept_share
-    if candidates.model.latent is not None and engine.selective_widens:
-        core = engine.activation_slack * widened_bytes(candidates.shape(engine))
-    partly = everything - core if engine.repeats_attention_alone else entrance + share * (everything - entrance)
-    if not engine.fused:  # ours: products and attention stay, and casts of weights until the forward pass is over
-        shape = candidates.shape(engine)
-        kinds = candidates.kinds.items()
-        entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
-        partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
     back = np.where(full, everything, np.where(selective, everything - partly, 0.0))
     return kept, back
+
+
+def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
+    """What one block keeps: everything, under selective recomputation, and recomputed in full."""
+    everything, core, entrance = layer_activation_bytes(candidates, engine)
+    if not engine.fused:  # products and attention stay, and casts of weights until the forward pass is over
+        shape, kinds = candidates.shape(engine), candidates.kinds.items()
+        entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
+        partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
+    elif not engine.repeats_attention_alone:
+        partly = entrance + engine.selective_kept_share * (everything - entrance)
+    elif engine.widens_again(candidates.model):
+        partly = everything - engine.activation_slack * widened_bytes(candidates.shape(engine))
+    else:
+        partly = everything - core
+    return {"everything": everything, "partly": partly, "entrance": entrance}
 
 
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.efficiency import attention_seconds, matmul_seconds, streaming_seconds
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import CP_KINDS, Array, Candidates
+from ironlaw.plan.cluster.candidates import CP_KINDS, Array, Candidates, of_no_shape
 from ironlaw.plan.cluster.context_parallel import exchange_seconds, kinds
 from ironlaw.plan.cluster.distinct import collective, distinct
 from ironlaw.plan.cluster.experts import exchange_of_rows, expert_traffic
@@ -265,13 +265,14 @@ def step_costs(candidates: Candidates, system: System, layers: StageLayers | Non
 def block_costs(candidates: Candidates, system: System) -> StepCosts:
     """The same without what gradients, weights and their update take: that is zero."""
     island = float(system.fabric.island_ranks)
-    first, kind = candidates.distinct(OF_THE_LAYOUT)
+    first, kind = candidates.distinct(of_no_shape(OF_THE_LAYOUT, system.engine))
     few = candidates.take(first)
-    of_block, again = _block(few, system)
-    blocks: dict[str, Any] = {name: column[kind] for name, column in _ends_and_collectives(few, system).items()}
-    blocks["block"] = {key: column[kind] for key, column in of_block.items()}
-    blocks["again"] = {key: column[kind] for key, column in again.items()}
+    of_block = few.apart(system.engine, lambda part: _block(part, system))
+    ends = few.apart(system.engine, lambda part: _ends(part, system))
+    blocks: dict[str, Any] = {name: column[kind] for name, column in (_collectives(few, system) | ends).items()}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
+    blocks["block"] = {key: column[kind] for key, column in of_block.items() if isinstance(key[1], Phase)}
+    blocks["again"] = {key: column[kind] for key, column in of_block.items() if not isinstance(key[1], Phase)}
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     none = np.zeros(len(candidates))
     return StepCosts(
@@ -302,9 +303,7 @@ OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recom
 """Columns on which no seconds of gradients, weights and their update hang."""
 
 
-def _block(
-    candidates: Candidates, system: System
-) -> tuple[dict[tuple[str, Phase], Array], dict[tuple[str, int], Array]]:
+def _block(candidates: Candidates, system: System) -> dict[tuple[str, Phase | int], Array]:
     """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
@@ -325,7 +324,7 @@ def _block(
     for part in {part for part, _ in moved}:  # bytes become their share of the time
         for mode in (0, 1):
             again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]
-    return seconds, again
+    return seconds | again  # type: ignore[operator]
 
 
 def end_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]:
@@ -338,14 +337,22 @@ def end_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]
             yield OperationCost(op, "stream" if op.group == "embedding" else "loss", 1.0, None)
 
 
-def _ends_and_collectives(candidates: Candidates, system: System) -> dict[str, Array]:
-    """Of the output layer and the embedding, of a layer's collectives, of a message between stages in and across
-    islands; `layer_`-less names are of one micro-batch."""
+def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Seconds of the output layer, of the loss and of the embedding, of one micro-batch."""
+    sums: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
+    for cost in end_costs(candidates, system):
+        sums[cost.part] = sums[cost.part] + (cost.operation.bytes_moved if cost.seconds is None else cost.seconds)
+    return {
+        "head_matmul": np.asarray(sums["matmul"]),
+        "head_streaming": np.asarray(streaming_seconds(sums["loss"], system.hardware)),
+        "embedding": np.asarray(streaming_seconds(sums["stream"], system.hardware)),
+    }
+
+
+def _collectives(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Of a layer's collectives, of adding up its gradients, of a message between stages in and across islands."""
     island, model = float(system.fabric.island_ranks), candidates.model
     hardware, width = system.hardware, system.engine.element_bytes
-    ends: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
-    for cost in end_costs(candidates, system):
-        ends[cost.part] = ends[cost.part] + (cost.operation.bytes_moved if cost.seconds is None else cost.seconds)
     stream_bytes = candidates.tokens * model.hidden * width
     message = stream_bytes / candidates.stream_shards
     tp_inside = np.minimum(candidates.tp, island)
@@ -363,9 +370,6 @@ def _ends_and_collectives(candidates: Candidates, system: System) -> dict[str, A
         ),
         "tp_collectives": 2.0 - spared_collectives(candidates, system),
         "cp_layer": exchange_seconds(candidates, system, kinds(candidates, system.engine)),
-        "head_matmul": np.asarray(ends["matmul"]),
-        "head_streaming": np.asarray(streaming_seconds(ends["loss"], hardware)),
-        "embedding": np.asarray(streaming_seconds(ends["stream"], hardware)),
         "message_inside": collective("send_recv", message, two, two, system),
         "message_across": collective("send_recv", message, two, one, system),
         "ep_layer": exchange_of_rows(candidates, system) if candidates.has_experts else np.zeros(len(candidates)),

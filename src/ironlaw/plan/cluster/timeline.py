@@ -210,14 +210,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     m = micro_batches * count
     told = np.zeros(len(candidates)) + sum(costs.told.values())
     return Times(
-        step_seconds=steady
-        + told
-        + bubble
-        + reduce_exposed
-        + gather_exposed
-        + optimizer
-        + offload_step
-        + host_step,
+        step_seconds=steady + told + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
         forward=m * forward,
         backward=m * (backward + again),
         host_excess=micro_batches * host_excess,
