@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
@@ -41,8 +39,15 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
         }  # fmt: skip
         if model.latent is not None:  # whose narrow vectors every rank computes whole
             update |= {"kv_heads": None, "head_size": None}
-    if several(layout.ep) and model.moe is not None:  # its share of the experts, which take the choices of ep ranks
-        update["moe"] = model.moe.model_copy(update={"experts": model.moe.experts // layout.ep})
+    if model.moe is not None:
+        moe = dict[str, Any]()
+        if several(layout.ep):  # its share of the experts, which take the choices of ep ranks
+            moe["experts"] = model.moe.experts // layout.ep
+        if several(tp):
+            given = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
+            moe |= {name: width // tp for name, width in given.items() if width is not None}
+        if moe:
+            update["moe"] = model.moe.model_copy(update=moe)
     if several(layout.pp) and model.tied:  # the last stage has a copy
         update["tied"] = False
     return model.model_copy(update=update) if update else model
@@ -82,6 +87,7 @@ class _Rank:
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w
         self.key_value = 2 * shape.tokens * model.key_value_size * w
+        self.met_input_cast = False
         # Query and key as the layer gives them are kept by attention or by their norm, or die when others are made.
         self.keeps_query = shape.keeps_qkv and (
             not shape.casts if model.qk_norm else model.positions != "rope"
@@ -229,9 +235,10 @@ class _Rank:
         dying = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
             return replace(op, saved_bytes=op.saved_bytes - dying, temporary_bytes=op.temporary_bytes + dying)
-        of_input = np.array_equal(op.elements, shape.tokens * shape.model.hidden)
-        if op.name == "qkv_cast" and of_input and self.split and forward:
-            return replace(op, saved_bytes=3 * op.saved_bytes)  # each layer casts its input by itself
+        if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next one is of the weights
+            self.met_input_cast = True
+            casts = 3 if self.split else 1  # each layer casts its input by itself
+            return replace(op, saved_bytes=casts * op.saved_bytes)
         if op.name == "qkv" and op.kernel == "concatenate":
             held = self.projected if shape.keeps_qkv else 0
             made = 0 if self.split else op.temporary_bytes

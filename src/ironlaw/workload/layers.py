@@ -52,7 +52,7 @@ def quantised(
 ) -> list[Operation]:  # fmt: skip
     """What a product of 8 or 4 bits costs beside itself: casts of its operands, in a block's linear layers only."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
-    if casts == Casts() or group == "head" or name == "router":
+    if casts == Casts() or group == "head" or name in ("router", "shared_gate"):
         return []
     if phase is Phase.FORWARD:
         moved = casts.inputs * rows * inputs * batch + casts.weights * weights

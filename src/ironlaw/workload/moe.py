@@ -25,9 +25,18 @@ from ironlaw.workload.backward import (
 from ironlaw.workload.blocks import FP32, INDEX, Shape, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import activated, attention_half, feed_forward
-from ironlaw.workload.layers import cast_gradient, joining, norm, norm_backward, quantised, residual
+from ironlaw.workload.layers import (
+    cast_gradient,
+    joining,
+    linear,
+    linear_backward,
+    norm,
+    norm_backward,
+    quantised,
+    residual,
+)
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import Size, divided, is_array, larger
+from ironlaw.workload.sizes import Size, any_of, divided, is_array, larger, smaller
 
 GROUP = "moe_block"
 
@@ -78,6 +87,9 @@ def rows(shape: Shape) -> int:
     assert moe is not None
     if shape.rows_per_token is not None:
         return shape.tokens * shape.rows_per_token
+    if is_array(shape.tokens) and moe.capacity_factor is not None:  # `MoEConfig.capacity` of many layouts
+        mean = shape.tokens * moe.experts_per_token / moe.experts
+        return moe.experts * smaller(shape.tokens, larger(1, np.ceil(mean * moe.capacity_factor)))
     capacity = moe.capacity(shape.tokens)
     return shape.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
 
@@ -187,7 +199,7 @@ def _route(shape: Shape) -> list[Operation]:
         _small("route", forward, "multiply", choices, 4 * choices * w, saved=choices * w + normalised,
                frees_temporary=scores * w),
     ]  # fmt: skip
-    if balance := _balance_saved_bytes(shape):
+    if any_of(balance := _balance_saved_bytes(shape)):
         operations.append(_small("route", forward, "add", scores, scores * w, saved=balance))
     # Sorting, and where each choice went: two tables of indices; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)
@@ -306,7 +318,8 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
     if shape.conventions.fused:
-        return feed_forward(shape, model.shared_ffn_size, "shared_ffn")
+        gate = linear(shape, "shared_gate", "block", 1, model.hidden, 1, keep=True, bias=False)
+        return feed_forward(shape, model.shared_ffn_size, "shared_ffn") + (gate if model.moe.shared_gate else [])
     stream = shape.tokens * model.hidden
     operations = []
     if shape.casts:
@@ -336,7 +349,9 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
     if shape.conventions.fused:
-        return feed_forward_backward(shape, model.shared_ffn_size, "shared_ffn", consumes=0)
+        gate = linear_backward(shape, "shared_gate", "block", 1, model.hidden, 1, frees=0, bias=False)
+        network = feed_forward_backward(shape, model.shared_ffn_size, "shared_ffn", consumes=0)
+        return (gate if model.moe.shared_gate else []) + network
     stream, full = shape.tokens * model.hidden * w, shape.tokens * model.hidden * FP32
     operations, extra = [], 0
     if model.moe.shared_gate:
@@ -373,7 +388,7 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
                 frees_temporary=stream,
             )
         )  # fmt: skip
-    if extra:
+    if model.moe.shared_gate:
         operations.append(
             elementwise(
                 shape, "ffn_norm", "add_in_place", shape.tokens * model.hidden, 3, backward=True,

@@ -17,6 +17,11 @@ def is_array(*sizes: Size) -> bool:
     return any(isinstance(size, np.ndarray) for size in sizes)
 
 
+def any_of(size: Size) -> bool:
+    """Whether it is not zero, for some layout."""
+    return bool(np.any(size))
+
+
 def several(size: Size) -> bool:
     """Whether it is more than one, for all layouts alike."""
     if not is_array(size):
