@@ -52,7 +52,7 @@ def measure_case(name: str, model: dict[str, object], batch: int, micro: int, pr
         "evaluation": {"every": 0, "batches": 1},
         "checkpoint": {"every": 0},
     }  # fmt: skip
-    from ironlaw.plan.process.estimate import plan_run
+    from ironlaw.plan.step import plan_run
 
     planned_seconds = plan_run(build_config(document), profile).totals["step_seconds"].value
     document["train"]["steps"] = max(24, min(400, int(SECONDS / planned_seconds)))  # type: ignore[index]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,34 @@ class Line:
     joules: float | None = None
     bound: str | None = None  # "compute", "memory", "overhead", "network": which ceiling set the time
     origin: Origin = Origin.CALCULATED
+
+    @property
+    def key(self) -> Key:
+        return self.phase, self.kind, self.operation
+
+
+Key = tuple[Phase, Kind, str]
+UNNAMED = "other"
+"""Operation of a line, of kind `OTHER`, for all in a phase that a plan has no name for. A plan lists everything that it
+knows, and so plans 0 seconds of it."""
+
+
+def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
+    """Measured lines under the keys of a plan: what it has no name for is one line of its phase, where it plans one."""
+    keys = {line.key for line in planned}
+    unnamed = {
+        phase: Line(phase, kind, UNNAMED, seconds=0.0, origin=Origin.MEASURED)
+        for phase, kind, operation in keys
+        if operation == UNNAMED
+    }
+    result = []
+    for line in lines:
+        if line.key in keys or line.phase not in unnamed:
+            result.append(line)
+        else:
+            known = unnamed[line.phase]
+            unnamed[line.phase] = replace(known, seconds=(known.seconds or 0.0) + (line.seconds or 0.0))
+    return result + list(unnamed.values())
 
 
 @dataclass(frozen=True)

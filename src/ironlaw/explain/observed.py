@@ -15,7 +15,7 @@ from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
-from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
+from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
@@ -35,6 +35,10 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     """What `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
     run = load_ledger(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
+    # What the loop does beside its module, the plan has the keys of and nothing more.
+    known = {line.key for line in plan.lines}
+    plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
+    run.lines = named_as(run.lines, plan.lines)
     _add_rates(plan, run)
     _add_ranks(run_dir, run)
     if not run.facts.get("machine_speed"):
@@ -61,7 +65,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
     """Plans of the module run otherwise, each scaled to the samples of one step of the run."""
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
@@ -134,7 +138,7 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
 
 
 def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -> Ledger:
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     traced, facts = trace_from_json(operations), run.facts

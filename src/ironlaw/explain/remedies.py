@@ -15,7 +15,7 @@ from ironlaw.errors import UserError
 from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of
 from ironlaw.ledger import Kind, Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 LEAST_GAIN = 0.02  # below this a gain is within the noise of two runs of the same config
 TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time

@@ -20,8 +20,9 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.process.estimate import fits, plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.plan.subject import Subject
+from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, settle
 
 __all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
@@ -34,7 +35,7 @@ def plan_request(
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
     if re.fullmatch(r"[\w.]+:\w+", what):
-        from ironlaw.plan.process.traced import plan_traced
+        from ironlaw.plan.module import plan_traced
 
         return Answer(*plan_traced(what, options.inputs, on))
     subject = resolve(what, overrides)

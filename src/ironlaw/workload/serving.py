@@ -28,9 +28,10 @@ from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage, Tensor
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.sharding import stage_parameters
+from ironlaw.workload.tensors import Tensor
 
 INFERENCE = Conventions(autocast=False)
 

@@ -10,8 +10,8 @@ from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric, load_costs
 from ironlaw.machine.profile import load_profile
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.search import best_layout
+from ironlaw.plan.layouts import best_layout
+from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.layout import Layout, parse_layout
 
 SHOWN = 8
@@ -35,7 +35,7 @@ def answer_on_ranks(config: RunConfig, options: Options) -> Answer:
                 config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
             )
             raise UserError(f"this trainer cannot run layout '{layout}' on {ranks} ranks: leave --layout out")
-        plan = plan_ranks(config, profile, ranks, layout, fabric)
+        plan = plan_step(config, profile, layout, fabric, ranks)
         return Answer(plan.ledger(), plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
     runnable = options.runnable
 
@@ -60,7 +60,7 @@ def _words(config: RunConfig, ranks: int) -> str:
     return " ".join(f"{k}={int(v) if isinstance(v, bool) else v}" for k, v in known.items())
 
 
-def _candidate(plan: RanksPlan) -> dict[str, Any]:
+def _candidate(plan: StepPlan) -> dict[str, Any]:
     return {
         "layout": str(plan.layout), "step_seconds": plan.step_seconds, "peak_bytes": plan.peak_bytes,
         "exposed_communication_seconds": sum(t.exposed_seconds for s in plan.stages for t in s.communication)

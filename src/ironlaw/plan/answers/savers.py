@@ -31,7 +31,7 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
+from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
@@ -142,7 +142,7 @@ def cluster_savers(ask: Ask, layout: Layout) -> list[Saver]:
 # -- on ranks of this machine ------------------------------------------------------------------------------------------
 
 
-def rank_savers(plan: RanksPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[Saver]:
+def rank_savers(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[Saver]:
     """The same for a plan of CPU ranks over given links: each setting is planned as a run."""
     layout, config = plan.layout, plan.config
     exposed = sum(
@@ -155,7 +155,7 @@ def rank_savers(plan: RanksPlan, *, rank: int = RANK, local_steps: int = LOCAL_S
 
 
 def _of_ranks(
-    plan: RanksPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
+    plan: StepPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
 ) -> Iterator[Saver]:
     can, parameters = applicable(layout), model_parameters(config.model)
     held = config.model.parameters / (layout.tp * layout.pp)
@@ -163,7 +163,7 @@ def _of_ranks(
 
     def saved(**communication: Any) -> float:
         changed = config.model_copy(update={"communication": CommunicationConfig(**communication)})
-        return plan.step_seconds - plan_ranks(changed, plan.profile, plan.ranks, layout, plan.fabric).step_seconds
+        return plan.step_seconds - plan_step(changed, plan.profile, layout, plan.fabric, plan.ranks).step_seconds
 
     if can["bf16"]:
         yield Saver(BF16, 0.5, exposed, saved(gradients="bf16"), CAST_BYTES * held / rate)
