@@ -24,6 +24,7 @@ from ironlaw.plan.cluster.candidates import Candidates, candidates_of_rows
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engines
@@ -310,9 +311,9 @@ def left_out(name: str, runs: list[Run], names: list[str], kind: str, quiet: boo
 def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, float]]:
     """Each run with ln(measured / planned) by this engine in place of its own."""
     result: list[tuple[Run, float]] = []
-    for where, index in systems_of(runs):
+    for _, index in systems_of(runs):
         part = [runs[i] for i in index]
-        where = replace(where, engine=engine.on(part[0].cluster.accelerator.generation))
+        where = system_of(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
         candidates = candidates_of_rows([r.columns for r in part])
         layers = stage_layers(candidates, engine.partition)
         if kind == "time":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ironlaw.plan.cluster.step_costs import step_costs
 from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.read import Run
+from ironlaw.plan.measured.read import Otherwise, Run
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,18 @@ def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Arr
     for indices in groups.values():
         found[indices] = function(candidates_of_rows([runs[i].columns for i in indices]))
     return found
+
+
+def as_otherwise(run: Run, other: Otherwise) -> Run:
+    """The run as it may have been instead."""
+    engine = run.engine
+    if other.constants:  # named apart: runs of one engine are planned together
+        values: dict[str, Any] = dict(other.constants)
+        on = {g: dict(of) | values for g, of in engine.by_generation.items()}
+        engine = replace(engine, name=f"{engine.name} otherwise", by_generation=on, **values)
+    return replace(
+        run, engine=engine, columns=run.columns | dict(other.columns), precision=other.precision or run.precision
+    )
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

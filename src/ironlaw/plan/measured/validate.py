@@ -21,7 +21,7 @@ import numpy as np
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.evaluate import Prediction, evaluate, of_runs, plannable, settled
+from ironlaw.plan.measured.evaluate import Prediction, as_otherwise, evaluate, of_runs, plannable, settled
 from ironlaw.plan.measured.read import Run, read_runs
 
 BASELINE_FRACTION = 0.45
@@ -89,7 +89,7 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
         prediction=prediction,
         baseline_seconds=of_runs(runs, baseline_flops) / (prediction.peak_flops_per_second * BASELINE_FRACTION),
         baseline_bytes=of_runs(runs, baseline_bytes),
-        step_interval=interval("time", runs, prediction.step_seconds),
+        step_interval=widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds)),
         peak_interval=interval("memory", runs, prediction.reported_bytes),
         rejected=rejected,
     )
@@ -239,9 +239,21 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
     pairs = [
         interval_factors(
             quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
-            run.columns.get("experts", 0.0) > 0,
+            run.columns.get("experts", 0.0) > 0, run.precision,
         )
         for run, size in zip(runs, parameters, strict=True)
     ]  # fmt: skip
     bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
     return planned * bounds[:, 0], planned * bounds[:, 1]
+
+
+def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The interval with what hangs on what the rows leave open: each alternative is an error of its own, one-sided."""
+    low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
+    for number in range(max((len(run.otherwise) for run in runs), default=0)):
+        index = [i for i, run in enumerate(runs) if len(run.otherwise) > number]
+        seconds = evaluate([as_otherwise(runs[i], runs[i].otherwise[number]) for i in index]).step_seconds
+        swing = np.log(seconds / planned[index]) * [runs[i].otherwise[number].weight for i in index]
+        low[index] += np.minimum(swing, 0.0) ** 2
+        high[index] += np.maximum(swing, 0.0) ** 2
+    return planned * np.exp(-np.sqrt(low)), planned * np.exp(np.sqrt(high))
