@@ -209,7 +209,7 @@ def test_what_cannot_be_resolved(what, message):
     ("options", "message"),
     [
         ({"precision": "int4"}, "unknown precision"),
-        ({"precision": "mxfp8"}, "no mxfp8 peak of h100-sxm-80gb: use --precision bf16 or fp16 or fp32"),
+        ({"precision": "mxfp8"}, "no mxfp8 peak of h100-sxm-80gb: use --precision fp32 or tf32 or fp16 or bf16"),
         ({"optimizer": "adamw8"}, "unknown optimizer 'adamw8'"),
         ({"engine": "megatorn"}, "unknown engine"),
         ({"emit": "torchtitan", "layout": "dp=8 zero=1"}, "cannot be written for torchtitan"),

@@ -53,6 +53,11 @@ class RecomputeConfig(Section):
         return self
 
 
+def layout_word(config: RecomputeConfig) -> str:
+    """The same as a layout says it (`workload/layout.py`)."""
+    return {"every": f"every:{config.every}", "budget": f"budget:{config.budget}"}.get(config.mode, config.mode)
+
+
 def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
     """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/recompute.py`)."""
     match config.mode:
