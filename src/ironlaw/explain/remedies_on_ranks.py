@@ -38,9 +38,8 @@ def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Led
         def on_accelerators(config: RunConfig) -> Ledger:
             plan = plan_on_accelerators(config, profile, ranks)
             if not plan.facts["fits"]:
-                raise UserError(
-                    f"{plan.facts['layout']} does not fit: {units.bytes_(plan.totals['peak_bytes'].value)} a rank"
-                )
+                needed = units.bytes_(plan.totals["peak_bytes"].value)
+                raise UserError(f"{plan.facts['layout']} does not fit: {needed} a rank")
             return plan
 
         return on_accelerators

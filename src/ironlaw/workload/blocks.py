@@ -154,7 +154,7 @@ def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
 
 
-def attention_saved_bytes(shape: Shape) -> int:
+def attention_saved_bytes(shape: Shape) -> Size:
     """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135).
 
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
@@ -185,7 +185,7 @@ def attention_core_bytes(shape: Shape) -> Size:
     return shape.tokens * shape.model.heads * of_a_query
 
 
-def rotary_saved_bytes(shape: Shape) -> int:
+def rotary_saved_bytes(shape: Shape) -> Size:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
@@ -230,8 +230,8 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
 
 
 def elementwise(
-    shape: Shape, name: str, kernel: str, elements: int, tensors: int, *, backward: bool = False,
-    saved: int = 0, temporary: int = 0, frees_saved: int = 0, frees_temporary: int = 0,
+    shape: Shape, name: str, kernel: str, elements: Size, tensors: float, *, backward: bool = False,
+    saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
 ) -> Operation:  # fmt: skip
     """`tensors`: how many tensors of `elements` it reads and writes."""
     phase = Phase.BACKWARD if backward else Phase.FORWARD

@@ -138,13 +138,11 @@ class Candidates:
     def _ours(self, engine: Engine) -> Shape:
         """The same as our trainer divides it: the rewrite that an exact plan is made with, of arrays."""
         sp = bool((self.sp > 0).any())
-        layout = Layout(
-            dp=self.dp, zero=self.zero, tp=self.tp, sp=sp, pp=self.pp, cp=self.cp, ep=self.ep,
-            micro_batch=self.micro_batch,
-        )  # type: ignore[arg-type]  # fmt: skip
+        names = ("dp", "zero", "tp", "pp", "cp", "ep", "micro_batch")
+        sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
         precision: Precision = "fp32" if engine.element_bytes == 4 else "bf16"
         whole = Shape(self.model, 1, self.sequence, precision, fused_rmsnorm=True, conventions=engine)
-        return local_shape(whole, layout)
+        return local_shape(whole, Layout(**sizes, sp=sp))
 
     def divided_alike(self, engine: Engine) -> list[npt.NDArray[np.int64]]:
         """Candidates that can be described together: all of them, or for our trainer those that divide the same."""
@@ -337,10 +335,9 @@ def candidates_of_table(
     count = len(columns["dp"])
     groups = Counter(layer_groups(model))
     batch = {"sequence": sequence, "global_batch": global_batch, "imbalance": 0}
-    return Candidates(
-        model, {group: layers / model.layers for group, layers in groups.items()}, flash, *extra_launches(model),
-        **{name: np.full(count, float(value)) for name, value in batch.items()}, **columns,
-    )  # fmt: skip
+    arrays: dict[str, Any] = {name: np.full(count, float(value)) for name, value in batch.items()} | dict(columns)
+    kinds = {group: layers / model.layers for group, layers in groups.items()}
+    return Candidates(model, kinds, flash, *extra_launches(model), **arrays)
 
 
 def structure(row: Mapping[str, float]) -> tuple[bool, ...]:
@@ -353,7 +350,7 @@ def candidates_of_rows(rows: Sequence[Mapping[str, float]]) -> Candidates:
     assert len({structure(row) for row in rows}) == 1
     columns = {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
     ones = np.ones(len(rows))
-    layout = {name: columns.get(name, default * ones) for name, default in LAYOUT_DEFAULTS.items()}
+    layout: dict[str, Any] = {name: columns.get(name, default * ones) for name, default in LAYOUT_DEFAULTS.items()}
     layout |= {f.name: columns[f.name] for f in fields(Candidates) if f.name in columns and f.name != "flash"}
     base = model_of(structure(rows[0]))
     sizes: dict[str, Any] = {name: columns[name] for name in ("layers", "hidden", "heads", "ffn", "vocab")}
@@ -362,7 +359,7 @@ def candidates_of_rows(rows: Sequence[Mapping[str, float]]) -> Candidates:
     if base.latent is not None:
         of = {"key_value_rank": "latent_rank", "query_rank": "query_rank", "rotary_size": "rotary_size",
               "value_size": "value_size"}  # fmt: skip
-        latent = {name: columns[column] for name, column in of.items() if column in columns}
+        latent: dict[str, Any] = {name: columns[column] for name, column in of.items() if column in columns}
         if base.latent.query_rank is None:
             latent["query_rank"] = None
         latent["plain_size"] = columns["head_size"] - columns["rotary_size"]

@@ -7,9 +7,10 @@ import numpy as np
 from ironlaw.machine.efficiency import collective_seconds
 from ironlaw.plan.cluster.candidates import Array
 from ironlaw.plan.cluster.system import System
+from ironlaw.workload.sizes import Size
 
 
-def distinct(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
+def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
     """`function` on the distinct rows of the columns only: layouts share most of their shapes.
 
     Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.

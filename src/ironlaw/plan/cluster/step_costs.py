@@ -182,7 +182,7 @@ def _attention(
     if shape.materialised:  # every (query, key) pair is computed, masked or not
         batch, rows = sequences * heads, sequence / shape.cp
         products = ((rows, sequence, head_size), (rows, shape.model.size_of_value, sequence))
-        seconds = sum(product_seconds(*product, batch, system, precision) for product in products)
+        seconds = np.asarray(sum(product_seconds(*product, batch, system, precision) for product in products))
         # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
         moved = batch * rows * sequence * (4 * engine.element_bytes + 1)
         traffic = np.asarray(streaming_seconds(moved, hardware))
@@ -271,10 +271,10 @@ def block_costs(candidates: Candidates, system: System) -> StepCosts:
     ends = few.apart(system.engine, lambda part: _ends(part, system))
     blocks: dict[str, Any] = {name: column[kind] for name, column in (_collectives(few, system) | ends).items()}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
+    blocks |= dict.fromkeys(OF_STATE, np.zeros(len(candidates)))
     blocks["block"] = {key: column[kind] for key, column in of_block.items() if isinstance(key[1], Phase)}
     blocks["again"] = {key: column[kind] for key, column in of_block.items() if not isinstance(key[1], Phase)}
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
-    none = np.zeros(len(candidates))
     return StepCosts(
         told=told(candidates, system),
         pp_message=np.where(candidates.pp > 1, np.where(stage_fills_island, far, near), 0.0),
@@ -284,7 +284,6 @@ def block_costs(candidates: Candidates, system: System) -> StepCosts:
         pp_crosses=candidates.accelerators > island,
         ep_crosses=candidates.expert_tp * candidates.ep > island,
         **blocks,
-        **dict.fromkeys(OF_STATE, none),
     )
 
 

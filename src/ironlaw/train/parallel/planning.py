@@ -63,10 +63,10 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
 
 
 def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> Ledger:
-    """The plan of a job on `size` catalogued accelerators, `per_host` of them together (as many as its usual node has
-    unless given): by the planner of clusters, with our own conventions. What the trainer does beside the layout is decided as for one process.
+    """The plan of a job on `size` catalogued accelerators, by the planner of clusters with our own conventions.
 
-    UserError where the catalogue lacks the accelerator, or the layout cannot run.
+    `per_host` of them are together: as many as their usual node has unless given. What the trainer does beside the
+    layout is decided as for one process. UserError where the catalogue lacks the accelerator, or the layout cannot run.
     """
     decided = plan_run(config, profile).facts
     settled = check(config, size)
