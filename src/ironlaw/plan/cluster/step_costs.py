@@ -181,8 +181,8 @@ def _attention(
     backward = op.phase is Phase.BACKWARD
     if shape.materialised:  # every (query, key) pair is computed, masked or not
         batch, rows = sequences * heads, sequence / shape.cp
-        products = ((rows, sequence, head_size), (rows, shape.model.size_of_value, sequence))
-        seconds = np.asarray(sum(product_seconds(*product, batch, system, precision) for product in products))
+        scores = product_seconds(rows, sequence, head_size, batch, system, precision)
+        seconds = scores + product_seconds(rows, shape.model.size_of_value, sequence, batch, system, precision)
         # scale + mask + softmax read and write 16-bit scores; dropout reads, writes and keeps a one-byte mask
         moved = batch * rows * sequence * (4 * engine.element_bytes + 1)
         traffic = np.asarray(streaming_seconds(moved, hardware))
