@@ -83,7 +83,7 @@ def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
         shape, kinds = candidates.shape(engine), candidates.kinds.items()
         entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
         partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
-    elif not engine.repeats_attention_alone:
+    elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
     elif engine.widens_again(candidates.model):
         partly = everything - engine.activation_slack * widened_bytes(candidates.shape(engine))

@@ -115,7 +115,7 @@ class Engine(Conventions):
     @property
     def repeats_attention_alone(self) -> bool:
         """What selective recomputation repeats: as Megatron does, or all that is cheap and a share of the rest."""
-        return self.fused and self.selective_kept_share == 0
+        return self.fused and self.selective_matmul_share == 0
 
     def widens_again(self, model: ModelConfig) -> bool:
         """Whether selective recomputation repeats what makes latent attention's inputs wide, and not attention."""
