@@ -28,13 +28,16 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     COMMUNICATION = "communication"  # exposed: not hidden behind compute
     OPTIMIZER = "optimizer"  # gradient clipping, the update, clearing gradients
+    PREFILL = "prefill"  # of a serving engine's step: prompts
+    DECODE = "decode"  # and the next token of every answer
+    SAMPLING = "sampling"  # and its choice
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     HOST = "host"  # logging, the loop itself
     IDLE = "idle"
 
 
-# What one step consists of; evaluation and checkpoints happen between steps and are reported beside them.
+# What one step of training consists of; evaluation and checkpoints happen between steps and are reported beside them.
 STEP_PHASES = (
     Phase.DATA,
     Phase.TRANSFER,
@@ -151,6 +154,26 @@ class MemoryLine:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan decides for the trainer where the config leaves it open; the reasons are among the facts."""
+
+    precision: str  # of the matrix products
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all of a micro-batch
+    # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
+    recompute: tuple[frozenset[str] | None, ...] = ()
+    offload_ahead_bytes: int = 0  # of saved activations that may be on their way to or from the host
+
+    def to_json(self) -> dict[str, Any]:
+        kept = [None if layer is None else sorted(layer) for layer in self.recompute]
+        return asdict(self) | {"recompute": kept}
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Decisions:
+        kept = tuple(None if layer is None else frozenset(layer) for layer in document["recompute"])
+        return Decisions(**(document | {"recompute": kept}))
+
+
 @dataclass
 class Ledger:
     """All lines of one plan or one run, and the totals that are not sums of lines."""
@@ -161,6 +184,13 @@ class Ledger:
     totals: dict[str, Estimate] = field(default_factory=dict)  # step_seconds, peak_bytes, flops_per_step, ...
     phase_seconds: dict[Phase, float] = field(default_factory=dict)  # measured directly, profiler off
     facts: dict[str, Any] = field(default_factory=dict)  # model, machine, versions, config: provenance
+    decisions: Decisions | None = None  # of a plan
+
+    @property
+    def decided(self) -> Decisions:
+        """The decisions of a plan that was made for a trainer."""
+        assert self.decisions is not None, "a ledger that no plan of a run has made"
+        return self.decisions
 
     def select(self, **wanted: Any) -> Iterator[Line]:
         """Lines whose named fields equal the given values: `ledger.select(phase=Phase.FORWARD)`."""
@@ -193,7 +223,7 @@ class Ledger:
             "lines": [asdict(line) for line in self.lines],
             "memory": [asdict(line) for line in self.memory],
             "facts": self.facts,
-        }
+        } | ({} if self.decisions is None else {"decisions": self.decisions.to_json()})
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Ledger:
@@ -210,6 +240,7 @@ class Ledger:
             lines=[_line(entry) for entry in document["lines"]],
             memory=[MemoryLine(**(entry | {"origin": Origin(entry["origin"])})) for entry in document["memory"]],
             facts=document["facts"],
+            decisions=Decisions.from_json(document["decisions"]) if "decisions" in document else None,
         )
 
     def save(self, path: Path) -> None:

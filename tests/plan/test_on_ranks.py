@@ -161,8 +161,8 @@ def test_what_is_recomputed_and_how_the_loss_is_computed_is_the_configs(layout: 
     chosen = parse_layout(layout + " micro_batch=2")
     plan = plan_step(wanted, machine_profile, chosen, Fabric(COSTS), 2)
     alone, ledger = plan_run(wanted, machine_profile), plan.ledger()
-    for fact in ("recompute", "loss_chunk"):
-        assert ledger.facts[fact] and ledger.facts[fact] == alone.facts[fact]
+    assert ledger.decided.recompute and ledger.decided.loss_chunk
+    assert ledger.decisions == alone.decisions
     assert (
         ledger.totals["flops_per_step"].value
         >= planned(machine_profile, layout).ledger().totals["flops_per_step"].value

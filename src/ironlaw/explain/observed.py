@@ -35,10 +35,8 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     """What `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
     run = load_ledger(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
-    # What the loop does beside its module, the plan has the keys of and nothing more.
-    known = {line.key for line in plan.lines}
-    plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
-    run.lines = named_as(run.lines, plan.lines)
+    if plan.lines:
+        _share_keys(plan, run)
     _add_rates(plan, run)
     _add_ranks(run_dir, run)
     if not run.facts.get("machine_speed"):
@@ -50,6 +48,13 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
     metrics = read_metrics(run_dir / "metrics.jsonl")
     return Explanation(run_dir, None, "", plan, run, gap, diagnosis, remedies, note, metrics)
+
+
+def _share_keys(plan: Ledger, run: Ledger) -> None:
+    """What the loop does beside its module, the plan has the keys of, and no figures."""
+    known = {line.key for line in plan.lines}
+    plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
+    run.lines = named_as(run.lines, plan.lines)
 
 
 def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:

@@ -10,7 +10,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.step import StepPlan, plan_step
+from ironlaw.plan.step import StepPlan, choose_precision, plan_step
 from ironlaw.workload.layout import Layout
 
 SIMPLER = 0.01
@@ -52,14 +52,14 @@ def best_layout(
     config: RunConfig, profile: Profile, ranks: int, fabric: Fabric, runnable: Callable[[Layout], bool]
 ) -> LayoutChoice:
     """UserError where no layout can run, or none fits."""
-    found, tried = [], 0
+    found, tried, precision = [], 0, choose_precision(config, profile)
     for layout in candidates(config, ranks):
         if layout.reason_invalid(
             config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
         ) or not runnable(layout):
             continue
         tried += 1
-        found.append(plan_step(config, profile, layout, fabric, ranks))
+        found.append(plan_step(config, profile, layout, fabric, ranks, precision))
     fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds)
     if not found:
         raise UserError(

@@ -62,6 +62,13 @@ class MeasuredMachine:
 
         From a tiny block, whose arithmetic is next to nothing: its measured time less its kernels' smallest times.
         """
+        return self._dispatch_seconds[phase]
+
+    @cached_property
+    def _dispatch_seconds(self) -> dict[Phase, float]:
+        return {phase: self._beyond_kernels(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+
+    def _beyond_kernels(self, phase: Phase) -> float:
         shape = Shape(TINY, 1, TINY.context)
         operations = [op for op in training_operations(shape) if op.group == "block" and op.phase is phase]
         alone = MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), whole_steps=False)

@@ -32,8 +32,8 @@ from ironlaw.workload.sharding import (
     expert_holders,
     of_experts,
     of_site,
+    parameter_groups,
     shard_of,
-    units_of,
 )
 
 COMPONENTS = (
@@ -151,7 +151,7 @@ class _Rank:
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
-        self.units = {s: units_of(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
+        self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
         self.reduced: set[tuple[int, str]] = set()
@@ -319,7 +319,7 @@ class _Rank:
         ready, reduced = 0.0, 0
         for index, layer in enumerate(order):
             backward = layer.backward
-            if layer.name == HEAD and HEAD in self.units[stage]:  # the loss is the root's, before the output layer
+            if layer.name == HEAD and HEAD in self.groups[stage]:  # the loss is the root's, before the output layer
                 self._regather(stage, "root", [HEAD])
                 walk.run([op for op in backward if op.kind is Kind.LOSS], keeps)
                 backward = tuple(op for op in backward if op.kind is not Kind.LOSS)
@@ -327,7 +327,7 @@ class _Rank:
             walk.run(layer.recomputed, keeps)
             walk.run(backward, keeps)
             if self.ddp and last:
-                ready += sum(p.elements for p in self.units[stage].get(layer.name, ())) * FP32
+                ready += sum(p.elements for p in self.groups[stage].get(layer.name, ())) * FP32
                 reduced = self._buckets(ready if index + 1 < len(order) else self.whole(stage), reduced)
             if layer.name != EMBEDDING:
                 self._after_backward(stage, layer.name, last, piped)
@@ -398,9 +398,9 @@ class _Rank:
     # -- what FSDP does ----------------------------------------------------------------------------------------
 
     def _gather(self, stage: int, unit: str) -> None:
-        if unit + EXPERTS in self.units[stage]:
+        if unit + EXPERTS in self.groups[stage]:
             self._gather(stage, unit + EXPERTS)
-        tensors = self.units[stage].get(unit)
+        tensors = self.groups[stage].get(unit)
         if not self.fsdp or tensors is None or (stage, unit) in self.gathered:
             return
         self.gathered.add((stage, unit))
@@ -413,11 +413,11 @@ class _Rank:
         self.walk.add("gathered", size, f"weights of {unit}")
 
     def _release(self, stage: int, unit: str) -> None:
-        if unit + EXPERTS in self.units[stage]:
+        if unit + EXPERTS in self.groups[stage]:
             self._release(stage, unit + EXPERTS)
         if self.layout.zero == 3 and (stage, unit) in self.gathered:
             self.gathered.remove((stage, unit))
-            self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
+            self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
 
     def _regather(self, stage: int, unit: str, following: list[str]) -> None:
         """Backward: the unit's weights out of the buffer that was gathered ahead, and the next one's buffer."""
@@ -425,7 +425,7 @@ class _Rank:
             return
         walk = self.walk
         for which in [part for one in (unit, *following) for part in (one, one + EXPERTS)]:
-            tensors = self.units[stage].get(which)
+            tensors = self.groups[stage].get(which)
             if tensors is None or (stage, which) in self.gathered:
                 continue
             size = self.padded(tensors)
@@ -439,9 +439,9 @@ class _Rank:
                 self.gathered.add((stage, which))
 
     def _after_backward(self, stage: int, unit: str, last: bool, piped: bool) -> None:
-        if unit + EXPERTS in self.units[stage]:
+        if unit + EXPERTS in self.groups[stage]:
             self._after_backward(stage, unit + EXPERTS, last, piped)
-        tensors = self.units[stage].get(unit)
+        tensors = self.groups[stage].get(unit)
         if not self.fsdp or tensors is None or piped:
             return
         zero = self.layout.zero
@@ -473,11 +473,11 @@ class _Rank:
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""
-        for unit in reversed(list(self.units[stage])):
+        for unit in reversed(list(self.groups[stage])):
             if (stage, unit) in self.gathered:
                 self.gathered.remove((stage, unit))
-                self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
-            self._reduce(stage, unit, self.units[stage][unit])
+                self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
+            self._reduce(stage, unit, self.groups[stage][unit])
         self.walk.now["reducing"] -= self.waiting_buffer
         self.waiting_buffer = 0.0
 

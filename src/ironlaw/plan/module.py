@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger
+from ironlaw.ledger import Decisions, Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
@@ -110,13 +110,14 @@ def _planned(traced: Trace, target: _Target, name: str | None, accumulation: int
         "model": {"name": name or traced.name},
         "machine": system.name,
         "precision": _types(traced),
-        "matmul_peak_flops_per_second": system.peak_flops_per_second,
         "precision_reason": target.precision_reason,
+        "matmul_peak_flops_per_second": system.peak_flops_per_second,
         "peak_basis": system.peak_basis,
         "peak_at": peak.where,
         "memory_bytes": system.memory_bytes,
         "traced_operations": len(traced.operations),
     }
+    ledger.decisions = Decisions(target.precision)
     add_totals(ledger, system, traced.parameters, peak.where)
     return ledger
 

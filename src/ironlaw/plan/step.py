@@ -21,7 +21,7 @@ from typing import Any
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.ledger import Key, Ledger, Line, Phase
+from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
@@ -111,6 +111,7 @@ class StepPlan:
         ledger = Ledger("plan", lines=self._lines(), memory=fullest.memory.lines(notes))
         measured = measured_precision(self.precision.value, self.profile)
         system = System.measured(self.profile, measured, self.hosts)
+        ledger.decisions = self.decisions
         ledger.facts = self._facts() | {
             "peak_at": fullest.memory.where,
             "matmul_peak_flops_per_second": system.peak_flops_per_second,
@@ -121,6 +122,11 @@ class StepPlan:
         supply = data_supply(self.config, self.profile, ledger.totals["tokens_per_second"].value)
         ledger.facts["data_supply"] = supply
         return ledger
+
+    @property
+    def decisions(self) -> Decisions:
+        recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
+        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead)
 
     def _lines(self) -> list[Line]:
         per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
@@ -142,7 +148,7 @@ class StepPlan:
         return list(folded.values())
 
     def _facts(self) -> dict[str, Any]:
-        config, profile, recipe = self.config, self.profile, self.program.recipe
+        config, profile = self.config, self.profile
         facts: dict[str, Any] = {
             "model": config.model.model_dump(mode="json", exclude_none=True),
             "machine": profile.name,
@@ -157,8 +163,6 @@ class StepPlan:
             "copy_bytes_per_second": profile.copy_bytes_per_second,
             "memory_bytes": profile.memory_bytes,
             "sequence": config.sequence,
-            "loss_chunk": recipe.loss_chunk,
-            "recompute": [None if policy is None else sorted(policy) for policy in recipe.recompute],
             "global_batch": config.train.global_batch,
             "micro_batch": self.layout.micro_batch,
             "accumulation": self.program.micro_batches,
@@ -211,11 +215,15 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
 
 
 def plan_step(
-    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0
-) -> StepPlan:
-    """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so."""
+    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
+    precision: PrecisionChoice | None = None,
+) -> StepPlan:  # fmt: skip
+    """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
+
+    `precision`: chosen already, for another layout of the same config.
+    """
     check_supported(config, profile.device)
-    precision = choose_precision(config, profile)
+    precision = precision or choose_precision(config, profile)
     measured = measured_precision(precision.value, profile)
     machine = MeasuredMachine(profile, interference.typical(profile))
     if layout is None:

@@ -118,7 +118,7 @@ class Trainer:
         self.watch = watch or (lambda report: None)
         self.say = say or (lambda message: None)
         self.device = torch.device(profile.device)
-        self.precision: str = plan.facts["precision"]
+        self.precision: str = plan.decided.precision
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0

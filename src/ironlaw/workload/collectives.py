@@ -38,9 +38,9 @@ from ironlaw.workload.sharding import (
     expert_holders,
     is_plain,
     of_site,
+    parameter_groups,
     shard_of,
     stage_parameters,
-    units_of,
 )
 
 FP32, BF16, INT64 = 4, 2, 8
@@ -141,14 +141,14 @@ def counted_together(layout: Layout, batch: Batch) -> int:
 
 
 class Collective(NamedTuple):
-    """`count` calls of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
+    """`calls` of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
 
     One for each size of buffer.
     """
 
     dimension: str
     kind: str
-    count: int
+    calls: int
     bytes: int
 
 
@@ -264,8 +264,8 @@ class _Stage:
     def data_parallel(self) -> Iterable[Line]:
         layout, communication = self.layout, self.recipe.communication
         compressed = 0  # bytes of all that PowerSGD sends
-        units = units_of(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
-        for unit, tensors in units.items():
+        groups = parameter_groups(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
+        for unit, tensors in groups.items():
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
                 continue

@@ -1,7 +1,7 @@
 """What one rank of a layout holds of a model: layers and tensors of its stages, and how they travel together.
 
 stage_parameters(model, layout, stage)                                     # as one tensor parallel rank holds them
-units_of(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
+parameter_groups(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def bucket_bytes(parameters: list[Parameter]) -> list[int]:
     return [size for size in buckets if size]
 
 
-def units_of(
+def parameter_groups(
     model: ModelConfig | None, parameters: list[Parameter], ep: int = 1, chunked: bool = False
 ) -> dict[str, list[Parameter]]:
     """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest.
@@ -151,7 +151,7 @@ def units_of(
         apart = set()  # one tensor, used at both ends
     if chunked:
         apart.discard("head.weight")
-    units: dict[str, list[Parameter]] = {}
+    groups: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         unit = "root"
         if parameter.name.startswith("blocks."):
@@ -160,8 +160,8 @@ def units_of(
                 unit += EXPERTS
         elif parameter.name in apart:
             unit = parameter.name
-        units.setdefault(unit, []).append(parameter)
-    return units
+        groups.setdefault(unit, []).append(parameter)
+    return groups
 
 
 def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:

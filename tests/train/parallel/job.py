@@ -34,7 +34,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
@@ -376,7 +376,7 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.train(0, 2)  # DDP settles its buckets, a pipeline its shapes
     with counted(run.ranks) as found:
         run.train(2, 3)
-    layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
+    layout = layout_of(run.ranks.config, run.step.micro_batch)
     noise = run.step.noise
     planned = traffic(
         run.config.model, layout, batch_of(run.config), planned_recipe(run.config),
@@ -473,7 +473,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     peak = recorded.peak_bytes(begin)
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
-    layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
+    layout = layout_of(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
     program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
     planned = peak_memory(program, run.ranks.index("pp"))
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}

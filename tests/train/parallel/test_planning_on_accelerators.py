@@ -36,7 +36,7 @@ def test_the_plan_of_a_run_is_that_of_its_layout_on_the_catalogued_accelerator(a
     )  # fmt: skip
     assert ledger.totals["step_seconds"].value == same.totals["step_seconds"].value
     assert ledger.totals["peak_bytes"].value == same.totals["peak_bytes"].value
-    assert ledger.facts["precision"] == "bf16" and ledger.facts["ranks"] == 8  # what the trainer follows
+    assert ledger.decided.precision == "bf16" and ledger.facts["ranks"] == 8  # what the trainer follows
 
 
 def test_its_collectives_are_those_of_the_program(accelerators, user_cache):

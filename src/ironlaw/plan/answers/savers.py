@@ -178,7 +178,7 @@ def _of_ranks(
         )
         share = compressed_share(parameters, rank)
         yield Saver(powersgd(rank), share, exposed, saved(gradients="powersgd", rank=rank), work)
-    if can["sites"]:
+    if can["sites"] and plan.fabric is not None:
         meeting = plan.fabric.collective_seconds("all_reduce", 4 * held, layout.dp, job=plan.ranks)
         meeting += OUTER_PASSES * 4 * held / rate
         yield Saver(sites(local_steps), 1 / local_steps, exposed, exposed, meeting / local_steps)

@@ -24,8 +24,9 @@ from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
+from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
-from ironlaw.train.parallel.ranks import Ranks, check, micro_batch_of, planned_layout
+from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import layout_word
 
@@ -68,9 +69,9 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     `per_host` of them are together: as many as their usual node has unless given. What the trainer does beside the
     layout is decided as for one process. UserError where the catalogue lacks the accelerator, or the layout cannot run.
     """
-    decided = plan_run(config, profile).facts
+    of_one = plan_run(config, profile)
     settled = check(config, size)
-    layout = planned_layout(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
+    layout = layout_of(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
     layout = replace(layout, recompute=layout_word(config.recompute), offload=config.train.offload)
     acc, assumed = accelerator_of(profile.device)
     usual = node(acc.default_node)
@@ -80,9 +81,10 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
         software = replace(software, gradient_communication_bytes=2.0)
     ledger = plan_cluster(
         config.model, cluster, layout, sequence=config.sequence, global_batch=config.train.global_batch,
-        precision=decided["precision"], engine=software, optimizer=config.optimizer.name,
+        precision=of_one.decided.precision, engine=software, optimizer=config.optimizer.name,
     )  # fmt: skip
-    ledger.facts |= decided | {"ranks": size, "assumed_accelerator": assumed or None}
+    ledger.decisions = of_one.decisions
+    ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
     return ledger
 
 
@@ -90,7 +92,7 @@ def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) 
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
     layout = check(config, size)
     share = config.train.global_batch // (layout.dp or 1)
-    return plan_step(config, profile, planned_layout(layout, micro_batch_of(config, share)), fabric, size)
+    return plan_step(config, profile, layout_of(layout, micro_batch_of(config, share)), fabric, size)
 
 
 def _between(local: int) -> Link:

@@ -26,7 +26,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
 from ironlaw.plan.memory import Peak, peak_memory
-from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
 from ironlaw.workload.collectives import Sent, Table, aliases_of, renamed, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import V_SHAPED
@@ -77,7 +77,7 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
         del document["kv_heads"], document["head_size"]
         small = {"key_value_rank": 4, "plain_size": 4, "rotary_size": 2, "value_size": 4}
         document["latent"] = small | ({"query_rank": 4} if model.latent.query_rank else {})
-    windows = ("sliding_window", "full_every", "full_first", "rope_theta_local")
+    windows = ("sliding_window", "full_every", "full_offset", "full_first", "rope_theta_local")
     for key in (*windows, "rope_scaling", "rotary_size"):
         document.pop(key, None)
     # The fewest that fill the pipeline; a V needs twice as many.
@@ -140,7 +140,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     from ironlaw.train.parallel import apply as layouts
     from ironlaw.train.parallel import experts
     from ironlaw.train.parallel.lasting import lasting_bytes
-    from ironlaw.train.parallel.ranks import check, planned_layout, start
+    from ironlaw.train.parallel.ranks import check, start
     from ironlaw.train.parallel.step import DistributedStep
     from ironlaw.train.parallel.traffic import counted
 
@@ -149,7 +149,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     torch.set_num_threads(1)
     config = build_config(document)
     assert config.layout is not None
-    layout = planned_layout(config.layout, 1)
+    layout = layout_of(config.layout, 1)
     dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
     # Stages vote on whether to exchange shapes; those that are not there have nothing against it.
     dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
