@@ -15,7 +15,7 @@ from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.experts import places_of_a_token, rows_sent_per_token
 from ironlaw.plan.cluster.launches import extra_launches
-from ironlaw.plan.cluster.layout_space import EXPERT_WALL
+from ironlaw.plan.cluster.layout_space import EXPERT_CONSTRAINT
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.utilisation import other_conventions
@@ -271,7 +271,7 @@ def test_brute_force_over_experts_and_hybrid_sharding_finds_nothing_better():
 def test_the_search_tries_ep_and_says_what_it_ruled_out():
     found = search(MIXTRAL, parse_cluster("16xh100-sxm-80gb"), sequence=SEQUENCE, global_batch=16, hybrid=False)
     assert found.best and any(candidate.layout.ep > 1 for candidate in found.best)
-    assert found.ruled_out[EXPERT_WALL] > 0
+    assert found.ruled_out[EXPERT_CONSTRAINT] > 0
     assert found.best == sorted(found.best, key=lambda candidate: candidate.step_seconds)
 
 

@@ -12,7 +12,7 @@ from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.step_costs import operation_costs, step_costs
 from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.engines.low_precision import held_by
+from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.conventions import Casts
 from ironlaw.workload.layout import parse_layout
@@ -92,9 +92,9 @@ def test_parameters_stored_in_8_bits_are_gathered_in_8_bits():
 
 def test_wide_precisions_and_unknown_software_are_as_before():
     for precision in ("bf16", "fp16"):
-        assert held_by("transformer-engine", precision, "hopper", True) == held_by("", precision, "hopper", False)
+        assert storage_by("transformer-engine", precision, "hopper", True) == storage_by("", precision, "hopper", False)
     for precision in ("fp8", "fp8_block", "mxfp8", "nvfp4"):
-        assert "not known" in held_by("", precision, "hopper", False).says
+        assert "not known" in storage_by("", precision, "hopper", False).description
         assert block("generic", precision, cluster="8xb200-sxm") == block("generic", "bf16", cluster="8xb200-sxm")
 
 

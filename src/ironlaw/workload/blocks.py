@@ -86,7 +86,7 @@ class Shape:
         if self.conventions.autocast:
             return held * FP32
         gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
-        return held * self.conventions.held.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
+        return held * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -163,7 +163,7 @@ def attention_saved_bytes(shape: Shape) -> Size:
     """
     model = shape.model
     if shape.conventions.fused:
-        output = model.mixed_size * (shape.matmul_bytes + shape.conventions.held.attention_copy_bytes)
+        output = model.mixed_size * (shape.matmul_bytes + shape.conventions.storage.attention_copy_bytes)
         return shape.tokens * output + attention_core_bytes(shape)
     if shape.composes_attention and model.composes_scores:
         w, rows = shape.matmul_bytes, shape.micro_batch * model.heads * shape.sequence

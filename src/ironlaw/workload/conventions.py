@@ -14,14 +14,14 @@ WIDE = 2.0  # bytes of a 16-bit number
 
 
 @dataclass(frozen=True)
-class Held:
+class StorageFormat:
     """Bytes per element or parameter that linear layers keep in the precision of a run."""
 
     input_bytes: float = WIDE  # of a linear layer's input, kept for its backward pass
     attention_copy_bytes: float = 0.0  # of attention's output, beside the one that attention keeps
     copy_bytes: float = 0.0  # per weight of a block's matrices, more (or less) than the 16-bit ones alone
     gather_bytes: float = WIDE  # per weight that data parallel ranks gather
-    says: str = ""
+    description: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Conventions:
     narrows_own_tokens: bool = False  # latent attention under sequence parallelism: gathers what was narrowed
     rows_sent: str = "choices"  # to experts: a token once per "choices", or once per "ranks" that hold some of them
     keeps_expert_outputs: bool = True  # for the gradient of the weights that they are added up with
-    held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
+    storage: StorageFormat = field(default_factory=StorageFormat)  # what linear layers keep in the precision of the run
     casts: Casts = field(default_factory=Casts)  # what quantising them moves
 
 

@@ -175,7 +175,7 @@ def activated(shape: Shape, inner: Size) -> Operation:
 
     Eager software keeps more: what lies between the two.
     """
-    held = shape.conventions.held.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
+    held = shape.conventions.storage.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
     tensors = 3 if shape.model.gated_ffn else 2
     return elementwise(shape, "activation", f"{shape.model.activation}_forward", inner, tensors, saved=inner * held)
 

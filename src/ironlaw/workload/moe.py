@@ -286,7 +286,7 @@ def _fused_experts(shape: Shape) -> list[Operation]:
     sent, back = permuted_elements(shape)
     return [
         replace(elementwise(shape, "dispatch", "embedding_forward", sent, 1),
-                saved_bytes=count * model.hidden * conventions.held.input_bytes),
+                saved_bytes=count * model.hidden * conventions.storage.input_bytes),
         *_grouped(shape, "expert_up", model.hidden, both, keep=True),
         activated(shape, count * width),
         *_grouped(shape, "expert_down", width, model.hidden, keep=conventions.keeps_expert_outputs),

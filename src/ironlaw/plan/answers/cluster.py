@@ -15,7 +15,7 @@ from ironlaw.plan.cluster.allocator import usable_bytes
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.checked import evidence
 from ironlaw.plan.cluster.estimate import bounded
-from ironlaw.plan.cluster.layout_space import unit_of
+from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.search import Candidate, Found
 from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.utilisation import other_conventions
@@ -57,7 +57,7 @@ def answer_on_cluster(ask: Ask) -> Answer:
         "engine": evidence(ask.engine, ask.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in ask.work.assumed],
         "candidates": [_candidate(ask, candidate) for candidate in _different(found.best, layout)] if found else [],
-        "ruled_out": _walls(found) if found else {},
+        "ruled_out": _constraints(found) if found else {},
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
@@ -153,10 +153,10 @@ def _different(best: list[Candidate], layout: Layout) -> list[Candidate]:
     return different[:SHOWN]
 
 
-def _walls(found: Found) -> dict[str, dict[str, Any]]:
-    """Each wall with how much it ruled out and in which unit, the largest count first."""
+def _constraints(found: Found) -> dict[str, dict[str, Any]]:
+    """Each constraint with how much it ruled out and in which unit, the largest count first."""
     counted = sorted(found.ruled_out.items(), key=lambda item: -item[1])
-    return {wall: {"count": count, "unit": unit_of(wall)} for wall, count in counted}
+    return {constraint: {"count": count, "unit": counted_in(constraint)} for constraint, count in counted}
 
 
 def _layout(layout: Layout, ask: Ask) -> dict[str, Any]:

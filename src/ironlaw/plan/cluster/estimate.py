@@ -34,7 +34,7 @@ from ironlaw.plan.cluster.timeline import Times, assemble
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.workload.conventions import Held
+from ironlaw.workload.conventions import StorageFormat
 from ironlaw.workload.layout import Layout, budget_bytes
 
 DEFAULT_ENGINE = "nemo"
@@ -111,7 +111,9 @@ def plan_cluster(
     if layout.offload != "none":
         check_host(cluster, where)
     outcome = plan_candidates(candidates, where)
-    ledger = Ledger("plan", lines=_lines(candidates, where, outcome), memory=_memory(outcome.peak, where.engine.held))
+    ledger = Ledger(
+        "plan", lines=_lines(candidates, where, outcome), memory=_memory(outcome.peak, where.engine.storage)
+    )
     ledger.totals = _totals(model, cluster, layout, candidates, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
     ledger.facts["peak_at"] = _peak_at(candidates, where, outcome)
@@ -191,7 +193,7 @@ def _facts(
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "engine_source": where.engine.source,
-        "low_precision": where.engine.held.says or None,
+        "low_precision": where.engine.storage.description or None,
         "context_parallel": SAYS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "memory_limit_bytes": outcome.limit_bytes,
@@ -302,7 +304,7 @@ _NOTES = {
 }
 
 
-def _memory(peak: PeakMemory, held: Held) -> list[MemoryLine]:
-    notes = _NOTES | ({"weights": held.says} if held.copy_bytes else {})
+def _memory(peak: PeakMemory, held: StorageFormat) -> list[MemoryLine]:
+    notes = _NOTES | ({"weights": held.description} if held.copy_bytes else {})
     names = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
     return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in names]

@@ -187,7 +187,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
         weights = np.where(candidates.offloads_optimizer, off, weights)
     # Quantised copies; of sharded weights they are made when those are gathered.
     matrices = count * candidates.local_block_parameters
-    weights = weights + np.where(candidates.zero >= 3, 0.0, matrices * engine.held.copy_bytes)
+    weights = weights + np.where(candidates.zero >= 3, 0.0, matrices * engine.storage.copy_bytes)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
     gradients = np.where(candidates.zero >= 2, parameters, held) * (engine.gradient_bytes + lasting)
@@ -212,7 +212,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     block = candidates.local_block_parameters
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.
     # Gathered weights are quantised a block at a time; stored so, both gathered blocks are of that width.
-    copies = engine.held.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
+    copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = (gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)) * block
     logits = np.where(has_head, candidates.tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)

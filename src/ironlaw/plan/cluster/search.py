@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which wall.
+"""All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which constraint.
 
     found = search(model, cluster, sequence=8192, global_batch=1024)
     found.best[0].layout, found.best[0].step_seconds
@@ -101,35 +101,35 @@ def search(
     """
     chosen = engine_named(engine) if isinstance(engine, str) else engine
     where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
-    walls: dict[str, int] = {}
+    constraints: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    table = layout_table(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds)
+    table = layout_table(model, cluster.count, sequence, global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds)
     if len(table):
         refused: dict[str, int] = {}
         table = _able(table, chosen, refused)
         if excluded is not None:
             table = _permitted(table, excluded, refused)
-        walls |= refused
+        constraints |= refused
         if not len(table):
             reasons = "; or ".join(refused)
             raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     if not len(table):
-        reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
+        reasons = "; ".join(f"{reason}: {n}" for reason, n in constraints.items())
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
     table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")].astype(float)  # alike ones share shapes
-    hunt = _Hunt(
-        model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls, fastest_alone
+    running = _Search(
+        model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, constraints, fastest_alone
     )
     if fastest_alone:
-        hunt.plan_fastest(table)
-        return hunt.found()
-    bound = np.concatenate([hunt.plan(part) for part in _chunks(table, CHUNK)])
-    hunt.plan_savings(table, bound, savings(model, offload=False))
-    if not hunt.best and hunt.may_offload:
-        hunt.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
-    return hunt.found()
+        running.plan_fastest(table)
+        return running.found()
+    bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
+    running.plan_savings(table, bound, savings(model, offload=False))
+    if not running.best and running.may_offload:
+        running.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
+    return running.found()
 
 
 def hiding(rows: np.ndarray) -> np.ndarray:
@@ -143,7 +143,7 @@ def _chunks(table: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 @dataclass
-class _Hunt:
+class _Search:
     """A search under way: what it is about, and the best so far."""
 
     model: ModelConfig
@@ -154,7 +154,7 @@ class _Hunt:
     flash: bool
     keep: int
     excluded: Callable[[Layout], str | None] | None
-    walls: dict[str, int]
+    constraints: dict[str, int]
     fastest_alone: bool
     planned: int = 0
     fitting: int = 0
@@ -232,7 +232,7 @@ class _Hunt:
             index = index[bound[index] < self._worst_wanted()]
             beaten = len(order[start : start + step]) - len(index)
             if beaten:
-                self.walls[BEATEN] = self.walls.get(BEATEN, 0) + beaten * len(variants)
+                self.constraints[BEATEN] = self.constraints.get(BEATEN, 0) + beaten * len(variants)
             index = index[self._may_fit(table[index], variants)]
             if len(index):
                 self._plan_variants(table[index], variants)
@@ -264,7 +264,7 @@ class _Hunt:
         spread = np.repeat(rows, len(variants), axis=0)
         spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
         if self.excluded is not None:
-            spread = _permitted(spread, self.excluded, self.walls)
+            spread = _permitted(spread, self.excluded, self.constraints)
         if len(spread):
             self.plan(spread)
 
@@ -276,7 +276,7 @@ class _Hunt:
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> Found:
-        found = Found([], self.planned, self.fitting, self.walls)
+        found = Found([], self.planned, self.fitting, self.constraints)
         if self.planned > self.fitting:
             found.ruled_out["memory"] = self.planned - self.fitting
         if not self.best and self.nearest is not None:
@@ -301,7 +301,7 @@ def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
 def _able(rows: np.ndarray, engine: Engine, ruled_out: dict[str, int]) -> np.ndarray:
     """The layouts that this software can run."""
     kept = np.ones(len(rows), dtype=bool)
-    for words, needed in abilities.walls(engine, dict(zip(COLUMNS, rows.T, strict=True))).items():
+    for words, needed in abilities.constraints(engine, dict(zip(COLUMNS, rows.T, strict=True))).items():
         if count := int((kept & needed).sum()):
             ruled_out[f"{engine.name} has no {words}"] = count
         kept &= ~needed

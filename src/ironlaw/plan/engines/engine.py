@@ -12,8 +12,8 @@ from typing import Any
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.engines.low_precision import casts_by, held_by
-from ironlaw.workload.conventions import Conventions, Held
+from ironlaw.plan.engines.low_precision import casts_by, storage_by
+from ironlaw.workload.conventions import Conventions, StorageFormat
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Engine(Conventions):
     @property
     def sent_weight_bytes(self) -> float:
         """Per weight that data parallel ranks gather."""
-        return 4.0 if self.autocast else self.held.gather_bytes
+        return 4.0 if self.autocast else self.storage.gather_bytes
 
     @property
     def repeats_attention_alone(self) -> bool:
@@ -124,14 +124,14 @@ class Engine(Conventions):
     def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
         if number_format(precision).narrow:
-            held = held_by(self.low_precision, precision, generation, self.narrow_parameters)
-            return replace(self, held=held, casts=casts_by(self.low_precision, precision, generation))
+            held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
+            return replace(self, storage=held, casts=casts_by(self.low_precision, precision, generation))
         if precision not in ("fp32", "tf32"):
             return self
         return replace(
             self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
             gradient_communication_bytes=4.0, element_bytes=4.0,
-            held=Held(4.0, gather_bytes=4.0),
+            storage=StorageFormat(4.0, gather_bytes=4.0),
         )  # fmt: skip
 
     def on(self, generation: str) -> Engine:
