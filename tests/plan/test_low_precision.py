@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
@@ -94,7 +95,7 @@ def test_parameters_stored_in_8_bits_are_gathered_in_8_bits():
 def test_wide_precisions_and_unknown_software_are_as_before():
     for precision in ("bf16", "fp16"):
         assert storage_by("transformer-engine", precision, "hopper", True) == storage_by("", precision, "hopper", False)
-    for precision in ("fp8", "fp8_block", "mxfp8", "nvfp4"):
+    for precision in [name for name in computing_formats() if number_format(name).narrow]:
         assert "not known" in storage_by("", precision, "hopper", False).description
         assert block("generic", precision, cluster="8xb200-sxm") == block("generic", "bf16", cluster="8xb200-sxm")
 

@@ -56,7 +56,8 @@ def plan(
     grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
     pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     input_: Annotated[
-        list[str] | None, typer.Option("--input", help="Of a traced module: tokens=8x2048:int64.")
+        list[str] | None,
+        typer.Option("--input", help="Of a traced module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
     ] = None,
     serve: Annotated[
         str | None,
@@ -64,6 +65,7 @@ def plan(
     ] = None,
     weights: Annotated[str | None, typer.Option(help="Of --serve: format of the weights, such as fp8, q4_k_m.")] = None,
     kv: Annotated[str | None, typer.Option(help="Of --serve: format of the cache, bf16, fp8 or int8.")] = None,
+    real: Annotated[bool, typer.Option("--real", help="A traced module runs one step on real tensors.")] = False,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -79,8 +81,8 @@ def plan(
         raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
         Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), network=network, per_node=per_node, ranks=ranks,
-        runnable=_runnable() if ranks else None,
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
+        ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
     answer = plan_request(what, on=on or "this", overrides=set_ or [], options=options)
     if json:

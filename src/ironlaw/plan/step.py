@@ -25,6 +25,7 @@ from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
+from ironlaw.plan.attention import AttentionChoice, choose_attention
 from ironlaw.plan.communication import CollectiveCost, Links
 from ironlaw.plan.fold import fold
 from ironlaw.plan.machines import MeasuredMachine, SharedMachine, measured_precision
@@ -75,6 +76,7 @@ class StepPlan:
     profile: Profile = field(repr=False)
     fabric: Fabric | None = None
     offload: Offload | None = None
+    attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
     composition: float = 1.0  # a whole step over the sum of its kernels timed alone
 
     @property
@@ -126,7 +128,7 @@ class StepPlan:
     @property
     def decisions(self) -> Decisions:
         recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
-        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead)
+        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.blocked)
 
     def _lines(self) -> list[Line]:
         per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
@@ -168,6 +170,8 @@ class StepPlan:
             "accumulation": self.program.micro_batches,
             "steps": config.train.steps,
         }
+        if self.attention is not None:
+            facts |= {"attention": self.attention.value, "attention_reason": self.attention.reason}
         if self.offload is not None:
             facts["offload"] = asdict(self.offload) | {"host": asdict(host_of_machine(profile))}
         if self.fabric is not None:
@@ -239,6 +243,9 @@ def plan_step(
         here = SharedMachine(machine, measured, fabric.costs, at_once)
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
     recipe = solved(config, recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda), machine)
+    kernel = None
+    if fabric is None:
+        recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
@@ -260,7 +267,7 @@ def plan_step(
         stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
     seconds = max(sum(phase.values()) for phase in phases)
     return StepPlan(
-        config, program, precision, seconds, stages, profile, fabric, offload, machine.composition[measured]
+        config, program, precision, seconds, stages, profile, fabric, offload, kernel, machine.composition[measured]
     )  # fmt: skip
 
 
@@ -279,7 +286,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         return PrecisionChoice(wanted, f"train.precision in the config{as_other}")
     machine = MeasuredMachine(profile, interference.typical(profile))
     seconds = {
-        p: sum(line.seconds or 0.0 for line in fold(step_operations(config, p), SharedMachine(machine, p)))
+        p: sum(line.seconds or 0.0 for line in fold(_chosen_operations(config, p, profile), SharedMachine(machine, p)))
         for p in profile.matmul
     }
     # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
@@ -288,6 +295,12 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         best = "fp32"
     shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
     return PrecisionChoice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
+
+
+def _chosen_operations(config: RunConfig, precision: str, profile: Profile) -> list[tuple[Operation, int]]:
+    """As `step_operations`, with the attention kernel that this machine would take."""
+    recipe, _ = choose_attention(config, recipe_of(config, precision), profile)
+    return list(step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe).operations())
 
 
 def solved(config: RunConfig, recipe: Recipe, machine: MeasuredMachine) -> Recipe:
