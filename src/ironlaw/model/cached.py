@@ -1,0 +1,168 @@
+"""Attention over keys and values that earlier calls left in pages: what serving adds to the modules of training.
+
+The modules ask a `LayerCache` where training has a mask, and nowhere else. `serve/` decides which pages a sequence has.
+
+Shapes: N tokens of a step, P sequences of a group with S new tokens each (N is the sum of P x S over the groups), T
+tokens that the pages of a group's longest sequence hold, A heads, K key/value heads, D key size, W value size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.scores import alibi_slopes, capped
+
+FP8_LARGEST = 448.0  # of e4m3 (arXiv 2209.05433)
+
+
+@dataclass
+class Group:
+    """Sequences of one step that have equally many new tokens, in neighbouring rows."""
+
+    rows: slice  # of the step's N tokens
+    sequences: int  # P
+    queries: int  # S
+    positions: Tensor  # (P, S): of the new tokens within their sequences
+    pages: Tensor | None  # (P, T / page) page numbers; None: the sequences start here, each sees its own rows only
+    masks: dict[bool, Tensor | None] = field(default_factory=dict)  # by whether the layer has a window
+
+    def mask(self, config: ModelConfig, windowed: bool, size: int, dtype: torch.dtype) -> Tensor | None:
+        """(P, 1 or A, S, T), added to scores; None: plain causal over the rows themselves. Made once per step."""
+        if windowed not in self.masks:
+            self.masks[windowed] = self._mask(config, config.sliding_window if windowed else None, size, dtype)
+        return self.masks[windowed]
+
+    def _mask(self, config: ModelConfig, window: int | None, size: int, dtype: torch.dtype) -> Tensor | None:
+        alibi = config.positions == "alibi"
+        if self.pages is None:
+            size = self.queries
+            if not alibi and not config.composes_scores and (window is None or window >= size):
+                return None
+        distance = self.positions[:, :, None] - torch.arange(size, device=self.positions.device)  # (P, S, T)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+        if not alibi:
+            return mask.unsqueeze(1)
+        return mask.unsqueeze(1) - (alibi_slopes(config.heads, mask.device)[:, None, None] * distance[:, None]).to(
+            dtype
+        )
+
+
+class Pages:
+    """Keys and values of one layer, all sequences' pages: (pages x page, K, D), in fp32, bf16, fp8 or int8.
+
+    8-bit formats have one scale per token and head: the largest element becomes the largest number of the format.
+    """
+
+    def __init__(self, pages: int, page: int, heads: int, sizes: Sequence[int], store: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        self.page, self.heads, self.sizes, self.store = page, heads, tuple(sizes), store
+        slots = pages * page
+        self.parts = [torch.zeros(slots, heads * size, dtype=store, device=device) for size in sizes]
+        self.scales = [torch.ones(slots, heads, device=device) for _ in sizes] if self.is_scaled else []
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.store in (torch.int8, torch.float8_e4m3fn)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.parts, *self.scales))
+
+    def write(self, slots: Tensor, *values: Tensor) -> None:
+        """`values`: one (N, K, size) for each part, at `slots` (N,)."""
+        for number, (part, value) in enumerate(zip(self.parts, values, strict=True)):
+            if self.is_scaled:
+                value, scale = scaled_down(value, self.store)
+                self.scales[number].index_copy_(0, slots, scale)
+            part.view(torch.uint8 if self.is_scaled else part.dtype).index_copy_(
+                0, slots, value.flatten(1).to(self.store).view(torch.uint8 if self.is_scaled else part.dtype)
+            )
+
+    def read(self, pages: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """`pages` (P, pages of each) to one (P, T, K, size) for each part."""
+        count, each = pages.shape
+        found = []
+        for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
+            raw = part.view(torch.uint8) if self.is_scaled else part
+            rows = raw.view(-1, self.page * raw.shape[1]).index_select(0, pages.flatten())
+            rows = (rows.view(self.store) if self.is_scaled else rows).view(count, each * self.page, self.heads, size)
+            if self.is_scaled:
+                scale = self.scales[number].view(-1, self.page * self.heads).index_select(0, pages.flatten())
+                rows = (rows.float() * scale.view(count, -1, self.heads, 1)).to(dtype)
+            found.append(rows.to(dtype))
+        return found
+
+
+def scaled_down(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(N, K, D) to 8-bit elements and (N, K) scales."""
+    largest = FP8_LARGEST if store is torch.float8_e4m3fn else 127.0
+    scale = value.detach().abs().amax(-1).float().clamp(min=1e-12) / largest
+    value = value.float() / scale.unsqueeze(-1)
+    return (value if store is torch.float8_e4m3fn else value.round()).to(store), scale
+
+
+@dataclass
+class LayerCache:
+    """One layer's pages in one step: given to a block where training gives a mask."""
+
+    config: ModelConfig
+    pages: Pages
+    slots: Tensor  # (N,): where the new tokens go
+    groups: Sequence[Group]
+    windowed: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """(N, A, W) from new queries (N, A, D), keys (N, K, D) and values (N, K, W), which are kept."""
+        self.pages.write(self.slots, key, value)
+        mixed = []
+        for group in self.groups:
+            if group.pages is None:
+                keys, values = (t[group.rows].unflatten(0, (group.sequences, -1)) for t in (key, value))
+            else:
+                keys, values = self.pages.read(group.pages, query.dtype)
+            mixed.append(self.mix(group, query[group.rows], keys, values, sinks))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def mix(self, group: Group, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """(P x S, A, W) of a group's queries (P x S, A, D) over keys (P, T, K, D) and values (P, T, K, W)."""
+        config = self.config
+        mask = group.mask(config, self.windowed, keys.shape[1], query.dtype)
+        query = query.unflatten(0, (group.sequences, group.queries)).transpose(1, 2)  # (P, A, S, D)
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # (P, K, T, D or W)
+        if config.composes_scores or keys.shape[-1] != values.shape[-1]:
+            mixed = composed(query, keys, values, mask, config, sinks)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, is_causal=mask is None, scale=config.score_scale,
+                enable_gqa=keys.shape[1] != query.shape[1],
+            )  # fmt: skip
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
+def composed(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, config: ModelConfig, sinks: Tensor | None
+) -> Tensor:
+    """(P, A, S, W): as `scores.attend`, with the heads that share keys in one product."""
+    count, heads, queries, _ = query.shape
+    shared = keys.shape[1]
+    scale = config.score_scale or 1 / math.sqrt(config.size_of_head)
+    together = (query * scale).reshape(count, shared, -1, query.shape[-1])  # (P, K, A / K x S, D)
+    scores = (together @ keys.transpose(-2, -1)).view(count, heads, queries, -1)
+    if config.attention_cap is not None:
+        scores = capped(scores, config.attention_cap)
+    if mask is None:
+        mask = torch.full(scores.shape[-2:], -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(count, -1, queries, 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    weights = weights if sinks is None else weights[..., :-1]
+    return (weights.reshape(count, shared, -1, weights.shape[-1]) @ values).view(count, heads, queries, -1)
