@@ -28,13 +28,16 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     COMMUNICATION = "communication"  # exposed: not hidden behind compute
     OPTIMIZER = "optimizer"  # gradient clipping, the update, clearing gradients
+    PREFILL = "prefill"  # of a serving engine's step: prompts
+    DECODE = "decode"  # and the next token of every answer
+    SAMPLING = "sampling"  # and its choice
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     HOST = "host"  # logging, the loop itself
     IDLE = "idle"
 
 
-# What one step consists of; evaluation and checkpoints happen between steps and are reported beside them.
+# What one step of training consists of; evaluation and checkpoints happen between steps and are reported beside them.
 STEP_PHASES = (
     Phase.DATA,
     Phase.TRANSFER,

@@ -84,3 +84,30 @@ def expected(model: Any, prompt: list[int], count: int) -> list[int]:
             do_sample=False,
         )  # fmt: skip
     return out[0, len(prompt) :].tolist()
+
+
+def write_server_directory(folder: Path, template: bool = True) -> Path:
+    """A Hugging Face directory of a tiny Llama with a byte-level tokenizer and a chat template."""
+    import json
+
+    from ironlaw.data.tokenizer import train
+    from ironlaw.model.config import ModelConfig
+    from ironlaw.model.huggingface.weights import write_model, write_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = train(["def f(x): return x + 1\n" * 50, "the model serves the page"], 300, folder / "made.json")
+    config = ModelConfig(
+        layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, gated_ffn=True, activation="silu", norm="rmsnorm",
+        positions="rope", bias=False, tied=False, vocab=tokenizer.vocab, context=256,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = Transformer(config)
+    write_model(folder, config, model.state_dict(), end_of_text=tokenizer.end_of_text)
+    write_tokenizer(folder, folder / "made.json", tokenizer.end_of_text_token, config.context)
+    if template:
+        fields = json.loads((folder / "tokenizer_config.json").read_text())
+        fields["chat_template"] = (
+            "{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+        )
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    return folder

@@ -34,7 +34,7 @@ def test_every_family_answers_as_transformers(name: str, tmp_path: Path) -> None
     here = ours(model, tmp_path)
     draws = random.Random(name)
     prompts = [[draws.randrange(1, here.config.vocab) for _ in range(length)] for length in LENGTHS]
-    prompts.append(prompts[1][:20] + [3, 4])  # shares pages
+    prompts.append([*prompts[1][:20], 3, 4])  # shares pages
     server = engine(here, blocks=22, token_budget=12)
     requests = server.generate(prompts, greedy(TOKENS))
     assert answers(requests) == [expected(model, prompt, TOKENS) for prompt in prompts]

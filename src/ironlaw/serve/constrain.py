@@ -6,7 +6,8 @@ Before each token the library says which ones the answer may go on with; the oth
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,8 +86,6 @@ def _library() -> Any:
     return llguidance
 
 
-def token_table(tokenizer_file: str, end_of_text: int) -> Any:
+def token_table(file: Path, end_tokens: Iterable[int], vocab: int) -> Any:
     """The tokenizer as the library wants it; made once per server."""
-    library = _library()
-    with open(tokenizer_file, encoding="utf-8") as file:
-        return library.LLTokenizer(file.read(), eos_token=end_of_text)
+    return _library().LLTokenizer(str(file), n_vocab=vocab, eos_token=sorted(end_tokens) or None)

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -69,6 +69,8 @@ class Engine:
         self.trace = Trace(config.trace_steps)
         self.is_draining = False
         self.failure: str | None = None
+        self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told
+        self.on_finish: Callable[[Request], None] = lambda request: None
         self._arrivals: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
         self._wake = threading.Condition()
@@ -141,12 +143,16 @@ class Engine:
         while (self.running or self.waiting) and time.monotonic() < end and not self.failure:
             time.sleep(0.02)
         done = not (self.running or self.waiting)
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self.stop()
         if self._thread is not None:
             self._thread.join(timeout=10)
         return done
+
+    def stop(self) -> None:
+        """Take no further step: what runs is told that it was cancelled."""
+        with self._wake:
+            self._stopping = self.is_draining = True
+            self._wake.notify()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
         """Answers to all prompts, without a thread: for `ironlaw generate`, tests and benchmarks."""
@@ -169,13 +175,17 @@ class Engine:
                 if self._stopping:
                     break
             try:
-                self.step()
+                if not self.step():
+                    time.sleep(0.001)  # nothing fits: a client that leaves may change that
+                self.after_step()
             except Exception as error:  # a defect or a device that failed: nobody may wait for ever
                 log.exception("the engine stopped")
                 self.failure = f"the engine stopped: {type(error).__name__}: {error}".splitlines()[0]
                 break
-        for request in [*self.scheduler.running, *self.scheduler.waiting, *self._arrivals]:
+        self._take_in()
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
             self._finish(request, "error" if self.failure else "cancelled", [])
+        self.after_step()
 
     def step(self) -> int:
         """One step; the number of requests in it."""
@@ -294,6 +304,7 @@ class Engine:
         request.finish = finish
         self.scheduler.remove(request)
         self.finished.append(request)
+        self.on_finish(request)
         request.on_output(request, taken)
 
     def _is_long(self, request: Request) -> bool:

@@ -13,9 +13,9 @@ import torch
 
 from ironlaw.errors import UserError
 from ironlaw.model.huggingface.configs import is_config_file, read_config
+from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.packed import pack
 
 _SMALL = 30_000_000  # parameters: products of fewer take longer to divide among threads than to compute, one token's
 _KV_SHARE = 0.4  # of the memory that is free once the weights are there
@@ -31,6 +31,7 @@ class Served:
     weights: str  # fp32, bf16 or int8
     kv: str
     threads: int
+    weight_bytes: int = 0
     end_tokens: frozenset[int] = frozenset()
     tokenizer_file: Path | None = None
     end_of_text: str | None = None
@@ -119,8 +120,8 @@ def prepare(model: Transformer, config: ServeConfig, name: str) -> Served:
     threads = config.threads or (1 if model.config.parameters < _SMALL else cores)
     torch.set_num_threads(threads)
     model.requires_grad_(False)
-    pack(model.to(device), weights)
-    return Served(config.name or name, model, device, weights, kv, threads)
+    held = pack(model.to(device), weights)
+    return Served(config.name or name, model, device, weights, kv, threads, held)
 
 
 def _end_tokens(folder: Path) -> Sequence[int]:

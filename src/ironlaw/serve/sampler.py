@@ -38,7 +38,7 @@ def uniform(seed: int, place: int) -> float:
 
 
 def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[Chosen]:
-    """One token for each row of `logits` (R, V), which may be changed. `masks` (R, V): true where a token is allowed."""
+    """One token for each row of `logits` (R, V), which may be changed. `masks` (R, V): the allowed tokens."""
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = masks is not None or any(s.changes_logits for s in asked)

@@ -37,11 +37,13 @@ class Trace:
 
     def __init__(self, keep: int) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
-        self.count = 0
+        self.count = self.prefill_tokens = self.produced = 0
 
     def add(self, record: StepRecord) -> None:
         self.steps.append(record)
         self.count += 1
+        self.prefill_tokens += record.prefill_tokens
+        self.produced += record.produced
 
     def since(self, number: int) -> list[StepRecord]:
         return [step for step in list(self.steps) if step.number >= number]
