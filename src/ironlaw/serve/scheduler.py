@@ -54,12 +54,14 @@ class Scheduler:
         """`propose`: drafted tokens of a request that decodes, taken as far as budget and pages go."""
         budget = self.config.token_budget
         step: list[Scheduled] = []
+        left = len(self.running)  # of which each that decodes goes before what is only drafted
         for request in list(self.running):
+            left -= 1
             if request not in self.running:  # preempted for one before it
                 continue
             known = len(request.tokens) - request.computed
             drafted = propose(request) if propose is not None and request.is_decoding else []
-            request.drafted = drafted[: max(0, budget - known)]
+            request.drafted = drafted[: max(0, budget - known - left)]
             count = min(known, budget)
             if count and self._make_room(request, request.computed + count, step):
                 step.append(Scheduled(request, count + len(request.drafted)))
