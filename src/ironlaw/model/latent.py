@@ -66,19 +66,19 @@ class LatentAttention(nn.Module):
         """As `forward` of new tokens (1, N, H). What is kept of a token is the narrow vector and the rotated key."""
         narrow, turned = self.narrow(x, rotary)
         kept = torch.cat((narrow.to(turned.dtype), turned[:, :, 0]), dim=-1).transpose(0, 1)  # (N, 1, rank + R)
-        cache.pages.write(cache.slots, kept)
+        cache.pages.write(cache.rows, kept)
         query, mixed = self.query(x, rotary)[0], []
         for group in cache.groups:
-            if group.pages is None:
-                keys = kept[group.rows].unflatten(0, (group.sequences, -1))
+            if group.blocks is None:
+                keys = kept[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2)
             else:
-                (keys,) = cache.pages.read(group.pages, query.dtype)
+                (keys,) = cache.pages.read(group.blocks, group.sequences, query.dtype)
             mixed.append(self.mixed(query[group.rows], keys, group, cache))
         out: Tensor = self.out(torch.cat(mixed).flatten(1).unsqueeze(0))
         return out
 
     def mixed(self, query: Tensor, kept: Tensor, group: Group, cache: LayerCache) -> Tensor:
-        """(P x S, A, W) of queries (P x S, A, D) over what is kept (P, T, 1, rank + R) of a group's sequences.
+        """(P x S, A, W) of queries (P x S, A, D) over what is kept (P, 1, T, rank + R) of a group's sequences.
 
         Few queries are taken to the narrow space, where one key serves all heads (the absorbed form of section 2.1.2);
         for many it takes less work to make keys and values of all heads, as in training.
@@ -89,8 +89,8 @@ class LatentAttention(nn.Module):
         absorbed = 2 * rank + latent.rotary_size  # multiplications per head, query and key
         made = latent.head_size + latent.value_size + rank * (latent.plain_size + latent.value_size) / group.queries
         if absorbed > made:
-            keys, values = self.expanded(narrow[:, :, 0], turned)
-            return cache.mix(group, query, keys, values)
+            keys, values = self.expanded(narrow[:, 0], turned.transpose(1, 2))
+            return cache.mix(group, query, keys.transpose(1, 2), values.transpose(1, 2))
         of_key, of_value = (
             self.latent_up.weight.to(query.dtype)
             .view(heads, -1, rank)

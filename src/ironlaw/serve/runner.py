@@ -65,21 +65,22 @@ class Runner:
         ordered, parts = self.arrange(work)
         tokens: list[int] = []
         places: list[int] = []
-        slots: list[int] = []
+        held: list[int] = []  # page of each token
         wanted: list[int] = []
         for w in ordered:
             end = w.start + len(w.tokens)
             tokens += w.tokens
             places += range(w.start, end)
             blocks, page = w.request.blocks, self.page
-            slots += [blocks[place // page] * page + place % page for place in range(w.start, end)]
+            held += [blocks[place // page] for place in range(w.start, end)]
             wanted += range(len(tokens) - w.wanted, len(tokens))
         # A chunk in the middle of a prompt wants none: the least that the model gives is one token's.
         rows = None if len(wanted) == len(tokens) else self._tensor(wanted or [len(tokens) - 1])
         long = None
         if self.config.rope_long:
             long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
-        at, positions = self._tensor(slots), self._tensor(places)
+        positions = self._tensor(places)
+        at = self.pages[0].rows(self._tensor(held), positions % self.page)
         groups = [self._group(part, positions) for part in parts]
         caches = [LayerCache(self.config, p, at, groups, w) for p, w in zip(self.pages, self.windowed, strict=True)]
         with self.precision():
@@ -118,7 +119,7 @@ class Runner:
             return Group(rows, count, each, positions, None)
         width = max(-(-(w.start + each) // self.page) for w in members)
         table = [w.request.blocks[:width] + [0] * (width - len(w.request.blocks)) for w in members]
-        return Group(rows, count, each, positions, self._tensor(table))
+        return Group(rows, count, each, positions, self.pages[0].blocks(self._tensor(table)))
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
