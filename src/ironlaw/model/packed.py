@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
 
 _ROWS = 16  # that the packed layout is chosen for
+# Activations that oneDNN computes on a product's result, by its names.
+_FUSED = {"silu": ("swish", ""), "relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
 class PackedLinear(nn.Module):
@@ -26,9 +29,32 @@ class PackedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.with_activation(x, "none", "")
+
+    def with_activation(self, x: Tensor, name: str, algorithm: str) -> Tensor:
+        """By oneDNN's names."""
         x = x if x.dtype is self.dtype else x.to(self.dtype)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
         return product
+
+
+class PackedFeedForward(nn.Module):
+    """A dense network whose activation, and the product with its gate, are part of the matrix products."""
+
+    def __init__(self, dense: FeedForward, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = PackedLinear(dense.up, dtype)
+        self.gate = None if dense.gate is None else PackedLinear(dense.gate, dtype)
+        self.down = PackedLinear(dense.down, dtype)
+        self.fused = _FUSED[dense.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.up.with_activation(x, *self.fused))
+        x = x if x.dtype is self.up.dtype else x.to(self.up.dtype)
+        gate = self.gate.with_activation(x, *self.fused)
+        up = self.up
+        return self.down(torch.ops.mkldnn._linear_pointwise.binary(x, gate, up.packed, up.bias, "mul"))
 
 
 class PackedNorm(nn.Module):
@@ -77,17 +103,22 @@ def pack(model: Transformer, weights: str) -> int:
     """
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     on_cpu = next(model.parameters()).device.type == "cpu"
+    packs = on_cpu and torch.backends.mkldnn.is_available() and weights != "int8"
     for parent in list(model.modules()):
+        if packs and isinstance(parent, FeedForward) and parent.activation in _FUSED:
+            continue  # replaced as a whole
         for name, child in list(parent.named_children()):
             if isinstance(child, ExpertLinear | nn.Embedding) and weights == "bf16":
                 child.to(dtype)
             if on_cpu and isinstance(child, nn.RMSNorm):
                 setattr(parent, name, PackedNorm(child))
+            if packs and isinstance(child, FeedForward) and child.activation in _FUSED:
+                setattr(parent, name, PackedFeedForward(child, dtype))
             if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
                 continue
             if weights == "int8":
                 setattr(parent, name, Int8Linear(child))
-            elif on_cpu and torch.backends.mkldnn.is_available() and isinstance(child, Linear):
+            elif packs and isinstance(child, Linear):
                 setattr(parent, name, PackedLinear(child, dtype))
             else:
                 child.to(dtype)

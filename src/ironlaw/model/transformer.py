@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.cached import LayerCache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
@@ -25,7 +26,7 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
-from ironlaw.model.rotary import rotary_tables, rotate
+from ironlaw.model.rotary import rotary_tables, rotate, turn, turning
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
@@ -55,6 +56,8 @@ class Attention(nn.Module):
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
         config = self.config
+        if isinstance(mask, LayerCache):
+            return self.cached(x, rotary, mask)
         query, key, value = self.project(x)
         if config.qk_norm_whole:
             query, key = self.normed(query, key, value.dtype)
@@ -64,8 +67,6 @@ class Attention(nn.Module):
             query, key = self.normed(query, key, value.dtype)
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
-        if isinstance(mask, LayerCache):
-            return self.out(mask.attend(query[0], key[0], value[0], self.sinks).flatten(1).unsqueeze(0))
         heads_first = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if isinstance(mask, BlockMask):
             mixed = flexible(*heads_first, mask, config.score_scale, score_rule(config, x.device), self.sinks)
@@ -76,6 +77,30 @@ class Attention(nn.Module):
             dropout = config.dropout if self.training else 0.0
             mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
         return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
+
+    def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
+        """As `forward` of new tokens (1, N, H), in as few operations as it takes: for few tokens each costs the same.
+
+        `rotary`: as `turning` gives them, (N, 1, D) each.
+        """
+        config = self.config
+        together = self.qkv(x)[0]  # (N, heads x D)
+        if config.qk_norm:
+            sizes = (config.query_size, config.key_value_size, config.key_value_size)
+            query, key, value = together.split(sizes, dim=-1)
+            if config.qk_norm_whole:
+                query, key = self.normed(query, key, value.dtype)
+            query, key = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key))
+            if not config.qk_norm_whole:
+                query, key = self.normed(query, key, value.dtype)
+            turned, value = torch.cat((query, key), dim=1), value.unflatten(-1, (-1, config.size_of_head))
+        else:
+            heads = together.view(together.shape[0], -1, config.size_of_head)
+            turned, value = heads.split((config.heads + config.key_value_heads, config.key_value_heads), dim=1)
+        if rotary is not None:
+            turned = turn(turned, *rotary, config.size_of_rotary)
+        query, key = turned.split((config.heads, config.key_value_heads), dim=1)
+        return self.out(cache.attend(query, key, value, self.sinks).flatten(1)[None])
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""
@@ -283,7 +308,10 @@ class Transformer(nn.Module):
             if long is not None:
                 table = torch.where(long[:, None], getattr(self, f"{name}_long")[positions], table)
             tables.append(table)
-        return tables[0], tables[1]
+        cos, sin = tables
+        if self.config.latent is not None:
+            return cos, sin
+        return turning(cos, sin, self.config.size_of_head, autocast_dtype(positions) or cos.dtype)
 
     def attention_mask(
         self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None, windowed: bool = True
