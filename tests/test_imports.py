@@ -22,10 +22,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "report", *BASE),
     "serve": ("train", "observe", "machine", *BASE),  # runs are loaded as training saved them
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
-    "train": ("observe", "plan", "workload", "machine", *BASE),
+    "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
     "machine": ("config", "catalog", "model", "data", "ledger", "errors", "units"),
+    "numerics": ("catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "model"),
     "workload": ("model", "ledger", "errors", "units"),  # no hardware: never machine

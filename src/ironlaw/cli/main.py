@@ -35,6 +35,7 @@ VERBS = {
     "serve": "Serve a run or a Hugging Face directory: an OpenAI-compatible server.",
     "bench": "Load any OpenAI-compatible server: times to first token and per token, throughput, goodput.",
     "generate": "Continue a prompt with a trained run.",
+    "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
     "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
 }
 

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.config import ScalerConfig
 from ironlaw.errors import UserError
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "mxfp8": torch.bfloat16}
-# The first generation whose tensor cores multiply it, as (major, minor) compute capability.
-NEEDS = {"tf32": (8, 0), "fp8": (8, 9), "mxfp8": (10, 0)}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> Any:
     """A context in which products run in `precision`."""
-    dtype = AUTOCAST.get(precision)
+    dtype = AUTOCAST.get(number_format(precision).held_as)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -29,7 +28,7 @@ def prepare(model: nn.Module, blocks: nn.ModuleList, device: torch.device, preci
     """What has to be set once. UserError where the device lacks the hardware or torchao is missing."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    needed = NEEDS.get(precision)
+    needed = number_format(precision).capability
     if needed is None:
         return
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < needed:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.machine.efficiency.hardware import (
-    OPERAND_BYTES,
     AttentionConstants,
     Hardware,
     Number,
@@ -127,7 +127,7 @@ def _memory_seconds(
     direction: str,
 ) -> np.ndarray:
     """Seconds to move q, k, v and o once between memory and the compute units."""
-    traffic = 2.0 * b * s * (h + kv) * d * OPERAND_BYTES[dtype]
+    traffic = 2.0 * b * s * (h + kv) * d * number_format(dtype).bytes_per_element()
     if direction == "backward":
         traffic = traffic * BACKWARD_TRAFFIC_RATIO
     return traffic / (hardware.memory_bytes_per_second * constants.memory_fraction)

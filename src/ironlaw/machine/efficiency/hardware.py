@@ -13,19 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError, did_you_mean
 
 Number = float | npt.NDArray[np.float64]
 """A plain float or an array; the functions of this package broadcast and return what they were given."""
-
-OPERAND_BYTES = {
-    "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0,
-    "fp8": 1.0, "fp8_block": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16,
-}  # fmt: skip
-"""Bytes per operand element, block scales included (mxfp8: 1 per 32 elements; nvfp4: 1 byte per 16)."""
-
-BORROWED_DTYPES = {"fp16": "bf16", "tf32": "bf16", "fp32": "bf16", "mxfp8": "fp8_block"}
-"""Formats without measurements of their own use the shape constants of a format with the same kernels."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +128,9 @@ class Efficiency:
     default_library: Mapping[str, str] = field(default_factory=dict)
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
-        """The constants for one format; formats without measurements borrow (`BORROWED_DTYPES`)."""
-        name = dtype if any(key.split("/")[0] == dtype for key in self.matmul) else BORROWED_DTYPES.get(dtype, dtype)
+        """The constants for one format; without measurements, those of a format with the same kernels."""
+        measured = any(key.split("/")[0] == dtype for key in self.matmul)
+        name = dtype if measured else number_format(dtype).kernels_of or dtype
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
@@ -175,10 +168,8 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a format in FLOP/s; a block-scaled format runs at the peak of its plain one."""
-        for name in (
-            dtype,
-            {"fp8_block": "fp8", "mxfp8": "fp8", "fp16": "bf16", "bf16": "fp16"}.get(dtype, dtype),
-        ):
+        wanted = number_format(dtype)
+        for name in (dtype, wanted.peak, wanted.rate_of):
             if name in self.peak_flops_per_second:
                 return self.peak_flops_per_second[name]
         raise UserError(f"{self.name} has no peak for {dtype}; {did_you_mean(dtype, self.peak_flops_per_second)}")

@@ -20,8 +20,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.machine.efficiency.hardware import (
-    OPERAND_BYTES,
     Hardware,
     MatmulConstants,
     Number,
@@ -92,7 +92,7 @@ def _seconds(
     share = 1.0 if sustained else compute / (compute + constants.throttle_seconds)
     compute = compute + np.maximum(0.0, powered - compute) * share
 
-    operand = OPERAND_BYTES[dtype]
+    operand = number_format(dtype).bytes_per_element()
     result = 4.0 if dtype in ("fp32", "tf32") else 2.0
     traffic = batch * ((m * k + k * n) * operand + m * n * result)
     memory = traffic / (bandwidth * constants.memory_fraction)
@@ -134,7 +134,7 @@ def matmul_bound(
     bandwidth = hardware.memory_bytes_per_second
     mm, nn, kk, bb = (a.ravel() for a in (m_, n_, k_, b_))
     compute = compute_seconds(mm, nn, kk, bb, hardware.peak(dtype), hardware.compute_units, bandwidth, constants)
-    traffic = bb * ((mm * kk + kk * nn) * OPERAND_BYTES[dtype] + mm * nn * 2.0)
+    traffic = bb * ((mm * kk + kk * nn) * number_format(dtype).bytes_per_element() + mm * nn * 2.0)
     terms = np.stack([
         np.full(compute.shape, constants.launch_seconds),
         traffic / (bandwidth * constants.memory_fraction),

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
@@ -18,14 +19,10 @@ from ironlaw.plan.cluster.experts import IMBALANCE
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.work import Assumption, settle
-
-PRECISIONS = ("bf16", "fp16", "fp32", "tf32", "fp8", "fp8_block", "mxfp8", "nvfp4")
-BLOCK_SCALED = {"mxfp8": "fp4", "nvfp4": "fp4"}
-"""Formats whose scales the matrix units must apply: those that have a peak for 4-bit numbers do."""
+from ironlaw.workload.layout import Layout, parse_layout
 
 
 def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
@@ -116,11 +113,10 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     if said is None:
         said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
         assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
-    if said not in PRECISIONS:
-        raise UserError(f"unknown precision '{said}': {did_you_mean(said, PRECISIONS)}")
-    known = acc.peak_flops_per_second
-    if BLOCK_SCALED.get(said, said) not in known and not (said == "fp8_block" and "fp8" in known):
-        usable = [name for name in PRECISIONS if BLOCK_SCALED.get(name, name) in known]
+    if said not in computing_formats():
+        raise UserError(f"unknown precision '{said}': {did_you_mean(said, computing_formats())}")
+    usable = [name for name in computing_formats() if number_format(name).multiplied_by(acc)]
+    if said not in usable:
         raise UserError(f"the catalogue has no {said} peak of {acc.name}: use --precision {' or '.join(usable)}")
     return said
 

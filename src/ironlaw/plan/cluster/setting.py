@@ -141,8 +141,6 @@ def hardware_of(acc: Accelerator) -> Hardware:
             raise UserError(f"{name} of {acc.name} is not known: a plan needs it")
     assert acc.memory_bytes_per_second and units
     peaks = {dtype: value.value for dtype, value in acc.peak_flops_per_second.items()}
-    if "fp4" in peaks:  # the catalogue's name for the block-scaled format, the kernels' own name
-        peaks["nvfp4"] = peaks["fp4"]
     return Hardware(
         name=acc.name,
         peak_flops_per_second=peaks,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.engines.low_precision import NARROW, held_by
+from ironlaw.plan.engines.low_precision import held_by
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import ends_lighter
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import ends_lighter
 
 MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 
@@ -140,7 +141,7 @@ def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
 def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
     """Weights stored in 8 or 4 bits, where the plan has taken them so."""
     held = held_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
-    stored = ask.precision in NARROW and engine(ask.engine).narrow_parameters and "in place of" in held.says
+    stored = number_format(ask.precision).narrow and engine(ask.engine).narrow_parameters and "in place of" in held.says
     if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
         return []
     return ["--fp4-param-gather" if ask.precision == "nvfp4" else "--fp8-param-gather"]

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ironlaw.plan.engines.low_precision import NARROW, Casts, Held, casts_by, held_by
+from ironlaw.catalog.formats import number_format
+from ironlaw.plan.engines.low_precision import Casts, Held, casts_by, held_by
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Engine:
 
     def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
-        if precision in NARROW:
+        if number_format(precision).narrow:
             held = held_by(self.low_precision, precision, generation, self.narrow_parameters)
             return replace(self, held=held, casts=casts_by(self.low_precision, precision, generation))
         if precision not in ("fp32", "tf32"):

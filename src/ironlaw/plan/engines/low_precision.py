@@ -39,14 +39,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ironlaw.catalog.formats import number_format
+
 WIDE = 2.0
-NARROW = ("fp8", "fp8_block", "mxfp8", "nvfp4")
-
-ELEMENT_BYTES = {"fp8": 1.0, "fp8_block": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Of a quantised activation with its scales."""
-
-WEIGHT_BYTES = {"fp8": 1.0, "fp8_block": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Of a quantised weight in one arrangement; blocks of weights are 128 x 128 under fp8_block."""
 
 ONE_ARRANGEMENT = ("blackwell", "blackwell_ultra")
 """Generations whose products under scales per tensor read operands in either order."""
@@ -77,10 +72,10 @@ class Casts:
 
 
 def casts_by(library: str, precision: str, generation: str) -> Casts:
-    """What is moved to cast in this precision; nothing where it is none of `NARROW`."""
-    if precision not in NARROW:
+    """What is moved to cast in this precision; nothing where it is not of 8 bits or fewer."""
+    if not number_format(precision).narrow:
         return Casts()
-    width = ELEMENT_BYTES[precision]
+    width = number_format(precision).bytes_per_element()
     current = library == "torchao" or generation in ONE_ARRANGEMENT
     maximum = WIDE if precision == "nvfp4" or (precision == "fp8" and current) else 0.0
     once = maximum + WIDE + width
@@ -92,24 +87,25 @@ def casts_by(library: str, precision: str, generation: str) -> Casts:
 
 
 def held_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> Held:
-    """What is held under this precision; as under bf16 where it is none of `NARROW` or the library is not known."""
-    if precision not in NARROW:
+    """What is held under this precision; as under bf16 of more than 8 bits or by an unknown library."""
+    if not number_format(precision).narrow:
         return Held()
     if library not in LIBRARIES[:2]:
         return Held(says="planned with the memory of bf16: what this software keeps is not known")
     if library == "torchao" and precision != "nvfp4":
         return Held(says="torchao keeps inputs and weights in 16 bits and casts them in every pass")
     arrangements = 1 if precision == "fp8" and generation in ONE_ARRANGEMENT else 2
-    copies = arrangements * WEIGHT_BYTES[precision]
-    once_more = ELEMENT_BYTES[precision] if precision == "fp8" and library == "transformer-engine" else 0.0
+    element = number_format(precision).bytes_per_element()
+    copies = arrangements * number_format(precision).bytes_per_element(weight=True)
+    once_more = element if precision == "fp8" and library == "transformer-engine" else 0.0
     narrow = narrow_parameters and precision != "fp8_block"  # that recipe of NeMo keeps 16-bit parameters
     word = "in place of" if narrow else "beside"
     return Held(
-        input_bytes=ELEMENT_BYTES[precision],
+        input_bytes=element,
         attention_copy_bytes=once_more,
         copy_bytes=copies - WIDE if narrow else copies,
         # Block-scaled weights are gathered in 16 bits: a rank needs both arrangements of them.
         gather_bytes=1.0 if narrow and precision == "fp8" else WIDE,
-        says=f"inputs of linear layers kept at {ELEMENT_BYTES[precision]:.4g} B per element, weights of blocks at "
+        says=f"inputs of linear layers kept at {element:.4g} B per element, weights of blocks at "
         f"{copies:.4g} B {word} their 16-bit ones ({library})",
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.cluster.jobs import RECOMPUTE, jobs_of_columns
@@ -32,9 +33,6 @@ REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 
 UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
 """Node of a row that does not describe its network, where published runs differ from what is usually rented."""
-
-SUBSTITUTE = {"bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "mxfp8": "fp8"}
-"""Format at whose rate another one is planned on hardware that has a peak for one of them only."""
 
 """The engine of software that no measured runs are known of."""
 
@@ -335,9 +333,9 @@ def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
     if wanted is None:
         wanted = engine.default_precision
         cells.assumed.append(f"precision = {wanted} (the engine's default)")
-    known = set(acc.peak_flops_per_second) | ({"nvfp4"} if "fp4" in acc.peak_flops_per_second else set())
-    other = SUBSTITUTE.get(wanted, "")
-    if wanted in known or (wanted == "mxfp8" and other in known):
+    known = acc.peak_flops_per_second
+    other = number_format(wanted).rate_of
+    if number_format(wanted).peak in known:
         return wanted
     if other not in known:
         raise UserError(f"{acc.name} does not compute in {wanted}: it has peaks for {', '.join(sorted(known))}")

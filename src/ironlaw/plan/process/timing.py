@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
 from ironlaw.workload.kinds import has_experts
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.transformer import Precision, Shape, optimizer_operations, training_operations
 
-# Precisions that no machine is measured in, and the one whose times and bytes are planned for them.
-STAND_INS = {"tf32": "fp32", "fp16": "bf16", "fp8": "bf16", "mxfp8": "bf16"}
-
 
 def measured_precision(precision: str, profile: Profile) -> str:
-    return precision if precision in profile.matmul else STAND_INS[precision]
+    """Itself, or where this machine was not measured in it, that of the tensors it multiplies."""
+    return next(name for name in (precision, number_format(precision).held_as, "bf16") if name in profile.matmul)
 
 
 @dataclass(frozen=True)

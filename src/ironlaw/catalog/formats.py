@@ -1,0 +1,201 @@
+"""Number formats: what `catalog/formats.toml` says of each, in one table for planner, trainer, compression and report.
+
+mxfp4 = number_format("mxfp4")
+mxfp4.bits_per_element     # 4.25: 4 and an 8-bit scale per 32
+mxfp4.element.largest      # 6.0
+number_format("mxfp8").peak, number_format("mxfp8").rate_of
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
+from ironlaw.catalog.figures import DATA, source, unknown
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """One format. Numbers of one element: `bits` to `special`; of a block: `block` to `tensor_scale`.
+
+    name, title, source:  `source` is a key of `sources.toml`.
+    bits:                 of one element, without its share of scales.
+    exponent_bits, mantissa_bits, special:  of a float; None of integers and tables of values.
+    integers:             lowest and highest, of an integer format.
+    values:               what each code means, of a format that is a table.
+    element_name:         the format of a block's numbers; empty where they are this format's own.
+    block:                rows and columns that share a scale, 0 for all of them; None where there is no scale.
+    weight_block:         the same of weights, where it differs.
+    scale:                format of the scale.
+    rule:                 "floor": 2^(floor(log2 of the largest) - the element's greatest exponent) (OCP MX 1.0, 6.3);
+                          "largest": the largest magnitude becomes the element's largest;
+                          "signed": the number of largest magnitude becomes the lowest integer.
+    tensor_scale:         one more fp32 scale of the whole tensor.
+    held_as:              format of the tensors between products; empty where a step does not compute in this format.
+    peak:                 key of an accelerator's catalogued rate; empty where no hardware multiplies it.
+    block_scaled:         products only where matrix units apply block scales themselves.
+    rate_of:              format at whose rate a run is planned on hardware without a peak for this one; may be empty.
+    kernels_of:           format whose measured kernels stand in; empty where its own were measured.
+    vendor:               whose hardware alone multiplies it; may be empty.
+    capability:           first NVIDIA compute capability that multiplies it.
+    """
+
+    name: str
+    title: str
+    source: str
+    bits: int
+    sign: bool = True
+    exponent_bits: int | None = None
+    mantissa_bits: int | None = None
+    special: str = "none"
+    integers: tuple[int, int] | None = None
+    values: tuple[float, ...] = ()
+    element_name: str = ""
+    block: tuple[int, int] | None = None
+    weight_block: tuple[int, int] | None = None
+    scale: str = ""
+    rule: str = ""
+    tensor_scale: bool = False
+    held_as: str = ""
+    peak: str = ""
+    block_scaled: bool = False
+    rate_of: str = ""
+    kernels_of: str = ""
+    vendor: str = ""
+    capability: tuple[int, int] | None = None
+
+    @property
+    def element(self) -> NumberFormat:
+        """The format of one number."""
+        return number_format(self.element_name) if self.element_name else self
+
+    @property
+    def is_float(self) -> bool:
+        return self.exponent_bits is not None
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the stored exponent."""
+        assert self.exponent_bits is not None
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def least_exponent(self) -> int:
+        """Of the smallest normal number: log2 of it."""
+        return 1 - self.bias if self.mantissa_bits else -self.bias
+
+    @property
+    def greatest_exponent(self) -> int:
+        """floor(log2) of the largest number."""
+        assert self.exponent_bits is not None
+        codes = (1 << self.exponent_bits) - 1 - self.bias
+        # IEEE gives the highest exponent to infinities and NaN; e8m0 its one code that is NaN.
+        return codes - (self.special == "ieee" or not self.mantissa_bits)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude."""
+        if self.integers:
+            return float(max(abs(bound) for bound in self.integers))
+        if self.values:
+            return max(map(abs, self.values))
+        assert self.mantissa_bits is not None
+        # Where the only NaN is the highest code, the largest number is the code below it.
+        steps = 2.0 ** (1 - self.mantissa_bits) if self.special == "nan" else 2.0**-self.mantissa_bits
+        return float(2.0**self.greatest_exponent * (2.0 - steps)) if self.mantissa_bits else 2.0**self.greatest_exponent
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude above 0."""
+        if self.integers:
+            return 1.0
+        if self.values:
+            return min(abs(value) for value in self.values if value)
+        assert self.mantissa_bits is not None
+        return float(2.0 ** (self.least_exponent - self.mantissa_bits))
+
+    @property
+    def spacing(self) -> float:
+        """Distance from 1 to the next number: twice the largest relative error of rounding."""
+        return 2.0**-self.mantissa_bits if self.mantissa_bits is not None else self.smallest / self.largest
+
+    def block_of(self, weight: bool = False) -> tuple[int, int] | None:
+        return (self.weight_block or self.block) if weight else self.block
+
+    def bytes_per_element(self, weight: bool = False) -> float:
+        """Scales included, except those that a whole row or tensor shares."""
+        rows, columns = self.block_of(weight) or (0, 0)
+        shared = rows * columns
+        return (self.bits + (number_format(self.scale).bits / shared if shared else 0.0)) / 8
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.bytes_per_element()
+
+    def multiplied_by(self, found: Accelerator) -> bool:
+        """Whether an accelerator has its products: matrix units that apply block scales multiply 4-bit numbers too."""
+        peaks = found.peak_flops_per_second
+        return self.peak in peaks and (not self.block_scaled or "fp4" in peaks) and self.vendor in ("", found.vendor)
+
+    @property
+    def narrow(self) -> bool:
+        """Products on 8 bits or fewer, of tensors held in 16."""
+        return bool(self.held_as) and self.bits <= 8
+
+
+@cache
+def number_formats() -> dict[str, NumberFormat]:
+    """All formats, in the order of the file."""
+    tables = tomllib.loads((DATA / "formats.toml").read_text(encoding="utf-8"))
+    return {name: _read(name, table, tables) for name, table in tables.items()}
+
+
+def number_format(name: str) -> NumberFormat:
+    """The format of this name; UserError with the nearest names where there is none."""
+    try:
+        return number_formats()[name]
+    except KeyError:
+        raise unknown("number format", name, number_formats()) from None
+
+
+@cache
+def computing_formats() -> tuple[str, ...]:
+    """Formats that a training step's products may run in: widest first."""
+    return tuple(name for name, known in number_formats().items() if known.held_as)
+
+
+def _read(name: str, table: dict[str, Any], tables: dict[str, Any]) -> NumberFormat:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    element = fields.pop("element", "")
+    bits = fields.pop("bits", 0) or tables[element]["bits"]
+    return NumberFormat(name=name, element_name=element, bits=bits, **fields)
+
+
+def format_entries(name: str | None = None) -> list[dict[str, Any]]:
+    """Rows of `ironlaw formats`: one format, or all.
+
+    Each `{name, title, bits, bits_per_element, largest, smallest, spacing, block, scale, multiplied_by, source, url}`;
+    `block` is [rows, columns], 0 for all of them; `multiplied_by` names accelerators that have its products.
+    """
+    catalogued = [accelerator(found) for found in accelerator_names()]
+    formats = [number_format(name)] if name else list(number_formats().values())
+    return [
+        {
+            "name": known.name,
+            "title": known.title,
+            "bits": known.bits,
+            "bits_per_element": known.bits_per_element,
+            "largest": known.element.largest,
+            "smallest": known.element.smallest,
+            "spacing": known.element.spacing,
+            "block": known.block,
+            "scale": known.scale,
+            "multiplied_by": [found.name for found in catalogued if known.multiplied_by(found)],
+            "source": source(known.source).title,
+            "url": source(known.source).url,
+        }
+        for known in formats
+    ]

@@ -1,0 +1,151 @@
+"""A tensor in codes and scales. Blocks run along the last dimension, or over rows and columns of a matrix.
+
+x of a block becomes  code = round(x / s),  s = scale of the block (times the tensor's, where the format has one), with
+
+    floor    s = 2^(floor(log2 m) - e)     m: largest magnitude of the block, e: greatest exponent of the element format
+    largest  s = m / largest of the element format
+    signed   s = x_m / lowest integer      x_m: the number of largest magnitude, with its sign
+
+rounded to the scale's own format before it divides. Of NVFP4 the tensor's scale is m_tensor / (448 x 6), so that block
+scales fill E4M3. A block of zeros has a scale of which nothing depends. Sources: `catalog/formats.toml`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ironlaw.catalog.formats import NumberFormat, number_format
+from ironlaw.errors import UserError
+from ironlaw.numerics.packing import pack, unpack
+from ironlaw.numerics.rounding import Rounding, code_values, decode, encode, generator_of, round_to
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """`codes` packed to bytes, (rows, bytes of a row); `scales` by block as encoded numbers; `tensor_scale` fp32."""
+
+    format: NumberFormat
+    shape: torch.Size
+    codes: Tensor
+    scales: Tensor | None = None
+    tensor_scale: Tensor | None = None
+    block: tuple[int, int] | None = None  # rows and columns, resolved to this shape
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory or in a file."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def dequantize(self) -> Tensor:
+        """fp32, of the shape that was quantised."""
+        element = self.format.element
+        rows, columns = _matrix_shape(self.shape)
+        width = self.block[1] if self.block else 1
+        values = decode(unpack(self.codes, element.bits, -(-columns // width) * width), element)
+        if self.block is not None and self.scales is not None:
+            scale = _decode_scale(self.scales, number_format(self.format.scale))
+            if self.tensor_scale is not None:
+                scale = scale * self.tensor_scale
+            values = _joined(_divided(values, self.block) * scale[:, None, :, None])
+        return values[:rows, :columns].reshape(self.shape)
+
+
+def quantize(
+    tensor: Tensor, name: str, *, rounding: Rounding = "nearest", seed: int = 0, weight: bool = False
+) -> Quantized:
+    """`tensor` in the format `name`.
+
+    rounding: "nearest" (ties to even) or "stochastic", repeatable by `seed`.
+    weight:   blocks as the format has them for weights (fp8_block: 128 x 128).
+    UserError: no such format or rounding, no numbers, or a NaN in a format without one and without a scale that has.
+    """
+    format = number_format(name)
+    if rounding not in ("nearest", "stochastic"):
+        raise UserError(f"unknown rounding {rounding!r}: nearest or stochastic")
+    if not tensor.is_floating_point() or not tensor.numel():
+        what = "nothing" if not tensor.numel() else str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"a tensor of {what} cannot be quantised: give floating-point numbers")
+    generator = generator_of(seed, tensor.device) if rounding == "stochastic" else None
+    rows, columns = _matrix_shape(tensor.shape)
+    matrix = tensor.detach().float().reshape(rows, columns)
+    sizes = format.block_of(weight)
+    element = format.element
+    if sizes is None:
+        codes = encode(round_to(matrix, element, generator), element)
+        return Quantized(format, tensor.shape, pack(codes, element.bits))
+    block = (sizes[0] or rows, sizes[1] or columns)
+    padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = _divided(padded, block)
+    scale, scale_codes, tensor_scale = block_scales(blocks, format)
+    # Codes of a block without numbers (its scale is NaN) say nothing.
+    scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, _scaled(blocks, scale, tensor_scale))
+    codes = encode(_joined(round_to(scaled, element, generator)), element)
+    return Quantized(format, tensor.shape, pack(codes, element.bits), scale_codes, tensor_scale, block)
+
+
+def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of (row blocks, rows, column blocks, columns): the scales without the tensor's (fp32), their codes, the tensor's.
+
+    A block that holds NaN or an infinity has the scale NaN.
+    """
+    element, kept = format.element, number_format(format.scale)
+    largest = blocks.abs().amax((1, 3))
+    finite = largest.isfinite()
+    if format.rule == "floor":
+        exponent = torch.frexp(largest).exponent - 1 - element.greatest_exponent
+        exponent = torch.where(largest == 0, -kept.bias, exponent).clamp(-kept.bias, kept.bias)
+        codes = torch.where(finite, exponent + kept.bias, 255).to(torch.uint8)
+        return _decode_scale(codes, kept), codes, None
+    if format.rule == "signed":
+        assert element.integers is not None
+        low = blocks.amin((1, 3))
+        extreme = torch.where(-low >= blocks.amax((1, 3)), low, largest)
+        wanted = extreme / element.integers[0]
+    else:
+        wanted = largest / element.largest
+    tensor_scale = None
+    if format.tensor_scale:
+        top = torch.where(finite, largest, 0.0).amax()
+        tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
+        # The scale stays a normal number: a subnormal one would have lost bits of its own.
+        wanted = (wanted / tensor_scale).clamp(2.0**kept.least_exponent, kept.largest)
+    wanted = torch.where(finite, torch.where(largest == 0, 1.0, wanted), torch.nan)
+    if bool((wanted.abs() > kept.largest).any()):
+        raise UserError(
+            f"{format.name} keeps its scales in {format.scale}, which ends at {kept.largest:g}: numbers up to "
+            f"{float(largest[finite].amax()):.3g} are too large; use mxfp4 or int8"
+        )
+    rounded = round_to(wanted, kept)
+    rounded = torch.where(rounded == 0, torch.copysign(torch.tensor(kept.smallest), wanted), rounded)
+    codes = encode(rounded, kept)
+    return rounded, codes, tensor_scale
+
+
+def _scaled(blocks: Tensor, scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    """Numbers over their scale. With two scales by the product of reciprocals, as NVIDIA's kernels do."""
+    if tensor_scale is None:
+        return blocks / scale[:, None, :, None]
+    return blocks * ((1.0 / tensor_scale) / scale)[:, None, :, None]
+
+
+def _decode_scale(codes: Tensor, format: NumberFormat) -> Tensor:
+    return codes.float() if format.bits > 8 else code_values(format, codes.device)[codes.int()]
+
+
+def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of a tensor of any rank: the last dimension is a row's."""
+    columns = shape[-1] if len(shape) else 1
+    return shape.numel() // max(columns, 1), columns
+
+
+def _divided(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    """(rows, columns) -> (row blocks, rows of one, column blocks, columns of one)."""
+    return matrix.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+
+
+def _joined(blocks: Tensor) -> Tensor:
+    return blocks.flatten(2).flatten(0, 1)

@@ -1,0 +1,137 @@
+"""Rounding of fp32 numbers to a float format, an integer format or a table of values. Element by element, no scales.
+
+Of a float format with p bits of mantissa, x is rounded to a multiple of its quantum
+
+    q(x) = 2^(max(floor(log2 |x|), e_min) - p)
+
+which is exact in fp32, for a division by a power of two is. Nearest: ties to the even multiple (IEEE 754). Stochastic:
+floor(x / q + u), u uniform in [0, 1), whose mean is x / q, so that sums of many rounded numbers do not drift
+(arXiv 1502.02551). A finite number beyond the largest becomes the largest ("saturates"), in formats of 8 bits and fewer
+an infinite one too. NaN stays NaN where the format has one; where it has none a NaN is an error, for any number in its
+place would be a wrong one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ironlaw.catalog.formats import NumberFormat
+from ironlaw.errors import UserError
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def generator_of(seed: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None = None) -> Tensor:
+    """fp32 numbers of the format nearest to fp32 `x`; stochastically rounded where a generator is given."""
+    if format.values:
+        return _to_values(x, format, generator)
+    if format.integers:
+        return _whole(x, generator).clamp(*format.integers)
+    assert format.mantissa_bits is not None
+    if format.exponent_bits == 8 and format.sign:
+        return _shorten(x, format, generator)
+    if format.special == "none" and bool(x.isnan().any()):
+        raise UserError(f"{format.name} has no NaN, and the tensor holds one: use bf16, or find where it comes from")
+    exponent = torch.frexp(x).exponent - 1  # of 0 too small a one, which the next line raises
+    shift = format.mantissa_bits - exponent.clamp(min=format.least_exponent)
+    rounded = torch.ldexp(_whole(torch.ldexp(x, shift), generator), -shift)
+    saturated = rounded.clamp(-format.largest, format.largest)
+    return torch.where(x.isinf(), x, saturated) if format.bits > 8 else saturated
+
+
+def _whole(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Whole numbers: ties to even, or up with the probability of the fraction."""
+    if generator is None:
+        return x.round()
+    return torch.floor(x + torch.rand(x.shape, generator=generator, device=x.device))
+
+
+def _shorten(x: Tensor, format: NumberFormat, generator: torch.Generator | None) -> Tensor:
+    """bf16 and tf32: fp32 with the last bits of the mantissa rounded off, subnormals included."""
+    assert format.mantissa_bits is not None
+    dropped = 23 - format.mantissa_bits
+    if not dropped:
+        return x.clone()
+    bits = x.contiguous().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    if generator is None:
+        addend = (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1)
+    else:
+        addend = torch.randint(0, 1 << dropped, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    rounded = ((magnitude + addend) >> dropped) << dropped
+    largest = torch.tensor(format.largest, device=x.device).view(torch.int32)
+    kept = torch.minimum(rounded, largest) | (bits & ~0x7FFFFFFF)
+    return torch.where(x.isfinite(), kept.view(torch.float32), x)
+
+
+def _to_values(x: Tensor, format: NumberFormat, generator: torch.Generator | None) -> Tensor:
+    table = torch.tensor(format.values, device=x.device)
+    if bool(x.isnan().any()):
+        raise UserError(f"{format.name} has no NaN, and the tensor holds one: use bf16, or find where it comes from")
+    above = torch.searchsorted(table, x.contiguous()).clamp(1, len(table) - 1)
+    low, high = table[above - 1], table[above]
+    if generator is None:
+        return torch.where(x - low < high - x, low, high)  # the middle goes up
+    fraction = ((x - low) / (high - low)).clamp(0, 1)
+    return torch.where(torch.rand(x.shape, generator=generator, device=x.device) < fraction, high, low)
+
+
+@cache
+def _code_values(format: NumberFormat, device: torch.device) -> Tensor:
+    """What each code of at most 8 bits means, by code; fp32."""
+    if format.values:
+        return torch.tensor(format.values, device=device)
+    if format.integers:
+        codes = torch.arange(1 << format.bits, device=device)
+        return torch.where(codes >= 1 << (format.bits - 1), codes - (1 << format.bits), codes).float()
+    assert format.exponent_bits is not None and format.mantissa_bits is not None
+    codes = torch.arange(1 << (format.exponent_bits + format.mantissa_bits), device=device)
+    exponent, fraction = codes >> format.mantissa_bits, codes & ((1 << format.mantissa_bits) - 1)
+    if not format.mantissa_bits:  # a scale: every code is a power of two, there is no 0
+        values = torch.ldexp(torch.ones_like(codes, dtype=torch.float64), exponent - format.bias).float()
+        return torch.where(codes == codes[-1], torch.nan, values)
+    normal = (exponent > 0).double()
+    significand = normal + fraction / (1 << format.mantissa_bits)
+    power = exponent.clamp(min=1) - format.bias
+    values = torch.ldexp(significand, power).float()
+    if format.special == "ieee":
+        top = exponent == (1 << format.exponent_bits) - 1
+        values = torch.where(top, torch.where(fraction == 0, torch.inf, torch.nan), values)
+    elif format.special == "nan":
+        values[-1] = torch.nan
+    return torch.cat((values, -values)) if format.sign else values
+
+
+def code_values(format: NumberFormat, device: torch.device | str = "cpu") -> Tensor:
+    """What each code of a format of at most 8 bits means: fp32, indexed by the code."""
+    return _code_values(format, torch.device(device))
+
+
+def encode(x: Tensor, format: NumberFormat) -> Tensor:
+    """Codes of numbers that `round_to` gave: uint8 up to 8 bits, else the narrowest PyTorch type that holds them."""
+    if format.bits > 8:
+        return x.to({"fp16": torch.float16, "bf16": torch.bfloat16}.get(format.name, torch.float32))
+    if format.integers:
+        return (x.to(torch.int16) & ((1 << format.bits) - 1)).to(torch.uint8)
+    table = code_values(format, x.device)
+    if format.values:
+        return torch.searchsorted(table, x.contiguous()).to(torch.uint8)
+    half = len(table) // 2 if format.sign else len(table)
+    positive = table[:half]
+    finite = int(positive.isfinite().sum())
+    code = torch.searchsorted(positive[:finite].contiguous(), x.abs().contiguous())  # inf: the code above the finite
+    code = torch.where(x.isnan(), half - 1, code)
+    return (code + (half * x.signbit() if format.sign else 0)).to(torch.uint8)
+
+
+def decode(codes: Tensor, format: NumberFormat) -> Tensor:
+    """fp32 numbers of `encode`'s codes."""
+    return codes.float() if format.bits > 8 else code_values(format, codes.device)[codes.int()]
