@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,16 @@ def test_what_can_never_run_is_refused_at_once(model: Transformer) -> None:
     server.submit(Request([1], greedy(1)), Request([1], greedy(1)))
     with pytest.raises(Busy):
         server.submit(Request([1], greedy(1)))
+
+
+def test_an_answer_longer_than_the_context_goes_on_from_its_newest_half(model: Transformer) -> None:
+    server, asked = engine(model), Sampling(max_tokens=150, seed=5, ignore_end=True)
+    one, again = (server.continued([1, 2], asked) for _ in range(2))
+    assert one == again and len(one) == 150 > server.context
+    assert server.continued([1, 2], Sampling(max_tokens=150, seed=6)) != one
+    served = server.served
+    ends = replace(served, end_tokens=frozenset({one[4]}))
+    assert engine(ends).continued([1, 2], replace(asked, ignore_end=False)) == one[: one.index(one[4])]
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8", "int8"])

@@ -13,7 +13,7 @@ from ironlaw.errors import UserError
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint.")],
+    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 120,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.", min=0.0)] = 0.8,
@@ -21,31 +21,24 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.train.run_directory import RunDirectory
+    from ironlaw.serve.config import ServeConfig
+    from ironlaw.serve.engine import Engine
+    from ironlaw.serve.loading import load_served
+    from ironlaw.serve.request import Sampling
+    from ironlaw.serve.server import text_of
 
-    directory = RunDirectory(run)
-    if not directory.config_file.is_file():
-        raise UserError(f"{run} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
-    if not directory.tokenizer_file.is_file():
+    config = ServeConfig(batch=1)
+    served = load_served(run, config)
+    text = text_of(served)
+    if text is None:
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
-
-    from ironlaw.config import load_config
-    from ironlaw.data.tokenizer import load
-    from ironlaw.model.generate import continue_tokens
-    from ironlaw.train.restore import load_for_inference
-
-    config = load_config(directory.config_file)
-    tokenizer = load(directory.tokenizer_file, config.data.end_of_text)
-    model = load_for_inference(directory.checkpoints, config.model)
-    start = tokenizer.encode(prompt) or [tokenizer.end_of_text]
-    new = list(
-        continue_tokens(
-            model, start, tokens, temperature=temperature, top_k=top_k, seed=seed, stop=tokenizer.end_of_text
-        )
-    )
-    text = tokenizer.decode(new)
+    engine = Engine(served, config)
+    start = text.encode(prompt) or sorted(served.end_tokens)[:1]
+    sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    new = engine.continued(start, sampling)
+    answer = text.decode(new)
     if json:
-        print_json({"prompt": prompt, "text": text, "tokens": len(new)})
+        print_json({"prompt": prompt, "text": answer, "tokens": len(new)})
         return
-    sys.stdout.write(prompt + text + "\n")
+    sys.stdout.write(prompt + answer + "\n")
     messages().print(f"[dim]{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}[/dim]")

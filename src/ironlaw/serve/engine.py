@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -52,7 +53,7 @@ class Engine:
         # No more than all requests at their longest can use, and at least one of them.
         longest = -(-self.context // config.block)
         count = min(count, config.batch * longest) + 1  # page 0 is nobody's
-        if count < 3:
+        if count < 2:
             raise UserError(
                 f"no memory for keys and values: {per_token * config.block:,} bytes a page; raise serve.kv_memory"
             )
@@ -163,6 +164,23 @@ class Engine:
                 self.submit(left.popleft())
             self.step()
         return requests
+
+    def continued(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        """An answer that may outgrow the context: whenever it is full, the newest half is what the model goes on from.
+
+        The end of text is not part of it.
+        """
+        new: list[int] = []
+        window = list(prompt)[-self.longest_prompt :]
+        while len(new) < sampling.max_tokens:
+            seed = (sampling.seed or self.config.seed) + len(new)
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(new), seed=seed)
+            (request,) = self.generate([window], left)
+            new += request.answer
+            if request.finish != "length":
+                return new[:-1] if new and new[-1] in self.served.end_tokens else new
+            window = request.tokens[-max(1, self.longest_prompt // 2) :]
+        return new
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

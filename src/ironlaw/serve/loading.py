@@ -62,7 +62,7 @@ def load_served(path: Path, config: ServeConfig) -> Served:
     elif is_config_file(path):
         served = _from_hugging_face(path, config)
     else:
-        raise UserError(f"{path} is neither a run nor a Hugging Face directory: give one, such as runs/demo")
+        raise UserError(f"{path} is not a run directory, nor a Hugging Face one: give one, such as runs/NAME")
     if config.draft is not None and config.speculation == "draft":
         draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))
         if draft.model.config.vocab != served.model.config.vocab:
