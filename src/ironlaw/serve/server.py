@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +44,12 @@ def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
                 on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
         def handle_exit(self, sig: int, frame: Any) -> None:
+            # Not uvicorn's own, which raises the signal again when all is done: a server that drained has succeeded.
             engine.is_draining = True
-            if sig == signal.SIGINT and self.should_exit:
-                engine.stop()  # told twice: now
-            super().handle_exit(sig, frame)
+            if self.should_exit:  # told twice: now
+                engine.stop()
+                self.force_exit = True
+            self.should_exit = True
 
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
