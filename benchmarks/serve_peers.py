@@ -78,8 +78,7 @@ def transformers(folder: Path, form: str, threads: int) -> Generate:
     settings = GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(prompts: list[list[int]]) -> int:
-        with torch.inference_mode():
-            out = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        out = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
         return sum(len(answer.generated_tokens) for answer in out.values())
 
     return run
