@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
 from serving import write_server_directory
 
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger, Phase
+from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.serve.load import Outcome, Report, poisson, read_trace, summary
 from ironlaw.serve.measured import serving_ledger
 
@@ -82,6 +82,9 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
     assert sum(phases.values()) * 3 == pytest.approx(7.0)
 
 
+OPERATIONS = [(Kind.MATMUL, name) for name in ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head")]
+
+
 def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironlaw: Any, tmp_path: Path) -> None:
     """One line of JSON when ready; a run directory from bench; an end with exit code 0 when told."""
     directory = write_server_directory(tmp_path / "tiny")
@@ -96,6 +99,9 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     assert found["completed"] == 12 and found["errors"] == 0 and found["output_tokens"] == 72
     ledger = Ledger.load(out / "ledger.json")
     assert ledger.facts["kind"] == "serving" and ledger.totals["ttft_seconds"].value > 0
+    keys = {(line.phase, line.kind, line.operation) for line in ledger.lines}
+    for operation in (*OPERATIONS, (Kind.ATTENTION, "attention"), (Kind.ELEMENTWISE, "cache")):
+        assert (Phase.DECODE, *operation) in keys and (Phase.PREFILL, *operation) in keys
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert sum(s["produced"] for s in steps) == 72 == ledger.facts["steps"]["produced"]
     assert len((out / "requests.jsonl").read_text().splitlines()) == 12

@@ -51,19 +51,22 @@ def bench(
         plans = load.poisson(rate or math.inf, count, input, output_tokens, seed)
     client = load.Client(url, model, api_key, timeout)
     with progress("Requests") as update:
-        report = asyncio.run(
-            load.run(
-                client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix, progress=update
-            )
-        )
+        going = load.run(
+            client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+            profile=out is not None, progress=update,
+        )  # fmt: skip
+        report = asyncio.run(going)
     found = load.summary(report, ttft, tpot)
     asked = {"url": url, "rate": rate, "concurrency": concurrency, "trace": None if trace is None else str(trace),
              "input": input, "output": output_tokens, "prefix": prefix}  # fmt: skip
     if out is not None:
+        from ironlaw.ledger import line_of
         from ironlaw.serve.measured import serving_ledger, write_run
 
         server: dict[str, Any] = report.server or {"steps": [], "facts": {}}
-        ledger = serving_ledger(server["steps"], server["facts"] | {"load": asked}, found, server.get("lines", ()))
+        ledger = serving_ledger(
+            server["steps"], server["facts"] | {"load": asked}, found, map(line_of, server.get("lines", ()))
+        )
         write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])
     if json:
         print_json({"load": asked} | found)

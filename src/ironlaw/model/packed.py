@@ -28,12 +28,12 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), _ROWS)
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.with_activation(x, "none", "")
-
-    def with_activation(self, x: Tensor, name: str, algorithm: str) -> Tensor:
-        """By oneDNN's names."""
+    def forward(self, x: Tensor, name: str = "none", algorithm: str = "", times: Tensor | None = None) -> Tensor:
+        """`name`, `algorithm`: an activation of the result, by oneDNN's names; `times`: what the result is multiplied
+        by."""
         x = x if x.dtype is self.dtype else x.to(self.dtype)
+        if times is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, times, self.packed, self.bias, "mul")
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
         return product
 
@@ -50,11 +50,9 @@ class PackedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.up.with_activation(x, *self.fused))
+            return self.down(self.up(x, *self.fused))
         x = x if x.dtype is self.up.dtype else x.to(self.up.dtype)
-        gate = self.gate.with_activation(x, *self.fused)
-        up = self.up
-        return self.down(torch.ops.mkldnn._linear_pointwise.binary(x, gate, up.packed, up.bias, "mul"))
+        return self.down(self.up(x, times=self.gate(x, *self.fused)))
 
 
 class PackedNorm(nn.Module):

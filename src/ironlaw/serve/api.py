@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -322,7 +322,16 @@ def _add_figures(app: FastAPI, server: Server) -> None:
         found = await asyncio.to_thread(lambda: [s.to_json() for s in engine.trace.since(since)])
         waited = [r.admitted - r.arrived for r in list(engine.finished) if r.admitted is not None and r.arrived > after]
         about = {"next": engine.trace.count, "now": time.monotonic(), "facts": facts(engine)}
-        return about | {"queue_seconds": waited, "steps": found}
+        lines = [asdict(line) for line in engine.recording.lines()]
+        return about | {"queue_seconds": waited, "lines": lines, "steps": found}
+
+    @app.post("/profile")
+    async def profile(steps: int = 5) -> dict[str, Any]:
+        """Record the next steps that only decode, and that only compute prompts, operation by operation."""
+        if not 0 < steps <= 100:
+            raise UserError(f"steps = {steps} is not between 1 and 100")
+        engine.recording.ask(steps)
+        return {"steps": steps}
 
     @app.get("/", response_class=HTMLResponse)
     async def page() -> str:

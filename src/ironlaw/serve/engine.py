@@ -24,6 +24,7 @@ from ironlaw.serve.blocks import Blocks
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import allowed
 from ironlaw.serve.loading import Served
+from ironlaw.serve.recording import Recording
 from ironlaw.serve.request import Chosen, Finish, Request, Sampling
 from ironlaw.serve.runner import Runner, Work, kv_bytes_per_token
 from ironlaw.serve.sampler import Row, sample
@@ -68,6 +69,7 @@ class Engine:
             runner = Runner(draft.model, count, config.block, draft.kv, served.device, draft.autocast)
             self.proposer = DraftModel(runner, config.drafted)
         self.trace = Trace(config.trace_steps)
+        self.recording = Recording()
         self.is_draining = False
         self.failure: str | None = None
         self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told
@@ -217,7 +219,8 @@ class Engine:
         scheduled_at = time.perf_counter()
         work = [self._work(scheduled) for scheduled in step]
         record = self._record(step, work)
-        logits, ordered = self.runner.run(work)
+        with self.recording.step(self.served.model, record.phase):
+            logits, ordered = self.runner.run(work)
         if self.proposer is not None:
             self.proposer.computed(work)
         if self.served.device.type == "cuda":

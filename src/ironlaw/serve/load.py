@@ -143,10 +143,10 @@ class Client:
             found[name.lower()] = value.strip()
         return status, found, _Reader(reader, found.get("transfer-encoding") == "chunked"), writer
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str, method: str = "GET") -> Any:
         """A JSON document; None where the server has none there."""
         try:
-            status, _, body, writer = await asyncio.wait_for(self.open("GET", path), 10)
+            status, _, body, writer = await asyncio.wait_for(self.open(method, path), 10)
             data = b"".join([line async for line in body.lines()])
             writer.close()
             return json.loads(data) if status == 200 else None
@@ -245,15 +245,18 @@ class Report:
 
 async def run(
     client: Client, plans: Sequence[Plan], *, concurrency: int | None, ignore_end: bool,
-    shared_prefix: int = 0, progress: Callable[[float], None] = lambda done: None,
+    shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
 ) -> Report:  # fmt: skip
-    """`concurrency`: so many at once, whatever the plans' times; None: at their times."""
+    """`concurrency`: so many at once, whatever the plans' times; None: at their times. `profile`: an Ironlaw server
+    records a few steps by operation."""
     models = await client.get("/v1/models")
     if models is None:
         raise UserError(f"no OpenAI-compatible server answers at http://{client.host}:{client.port}: start one first")
     client.model = client.model or models["data"][0]["id"]
     prompts = await _prompts(client, plans, shared_prefix)
     before = await client.get("/steps?since=999999999")
+    if before is not None and profile:
+        await client.get("/profile?steps=3", "POST")
     limit = asyncio.Semaphore(concurrency) if concurrency else None
     began, outcomes, done = time.perf_counter(), [], 0
 
