@@ -19,7 +19,7 @@ import ironlaw
 from ironlaw.errors import UserError
 from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Phase
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.trials import fused_seconds, score_products
+from ironlaw.observe.trials import attention_seconds, score_products
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace import trace
@@ -229,4 +229,7 @@ def test_scores_of_attention_are_found_in_a_trace_and_the_fused_kernel_timed() -
     document = trace_to_json(trace(Attention(), [Input("q", (2, 4, 64, 16), "float32")], training=False))
     products = score_products(document)
     assert products == [[8, 64, 16]]
-    assert (fused_seconds(products, "fp32") or 0.0) > 0.0 and fused_seconds([], "fp32") is None
+    assert (
+        all(s > 0.0 for s in (attention_seconds(products, "fp32") or {"none": 0.0}).values())
+        and attention_seconds([], "fp32") is None
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ironlaw.serve.vllm import become_vllm, command
 def test_shared_settings_become_vllms_flags(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = command(tmp_path, ServeConfig(port=9, batch=7, context=99, share_prefixes=False, weights="bf16"))
-    pairs = dict(zip(words, words[1:], strict=False))
+    pairs = dict(pairwise(words))
     assert pairs["--port"] == "9" and pairs["--max-num-seqs"] == "7" and pairs["--max-model-len"] == "99"
     assert pairs["--dtype"] == "bfloat16" and "--no-enable-prefix-caching" in words
 

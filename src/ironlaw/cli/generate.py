@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from ironlaw.cli.console import messages, print_json
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, printable
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face model's.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 120,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.", min=0.0)] = 0.8,
@@ -29,16 +29,19 @@ def generate(
 
     config = ServeConfig(batch=1)
     served = load_served(run, config)
+    for message in served.passed_over:
+        messages().print(message, markup=False)
     text = text_of(served)
     if text is None:
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
-    engine = Engine(served, config)
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]
     sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    new = engine.continued(start, sampling)
+    new = Engine(served, config).continued(start, sampling)
     answer = text.decode(new)
     if json:
-        print_json({"prompt": prompt, "text": answer, "tokens": len(new)})
+        print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return
-    sys.stdout.write(prompt + answer + "\n")
-    messages().print(f"[dim]{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}[/dim]")
+    # A model may write anything, escapes of terminals too; a file gets it as it is.
+    sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
+    which = f"step {served.about['step']}, " if served.about else ""
+    messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")

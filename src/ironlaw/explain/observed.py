@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,25 @@ from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
-from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
+from ironlaw.files import read_json
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 
-GRADED = ("precision", "batch", "attention", "alignment", "threads")  # rules that rest on a remedy's gain
+GRADED = (
+    "precision",
+    "batch",
+    "attention",
+    "alignment",
+    "threads",
+    "mode",
+    "float64",
+    "fused_update",
+    "blocked",
+)  # rules that rest on a remedy's gain
+PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
@@ -53,7 +65,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
     variants: dict[str, Ledger] = {}
     operations = run_dir / OPERATIONS_FILE
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
-        document = json.loads(operations.read_text(encoding="utf-8"))
+        document = read_json(operations)
         _add_shapes(document, run)
         variants = _variants(document, run, profile)
     return find_observed_remedies(Observed(plan, run, gap, profile, variants))
@@ -125,7 +137,7 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
     if not operations.is_file():
         return empty
     try:
-        plan = _planned(json.loads(operations.read_text(encoding="utf-8")), run, profile)
+        plan = _planned(read_json(operations), run, profile)
     except UserError as error:
         run.facts["not_planned"] = str(error)
         return empty
@@ -149,11 +161,37 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
     if profile.threads != facts["threads"]:
         if facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads:
             return plan_trace(traced, profile, **again)  # planned as it should run: more threads than cores help nobody
-        raise UserError(
-            f"the run used {facts['threads']} threads, this machine was measured with {profile.threads}: "
-            f"`ironlaw measure --threads {facts['threads']}` and explain again"
-        )
+        return _on_threads(plan_trace(traced, profile, **again), run, profile)
     return plan_trace(traced, profile, **again)
+
+
+def _on_threads(plan: Ledger, run: Ledger, profile: Profile) -> Ledger:
+    """A plan for other threads than were measured, by what they cost in this run: both were timed at its end. Without
+    that products are taken to scale with the threads and streams not at all. The interval spans no effect and all."""
+    threads, gains = int(run.facts["threads"]), run.facts.get("thread_gain")
+    proportional = profile.threads / threads
+    known = gains if gains and run.facts.get("cores") == profile.threads else None
+    factors = {
+        "matmul": 1 / (1 - min(0.95, known["matmul"])) if known else proportional,
+        "elementwise": 1 / (1 - min(0.95, known["elementwise"])) if known else 1.0,
+    }
+    before = plan.totals["step_seconds"]
+    plan.lines = [
+        line if line.kind is Kind.HOST or line.seconds is None
+        else replace(line, seconds=line.seconds * factors["matmul" if line.kind in PRODUCTS else "elementwise"])
+        for line in plan.lines
+    ]  # fmt: skip
+    step, (least, most) = sum(line.seconds or 0.0 for line in plan.lines), sorted((1.0, proportional))
+    how = "timed both ways at the end of the run" if known else "assumed: products in proportion"
+    plan.totals["step_seconds"] = Estimate(
+        step, before.origin, f"{before.basis}; measured with {profile.threads} threads, run with {threads}: {how}",
+        min(step, (before.low or before.value) * least), max(step, (before.high or before.value) * most),
+    )  # fmt: skip
+    peak = plan.facts["matmul_peak_flops_per_second"] / factors["matmul"]
+    plan.facts |= {"matmul_peak_flops_per_second": peak, "threads": threads, "threads_measured": profile.threads}
+    flops = plan.totals["flops_per_step"].value
+    plan.totals["mfu"] = Estimate(flops / step / peak, before.origin, "FLOPs / step time / peak with these threads")
+    return plan
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:

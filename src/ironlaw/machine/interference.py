@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ironlaw.files import read_json_lines
 from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Profile
 
@@ -56,16 +57,22 @@ def rounds(profile: Profile) -> list[dict[str, float]]:
     return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, others, strict=True)]
 
 
+def disturbed(profile: Profile) -> float | None:
+    """Share of the cores that other programs used while the machine was measured, where kernels had to wait for them;
+    None where none did or the system does not tell. Best times of such a measurement may be no best times."""
+    share = others(rounds(profile))
+    return share if share is not None and share > MOST_OTHERS else None
+
+
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Kind of kernel -> time over best that is typical here: the middle of this measurement and of the last runs."""
     own, anchor = middle(undisturbed(rounds(profile))), anchors(profile)
     seen = [own] if own is not None else []
     now = time.time() if now is None else now
-    for text in reversed(_history()):
+    for entry in reversed(read_json_lines(history_path())):
         if len(seen) > RUNS_COUNTED:
             break
         try:
-            entry = json.loads(text)
             same = (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds))
             if same and now - entry["at"] <= FORGOTTEN_AFTER_SECONDS:
                 # Its ratios are to the best that was known then; today's may be better.
@@ -73,13 +80,6 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
         except (KeyError, TypeError, ValueError):  # torn, or of an earlier version
             continue
     return {kind: float(np.median([s[kind] for s in seen])) if seen else 1.0 for kind in KINDS}
-
-
-def _history() -> list[str]:
-    try:
-        return history_path().read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def middle(looks: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
@@ -105,5 +105,5 @@ def anchors(profile: Profile) -> dict[str, float]:
     """Kind of kernel -> geometric mean of its kernels' best seconds: what ratios are relative to."""
     logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for name, seconds in profile.best_seconds.items():
-        logs["compute" if name.startswith(("matmul", "attention")) else "memory"].append(math.log(seconds))
+        logs["compute" if name.startswith(("matmul", "attention", "blocked")) else "memory"].append(math.log(seconds))
     return {kind: math.exp(sum(values) / max(1, len(values))) for kind, values in logs.items()}

@@ -7,21 +7,22 @@ the same machine keeps the better of the two.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 from ironlaw.machine.host import cache_folder
 from ironlaw.model.config import ModelConfig
 
 SCHEMA_VERSION = 2
+WORTH_IT = 0.95  # attention in blocks rounds otherwise and keeps more: a gain inside the measurement's error is none
 FP32Products = Literal["default", "onednn"]
 # So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
@@ -118,6 +119,8 @@ class MatmulFit:
 class Profile:
     """This machine's ceilings. Rates are what was attained, not what a data sheet says."""
 
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")  # of a file that anything may have written
+
     device: str  # "cpu" or the accelerator's name
     name: str  # of the processor
     created: str  # ISO date and time
@@ -139,6 +142,8 @@ class Profile:
     interference: dict[str, list[float]] = field(default_factory=dict)
     fp32_products: FP32Products = "default"  # the library whose fp32 matrix products are faster here: the trainer's
     onednn: dict[str, MatmulFit] = field(default_factory=dict)  # kernel -> fit, where that library is oneDNN
+    # As `attention`, of attention in blocks (model/blocked.py); only on CPUs.
+    blocked_attention: dict[str, dict[str, list[tuple[int, int, float]]]] = field(default_factory=dict)
     probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
     # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
     best_seconds: dict[str, float] = field(default_factory=dict)
@@ -161,9 +166,23 @@ class Profile:
         """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
         return self.curves[precision].get(kernel) or self.curves["fp32"][kernel]
 
-    def attention_seconds_per_pair(self, precision: str, direction: str, sequence: int, head_size: int) -> float:
+    def blocked_is_faster(self, precision: str, sequence: int, head_size: int) -> bool:
+        """Whether attention in blocks takes less time than the fused kernel here, forward and backward together."""
+        if precision not in self.blocked_attention:
+            return False
+        fused, blocked = (
+            sum(
+                self.attention_seconds_per_pair(precision, d, sequence, head_size, way) for d in ("forward", "backward")
+            )
+            for way in (False, True)
+        )
+        return blocked < WORTH_IT * fused
+
+    def attention_seconds_per_pair(
+        self, precision: str, direction: str, sequence: int, head_size: int, blocked: bool = False
+    ) -> float:
         """Nearest measured (tokens, head size) in log distance, scaled by the head size."""
-        points = self.attention[precision][direction]
+        points = (self.blocked_attention if blocked else self.attention)[precision][direction]
         nearest = min(
             points,
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),
@@ -177,30 +196,16 @@ class Profile:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Profile:
+        """ValueError where a value is missing, of another type or not finite."""
         values = {key: value for key, value in document.items() if key != "schema_version"}
-        values["matmul"] = {precision: _fits(fits) for precision, fits in document["matmul"].items()}
-        values["onednn"] = _fits(document["onednn"])
-        values["curves"] = {
-            precision: {kernel: Curve(tuple(c["elements"]), tuple(c["seconds"])) for kernel, c in curves.items()}
-            for precision, curves in document["curves"].items()
-        }
-        values["attention"] = {
-            precision: {
-                direction: [(int(t), int(d), float(s)) for t, d, s in points]
-                for direction, points in directions.items()
-            }
-            for precision, directions in document["attention"].items()
-        }
-        return Profile(**values)
-
-
-def _fits(document: dict[str, Any]) -> dict[str, MatmulFit]:
-    return {
-        kernel: MatmulFit(
-            **(fit | {"shapes": tuple(map(tuple, fit["shapes"])), "corrections": tuple(fit["corrections"])})
-        )
-        for kernel, fit in document.items()
-    }
+        profile = TypeAdapter(Profile).validate_python(values)
+        by_precision = (profile.matmul, profile.curves, profile.attention, profile.reference_step_seconds)
+        complete = all("fp32" in table for table in by_precision)
+        complete &= {"forward", "backward"} <= profile.tiny_block_seconds.keys()
+        complete &= {"compute", "memory"} <= profile.interference.keys()
+        if not complete or min(profile.best_seconds.values(), default=1.0) <= 0:
+            raise ValueError("it lacks what every machine is measured in")
+        return profile
 
 
 def profile_path(device: str = "this") -> Path:
@@ -210,9 +215,7 @@ def profile_path(device: str = "this") -> Path:
 def save_profile(profile: Profile, path: Path | None = None) -> Path:
     path = path or profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(path, profile.to_json())
     return path
 
 
@@ -222,10 +225,10 @@ def load_profile(path: Path | None = None) -> Profile:
     if not path.is_file():
         raise UserError("this machine has not been measured yet: run `ironlaw measure` (under 30 s)")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if document["schema_version"] == SCHEMA_VERSION:
             return Profile.from_json(document)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")
 

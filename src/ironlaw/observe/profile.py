@@ -51,7 +51,7 @@ _LINEARS = frozenset({
 _CACHED = {"attention": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}  # scopes of serving, whatever runs in them
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
-_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
+_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine", "_Blocked": "attention"}
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
     ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
@@ -261,7 +261,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
     if span.scope in _CACHED:
         return _CACHED[span.scope], span.scope
     if span.scope in _FUNCTIONS.values():
-        return Kind.ELEMENTWISE, span.scope
+        return Kind.ATTENTION if span.scope == "attention" else Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:
         return _own_work(span, kind, operation)
     if kind is Kind.ELEMENTWISE:

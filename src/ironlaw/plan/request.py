@@ -7,14 +7,12 @@ measured machine, or a catalogued cluster such as `64xh100-sxm-80gb`.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ironlaw.catalog.models import model_names
-from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
+from ironlaw.catalog.models import is_model, model_names, released_names
+from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config, load_config
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
@@ -36,8 +34,14 @@ def plan_request(
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.process.traced import plan_traced
 
-        return Answer(*plan_traced(what, options.inputs, on))
-    subject = resolve(what, overrides)
+        ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
+        return Answer(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
+    try:
+        subject = resolve(what, overrides)
+    except UserError as refusal:
+        if overrides or not is_config_file(Path(what)):
+            raise
+        return _by_tracing(Path(what), refusal, on, options)
     if on == "this":
         return _on_this(subject, options)
     if options.ranks:
@@ -45,6 +49,42 @@ def plan_request(
     from ironlaw.plan.answers.cluster_request import plan_on_cluster
 
     return plan_on_cluster(subject, on, options)
+
+
+TRACED_SEQUENCE = 2048
+"""Tokens, where nobody says: recurrent layers are traced step by step."""
+
+
+def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Answer:
+    """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
+    from ironlaw.plan.process.traced import fits as traced_fits
+    from ironlaw.plan.process.traced import plan_module
+    from ironlaw.workload.module_source import Input
+    from ironlaw.workload.transformers_source import causal_decoder
+
+    own = "any module can be planned by tracing: ironlaw plan PACKAGE.MODULE:FUNCTION --input NAME=SIZES:DTYPE"
+    try:
+        build, context = causal_decoder(path)
+    except (UserError, ValueError, OSError) as error:
+        raise UserError(f"{refusal} ({error}); {own}") from None
+    if options.ranks or options.layout or (on != "this" and re.match(r"\d+\s*x", on) and not on.startswith("1x")):
+        raise UserError(
+            f"{refusal}; by tracing it is planned on one device: --on this or one accelerator, as --on h200"
+        )
+    given = options.work
+    sequence = given.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)
+    batch = given.global_batch or 1
+    inputs = [Input(name, (batch, sequence), "int64", "zeros") for name in ("input_ids", "labels")]
+    ledger = plan_module(build, inputs, on, precision=options.precision or "auto", name=str(path), repeated=True)
+    kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
+    assumed = [Assumption("planned by", "tracing", f"{refusal}; {kind}", "")]
+    for name, said, value, flag in (
+        ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
+        ("global batch", given.global_batch, f"{batch} sequence", "--global-batch"),
+    ):
+        if said is None:
+            assumed.append(Assumption(name, value, "a first try on one device", flag))
+    return Answer(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:
@@ -56,27 +96,24 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:
         return Subject(config.model, config)
     if is_config_file(path):
         return Subject(_overridden(read_config(path), overrides), left_out=left_out(path))
-    if what in model_names():
+    if is_model(what):
         return Subject(_overridden(ModelConfig.named(what), overrides))
     if path.suffix == ".json" or path.is_dir() or "/" in what:
         raise UserError(f"no config at {what}: give a .toml run config, a config.json, or a directory that holds one")
-    raise UserError(f"unknown model '{what}': {did_you_mean(what, model_names())}")
+    raise UserError(f"unknown model '{what}': {did_you_mean(what, [*model_names(), *released_names()])}")
 
 
 def _overridden(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
     """The model with `--set model.KEY=VALUE`; other sections belong to a config file."""
     if not overrides:
         return model
-    values: dict[str, Any] = model.model_dump(exclude_none=True)
+    document = {"model": model.model_dump(exclude_none=True)}
     for override in overrides:
-        key, _, text = override.partition("=")
-        if not key.startswith("model."):
+        if not override.startswith("model."):
             raise UserError(f"--set {override}: only model.KEY=VALUE can be set without a config file")
-        try:
-            values[key.removeprefix("model.")] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key.removeprefix("model.")] = text
-    return build_config({"model": values | {"name": f"{model.name} changed"}}, where="--set").model
+        apply_override(document, override)
+    document["model"]["name"] = f"{model.name} changed"
+    return build_config(document, where="--set").model
 
 
 def plan_on_this(config: RunConfig) -> Answer:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import psutil
 import torch
 
 from ironlaw.errors import UserError
-from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
 from ironlaw.serve.config import ServeConfig
@@ -38,6 +36,8 @@ class Served:
     chat_template: str | None = None
     special: dict[str, str] | None = None  # names of special tokens, for chat templates
     draft: Served | None = None
+    about: dict[str, Any] = field(default_factory=dict)  # which checkpoint of a run
+    passed_over: tuple[str, ...] = ()  # newer ones that are damaged
 
     @property
     def autocast(self) -> bool:
@@ -55,14 +55,18 @@ class Served:
 
 def load_served(path: Path, config: ServeConfig) -> Served:
     """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory."""
-    from ironlaw.train.run_directory import RunDirectory
+    from ironlaw.train.restore import load_trained
 
-    if RunDirectory(path).is_run:
-        served = _from_run(path, config)
-    elif is_config_file(path):
-        served = _from_hugging_face(path, config)
-    else:
-        raise UserError(f"{path} is not a run directory, nor a Hugging Face one: give one, such as runs/NAME")
+    trained = load_trained(path)
+    folder = path if path.is_dir() else path.parent
+    served = prepare(trained.model, config, name=folder.resolve().name)
+    served.about, served.passed_over = trained.about(), trained.passed_over
+    tokenizer = trained.tokenizer
+    if tokenizer is not None:
+        served.tokenizer_file = tokenizer.path
+        served.end_tokens, served.end_of_text = frozenset(tokenizer.ends), tokenizer.end_of_text_token
+    if not trained.about():
+        _read_chat(served, folder)
     if config.draft is not None and config.speculation == "draft":
         draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))
         if draft.model.config.vocab != served.model.config.vocab:
@@ -71,42 +75,12 @@ def load_served(path: Path, config: ServeConfig) -> Served:
     return served
 
 
-def _from_run(path: Path, config: ServeConfig) -> Served:
-    from ironlaw.config import load_config
-    from ironlaw.train.restore import load_for_inference
-    from ironlaw.train.run_directory import RunDirectory
-
-    run = RunDirectory(path)
-    settings = load_config(run.config_file)
-    model = load_for_inference(run.checkpoints, settings.model)
-    served = prepare(model, config, name=path.name)
-    if run.tokenizer_file.is_file():
-        from ironlaw.data.tokenizer import load
-
-        tokenizer = load(run.tokenizer_file, settings.data.end_of_text)
-        served.tokenizer_file = run.tokenizer_file
-        served.end_tokens, served.end_of_text = frozenset({tokenizer.end_of_text}), tokenizer.end_of_text_token
-    return served
-
-
-def _from_hugging_face(path: Path, config: ServeConfig) -> Served:
-    from ironlaw.model.huggingface.weights import check_weights, load_weights
-
-    folder = path if path.is_dir() else path.parent
-    shape = read_config(path)
-    check_weights(folder, shape)
-    model = Transformer(shape)
-    load_weights(folder, model, shape)
-    served = prepare(model.eval(), config, name=folder.resolve().name)
-    served.end_tokens = frozenset(_end_tokens(folder))
-    if (folder / "tokenizer.json").is_file():
-        served.tokenizer_file = folder / "tokenizer.json"
+def _read_chat(served: Served, folder: Path) -> None:
+    """The chat template of a Hugging Face directory, and the special tokens that it names."""
     fields = _json(folder / "tokenizer_config.json")
     served.special = {key: _text(value) for key, value in fields.items() if key.endswith("_token") and value}
-    served.end_of_text = served.special.get("eos_token")
     template = folder / "chat_template.jinja"
     served.chat_template = template.read_text("utf-8") if template.is_file() else _template(fields)
-    return served
 
 
 def prepare(model: Transformer, config: ServeConfig, name: str) -> Served:
@@ -122,14 +96,6 @@ def prepare(model: Transformer, config: ServeConfig, name: str) -> Served:
     model.requires_grad_(False)
     held = pack(model.to(device), weights)
     return Served(config.name or name, model, device, weights, kv, threads, held)
-
-
-def _end_tokens(folder: Path) -> Sequence[int]:
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        value = _json(folder / name).get("eos_token_id")
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
-    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import update_routing
-from ironlaw.model.transformer import Transformer
+from ironlaw.model.transformer import Transformer, block_attention
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.profile import operation_scope, phase_scope
 from ironlaw.train import precision
@@ -47,6 +47,7 @@ class Step:
             load_first_weights(config.train.start_from, self.model, config.model)
         self.model.to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
+        block_attention(self.model, plan.facts.get("attention") == "blocked")
         precision.prepare(self.model, self.model.blocks, device, self.precision)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.facts.get("loss_chunk", 0)

@@ -77,13 +77,43 @@ def choose_precision(config: RunConfig, profile: Profile) -> Choice:
         as_other = "" if planned == wanted else f"; planned with the times of {planned}, which was measured"
         return Choice(wanted, f"train.precision in the config{as_other}")
     machine = MeasuredMachine(profile, interference.typical(profile))
-    seconds = {p: _seconds(step_operations(config, p), machine, p) for p in profile.matmul}
+    seconds = {}
+    for p in profile.matmul:
+        shape, _ = choose_attention(config, training_shape(config, p), profile)
+        seconds[p] = _seconds(shaped_operations(config, shape), machine, p)
     # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
     best = min(seconds, key=lambda p: seconds[p])
     if best != "fp32" and seconds[best] > 0.9 * seconds["fp32"]:
         best = "fp32"
     shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
     return Choice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
+
+
+def choose_attention(config: RunConfig, shape: Shape, profile: Profile) -> tuple[Shape, Choice]:
+    """`shape` with the attention kernel that the config names, or with `auto` the one that takes less time here.
+
+    UserError where the one that it names cannot compute this attention.
+    """
+    wanted, blocked = config.train.attention, replace(shape, blocked=True)
+    possible = shape.can_block_attention and config.layout is None and profile.device == "cpu"
+    if wanted == "blocked" and not possible:
+        raise UserError(
+            'train.attention = "blocked" is plain causal attention of one process on a CPU, without dropout, windows, '
+            'documents apart or recomputation: use train.attention = "auto"'
+        )
+    if wanted == "blocked" and measured_precision(shape.precision, profile) not in profile.blocked_attention:
+        raise UserError("attention in blocks has not been measured on this machine: run `ironlaw measure` again")
+    if wanted != "auto":
+        return (blocked if wanted == "blocked" else shape), Choice(wanted, "train.attention in the config")
+    if not possible:
+        return shape, Choice("fused", "what attention is here, no other kernel computes")
+    measured = measured_precision(shape.precision, profile)
+    if not profile.blocked_is_faster(measured, shape.sequence, shape.model.size_of_head):
+        return shape, Choice("fused", "as fast as attention in blocks at this shape, as measured, and it keeps less")
+    needed = sum(line.bytes or 0 for line in peak_memory(config, blocked)[0]) + profile.runtime_bytes
+    if needed > profile.memory_bytes:
+        return shape, Choice("fused", "attention in blocks is faster here, but its scores do not fit into memory")
+    return blocked, Choice("blocked", "takes less time than the fused kernel at this shape, as measured here")
 
 
 def plan_run(config: RunConfig, profile: Profile) -> Ledger:
@@ -98,6 +128,7 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
     check_supported(config, profile.device)
     shape = solved_shape(config, training_shape(config, precision.value, cuda=cuda, onednn=onednn), machine)
+    shape, kernel = choose_attention(config, shape, profile)
     operations = shaped_operations(config, shape)
     measured = measured_precision(precision.value, profile)
     offload = _offload(config, shape, operations, machine, measured)
@@ -108,6 +139,8 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
     ledger = Ledger("plan", lines=lines, memory=memory)
     ledger.facts = common_facts(config, profile, precision, shape) | {
         "peak_at": peak_where,
+        "attention": kernel.value,
+        "attention_reason": kernel.reason,
         "composition": machine.composition[measured],
         "matmul_peak_flops_per_second": profile.matmul_peak(measured),
         "copy_bytes_per_second": profile.copy_bytes_per_second,

@@ -78,8 +78,8 @@ class MeasuredMachine:
             bound = "compute"
         elif op.attention is not None:
             _, sequence, _, _, head_size = op.attention
-            direction = op.kernel.removeprefix("attention_")
-            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size)
+            kernel, _, direction = op.kernel.partition("_")
+            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "blocked")
             seconds = pair * op.elements + profile.small_operation_seconds
             bound = "compute"
         elif op.kernel in profile.curves["fp32"] or op.kernel in profile.curves[precision]:

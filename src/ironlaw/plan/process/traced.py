@@ -26,7 +26,7 @@ from ironlaw.plan.process.memory import Peak, walk
 from ironlaw.plan.process.record import time_interval
 from ironlaw.plan.process.timing import MeasuredMachine
 from ironlaw.plan.process.traced_timing import AS_MATMUL, COPY_RATE, CataloguedAccelerator, Machine, ThisMachine
-from ironlaw.workload.module_source import Input, parse_input, resolve_module
+from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
 from ironlaw.workload.operations import Operation, line_name
 from ironlaw.workload.optimizers import adamw_operations
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ironlaw.workload.trace import Loss, Trace
+    from ironlaw.workload.trace_inputs import Inputs
 
 __all__ = ["Input", "parse_input", "plan_module", "plan_traced", "resolve_module"]
 
@@ -69,26 +70,28 @@ class _Place:
     facts: dict[str, Any]
 
 
-def plan_traced(spec: str, inputs: Sequence[str], on: str) -> tuple[Ledger, bool]:
+def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> tuple[Ledger, bool]:
     """The plan of `package.module:factory` with inputs as `name=8x2048:int64`, and whether it fits where it is to run.
 
-    `on` is "this" or an accelerator of the catalogue.
+    `on` is "this" or an accelerator of the catalogue; `real` as in `trace`.
     """
-    parsed = [parse_input(text) for text in inputs]
-    if not parsed:
+    if not inputs:
         raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
-    ledger = plan_module(resolve_module(spec), parsed, on, name=spec)
+    build = resolve_module(spec)
+    ledger = plan_module(build, read_inputs(inputs), on, name=spec, real=real)
     return ledger, fits(ledger)
 
 
 def plan_module(
     module_or_factory: nn.Module | Callable[[], nn.Module],
-    inputs: Sequence[Input],
+    inputs: Inputs,
     on: str = "this",
     *,
     loss: Loss | None = None,
     precision: str = "auto",
     name: str | None = None,
+    real: bool | None = None,
+    repeated: bool = False,
 ) -> Ledger:
     """A planned ledger of one training step.
 
@@ -99,9 +102,10 @@ def plan_module(
 
     profile = load_profile() if on == "this" else None
     place = _this_machine(profile, precision) if profile else _accelerator(on, precision)
-    traced = trace(module_or_factory, inputs, loss=loss, precision=place.precision)  # type: ignore[arg-type]
+    how: Any = {"loss": loss, "precision": place.precision, "real": real, "repeated": repeated}
+    traced = trace(module_or_factory, inputs, **how)
     ledger = _planned(traced, place, name)
-    ledger.facts["inputs"] = {i.name: f"{'x'.join(map(str, i.shape)) or 'scalar'}:{i.dtype}" for i in inputs}
+    ledger.facts["inputs"] = traced.inputs
     return ledger
 
 
@@ -130,6 +134,7 @@ def _planned(traced: Trace, place: _Place, name: str | None, accumulation: int =
         "peak_at": peak.where,
         "memory_bytes": place.memory_bytes,
         "traced_operations": len(traced.operations),
+        "assumed": [list(one) for one in traced.assumptions],
     }
     ledger.totals = _totals(ledger, traced, place)
     return ledger
