@@ -37,7 +37,9 @@ def test_every_family_answers_as_transformers(name: str, tmp_path: Path) -> None
     prompts.append([*prompts[1][:20], 3, 4])  # shares pages
     server = engine(here, blocks=22, token_budget=12)
     requests = server.generate(prompts, greedy(TOKENS))
-    assert answers(requests) == [expected(model, prompt, TOKENS) for prompt in prompts]
+    wanted = [expected(model, prompt, TOKENS) for prompt in prompts]
+    assert answers(requests) == wanted
+    assert answers(engine(here, speculation="ngram").generate(prompts, greedy(TOKENS))) == wanted
     assert server.scheduler.preemptions > 0 and server.blocks.used == 0
 
 

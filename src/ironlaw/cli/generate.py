@@ -28,7 +28,7 @@ def generate(
     from ironlaw.serve.server import text_of
 
     config = ServeConfig(batch=1)
-    served = load_served(run, config)
+    served = load_served(run, config, needs_text=True)
     for message in served.passed_over:
         messages().print(message, markup=False)
     text = text_of(served)

@@ -164,15 +164,20 @@ def composed(
     count, heads, queries, _ = query.shape
     shared = keys.shape[1]
     scale = config.score_scale or 1 / math.sqrt(config.size_of_head)
-    together = (query * scale).reshape(count, shared, -1, query.shape[-1])  # (P, K, A / K x S, D)
-    scores = (together @ keys.transpose(-2, -1)).view(count, heads, queries, -1)
+    # Products of the heads that share keys: (P x K, A / K x S, D).
+    together = query.reshape(count * shared, -1, query.shape[-1])
+    products = torch.bmm(together, keys.reshape(count * shared, -1, keys.shape[-1]).transpose(1, 2))
+    scores = products.mul_(scale).view(count, heads, queries, -1)
     if config.attention_cap is not None:
         scores = capped(scores, config.attention_cap)
     if mask is None:
         mask = torch.full(scores.shape[-2:], -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-    scores = scores + mask
+    scores = scores + mask if config.attention_cap is not None else scores.add_(mask)
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(count, -1, queries, 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
     weights = weights if sinks is None else weights[..., :-1]
-    return (weights.reshape(count, shared, -1, weights.shape[-1]) @ values).view(count, heads, queries, -1)
+    mixed = torch.bmm(
+        weights.reshape(count * shared, -1, weights.shape[-1]), values.reshape(count * shared, -1, values.shape[-1])
+    )
+    return mixed.view(count, heads, queries, -1)

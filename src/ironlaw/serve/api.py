@@ -275,11 +275,14 @@ def _add_answers(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
         body = Completion(**await _json(http))
-        prompts = []
+        prompts: list[list[int]] = []
         for prompt in body.prompts:
-            if isinstance(prompt, str) and text is None:
+            if not isinstance(prompt, str):
+                prompts.append(prompt)
+            elif text is not None:
+                prompts.append(text.encode(prompt))
+            else:
                 raise UserError("this model has no tokenizer: send the prompt as token ids")
-            prompts.append(text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt))
         return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
 
     @app.post("/v1/chat/completions")

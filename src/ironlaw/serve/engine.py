@@ -204,14 +204,14 @@ class Engine:
                 break
         self._take_in()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            self._finish(request, "error" if self.failure else "cancelled", [])
+            self._finish(request, "cancelled" if self.failure is None else "error", [])
         self.after_step()
 
     def step(self) -> int:
         """One step; the number of requests in it."""
         began = time.perf_counter()
         self._take_in()
-        step = self.scheduler.schedule(self.proposer.propose if self.proposer is not None else None)
+        step = self.scheduler.schedule(None if self.proposer is None else self._propose)
         if not step:
             return 0
         if self.proposer is not None:
@@ -246,6 +246,14 @@ class Engine:
             request = self._cancelled.popleft()
             if request.finish is None:
                 self._finish(request, "cancelled", [])
+
+    def _propose(self, request: Request) -> list[int]:
+        assert self.proposer is not None
+        drafted = self.proposer.propose(request)
+        if not self.model_config.rope_long or request.is_long:
+            return drafted
+        # Beyond the original context all is computed again: a step never spans that.
+        return drafted[: max(0, self._original_context - len(request.tokens))]
 
     def _work(self, scheduled: Scheduled) -> Work:
         request = scheduled.request
@@ -287,7 +295,8 @@ class Engine:
             record.produced += self._append(request, new[: stands + 1], now)
 
     def _append(self, request: Request, new: list[Chosen], now: float) -> int:
-        sampling, taken, finish = request.sampling, [], None
+        sampling, taken = request.sampling, list[Chosen]()
+        finish: Finish | None = None
         for chosen in new:
             request.tokens.append(chosen.token)
             taken.append(chosen)
@@ -331,4 +340,8 @@ class Engine:
     def _is_long(self, request: Request) -> bool:
         if not self.model_config.rope_long:
             return False
-        return len(request.tokens) > (self.model_config.rope_scaling or {})["original_context"]
+        return len(request.tokens) > self._original_context
+
+    @property
+    def _original_context(self) -> int:
+        return int((self.model_config.rope_scaling or {})["original_context"])

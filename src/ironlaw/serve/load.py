@@ -90,20 +90,19 @@ def read_trace(path: Path) -> list[Plan]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     is_lines = text.lstrip().startswith("{")
     try:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if is_lines else [
-            *csv.DictReader(text.splitlines())
-        ]  # fmt: skip
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows: list[dict[str, Any]] = [*map(json.loads, lines)] if is_lines else [*csv.DictReader(lines)]
         plans = []
         for row in rows:
-            when = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
+            when: Any = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
             try:
                 at = float(when)
             except ValueError:
                 at = datetime.datetime.fromisoformat(str(when)[:26]).timestamp()
             if "hash_ids" in row:
                 at /= 1000
-            prompt = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
-            output = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
+            prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
+            output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
             plans.append(Plan(at, int(prompt), int(output), row.get("prompt")))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(

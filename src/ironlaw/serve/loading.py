@@ -53,11 +53,12 @@ class Served:
         return int(_KV_SHARE * psutil.virtual_memory().available)
 
 
-def load_served(path: Path, config: ServeConfig) -> Served:
-    """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory."""
+def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Served:
+    """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory. Without a tokenizer
+    prompts are token ids; `needs_text`: that is not enough."""
     from ironlaw.train.restore import load_trained
 
-    trained = load_trained(path)
+    trained = load_trained(path, needs_text)
     folder = path if path.is_dir() else path.parent
     served = prepare(trained.model, config, name=folder.resolve().name)
     served.about, served.passed_over = trained.about(), trained.passed_over

@@ -35,7 +35,7 @@ class Metrics:
         self._ends = {why: ends.labels(name, why) for why in ("stop", "length", "cancelled", "error")}
         refused = Counter("ironlaw:requests_refused", "Requests that found no place.", **label)  # type: ignore[arg-type]
         self.refused = refused.labels(name)
-        self.registry.register(_Live(engine))  # type: ignore[arg-type]
+        self.registry.register(_Live(engine))
 
     def finished(self, request: Request) -> None:
         self._ends[request.finish or "error"].inc()

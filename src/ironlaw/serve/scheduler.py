@@ -66,8 +66,8 @@ class Scheduler:
             if count and self._make_room(request, request.computed + count, step):
                 step.append(Scheduled(request, count + len(request.drafted)))
                 budget -= step[-1].count
-        for scheduled in step:
-            self._remember(scheduled)
+        for decoding in step:
+            self._remember(decoding)
         while self.waiting and budget > 0 and len(self.running) < self.config.batch:
             scheduled = self._admit(self.waiting[0], budget)
             if scheduled is None:
