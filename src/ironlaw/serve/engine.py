@@ -80,7 +80,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._number = 0
-        self.finished: deque[Request] = deque(maxlen=10_000)  # newest, for figures
+        self.finished: deque[Request] = deque(maxlen=4_000)  # newest, for figures
         self.drafted_tokens = self.accepted_tokens = 0
 
     # -- from any thread ---------------------------------------------------------------------------------------------
@@ -336,6 +336,8 @@ class Engine:
         self.finished.append(request)
         self.on_finish(request)
         request.on_output(request, taken)
+        # What is kept for figures keeps nobody else.
+        request.on_output, request.reads, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:
         if not self.model_config.rope_long:

@@ -19,6 +19,9 @@ KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e
 # Pages that a group may read for nothing, because its sequences are not equally long, before it is divided in two:
 # about what one more attention call costs in each layer.
 _SPARE_PAGES = 64
+# Of more tokens than this there are only multiples: oneDNN makes a kernel for every number of rows that it has not
+# multiplied yet, which takes about a millisecond and stays in memory (`model/grouped.py`).
+_ROWS = 16
 
 
 def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
@@ -74,11 +77,15 @@ class Runner:
             blocks, page = w.request.blocks, self.page
             held += [blocks[place // page] for place in range(w.start, end)]
             wanted += range(len(tokens) - w.wanted, len(tokens))
+        spare = -len(tokens) % _ROWS if len(tokens) > _ROWS and self.device.type == "cpu" else 0
+        if spare:  # they see nothing but themselves, and write to the page that is nobody's
+            parts.append((len(tokens), [Work(ordered[0].request, [0], 0, 0)] * spare))
+            tokens, places, held = tokens + [0] * spare, places + [0] * spare, held + [0] * spare
         # A chunk in the middle of a prompt wants none: the least that the model gives is one token's.
         rows = None if len(wanted) == len(tokens) else self._tensor(wanted or [len(tokens) - 1])
         long = None
         if self.config.rope_long:
-            long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
+            long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens] + [False] * spare, torch.bool)
         positions = self._tensor(places)
         at = self.pages[0].rows(self._tensor(held), positions % self.page)
         groups = [self._group(part, positions) for part in parts]
