@@ -42,3 +42,5 @@ say "ironlaw bench $url --concurrency 20 --requests 20 --input 64 --output 64 --
 "$ironlaw" bench "$url" --concurrency 20 --requests 20 --input 64 --output 64 --out "$load"
 kill "$server"
 wait "$server" || true
+say "ironlaw explain $load"
+"$ironlaw" explain "$load"
