@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
     "machine": ("config", "catalog", "model", "data", "ledger", "errors", "units"),
-    "numerics": ("catalog", "errors"),
+    "numerics": ("model", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "model"),
     "workload": ("model", "ledger", "errors", "units"),  # no hardware: never machine

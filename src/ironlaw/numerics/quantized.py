@@ -55,12 +55,17 @@ class Quantized:
 
 
 def quantize(
-    tensor: Tensor, name: str, *, rounding: Rounding = "nearest", seed: int = 0, weight: bool = False
+    tensor: Tensor,
+    name: str,
+    *,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    block: tuple[int, int] | None = None,
 ) -> Quantized:
     """`tensor` in the format `name`.
 
     rounding: "nearest" (ties to even) or "stochastic", repeatable by `seed`.
-    weight:   blocks as the format has them for weights (fp8_block: 128 x 128).
+    block:    rows and columns that share a scale, 0 for all of them; the format's own unless given.
     UserError: no such format or rounding, no numbers, or a NaN in a format without one and without a scale that has.
     """
     format = number_format(name)
@@ -70,21 +75,57 @@ def quantize(
         what = "nothing" if not tensor.numel() else str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"a tensor of {what} cannot be quantised: give floating-point numbers")
     generator = generator_of(seed, tensor.device) if rounding == "stochastic" else None
-    rows, columns = _matrix_shape(tensor.shape)
-    matrix = tensor.detach().float().reshape(rows, columns)
-    sizes = format.block_of(weight)
-    element = format.element
-    if sizes is None:
+    matrix = tensor.detach().float().reshape(_matrix_shape(tensor.shape))
+    element, size = format.element, resolved_block(format, matrix, block)
+    if size is None:
         codes = encode(round_to(matrix, element, generator), element)
         return Quantized(format, tensor.shape, pack(codes, element.bits))
-    block = (sizes[0] or rows, sizes[1] or columns)
-    padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = _divided(padded, block)
+    rounded = _round_blocks(matrix, format, size, generator)
+    codes = encode(_joined(rounded.values), element)
+    return Quantized(format, tensor.shape, pack(codes, element.bits), rounded.scale_codes, rounded.tensor_scale, size)
+
+
+def rounded(
+    matrix: Tensor, format: NumberFormat, *, generator: torch.Generator | None = None,
+    block: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply."""
+    size = resolved_block(format, matrix, block)
+    if size is None:
+        return round_to(matrix, format.element, generator)
+    made = _round_blocks(matrix, format, size, generator)
+    scale = made.scale if made.tensor_scale is None else made.scale * made.tensor_scale
+    return _joined(made.values * scale[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
+
+
+def resolved_block(
+    format: NumberFormat, matrix: Tensor, block: tuple[int, int] | None = None
+) -> tuple[int, int] | None:
+    """Rows and columns of a block of this matrix; None where the format has no scales."""
+    wanted = block or format.block
+    return wanted and (wanted[0] or matrix.shape[0], wanted[1] or matrix.shape[1])
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    values: Tensor  # (row blocks, rows, column blocks, columns), in units of their scales
+    scale: Tensor  # (row blocks, column blocks) fp32, without the tensor's
+    scale_codes: Tensor
+    tensor_scale: Tensor | None
+
+
+def _round_blocks(
+    matrix: Tensor, format: NumberFormat, block: tuple[int, int], generator: torch.Generator | None
+) -> _Rounded:
+    rows, columns = matrix.shape
+    if rows % block[0] or columns % block[1]:
+        matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = _divided(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format)
-    # Codes of a block without numbers (its scale is NaN) say nothing.
-    scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, _scaled(blocks, scale, tensor_scale))
-    codes = encode(_joined(round_to(scaled, element, generator)), element)
-    return Quantized(format, tensor.shape, pack(codes, element.bits), scale_codes, tensor_scale, block)
+    scaled = _scaled(blocks, scale, tensor_scale)
+    if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
+        scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
+    return _Rounded(round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale)
 
 
 def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, Tensor | None]:

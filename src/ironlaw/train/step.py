@@ -47,7 +47,7 @@ class Step:
             load_first_weights(config.train.start_from, self.model, config.model)
         self.model.to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
-        precision.prepare(self.model, self.model.blocks, device, self.precision)
+        self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train.seed)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.facts.get("loss_chunk", 0)
         recompute_blocks(self.model.blocks, solved_policies(plan))
@@ -99,6 +99,8 @@ class Step:
         losses = []
         for index, rows in enumerate(parts):
             micro = batch.rows(rows)
+            if self.moment is not None:
+                self.moment.step, self.moment.micro_batch = number, index
             with (
                 clock.phase(Phase.FORWARD),
                 phase_scope(recording, Phase.FORWARD),
