@@ -20,6 +20,7 @@ class Recipe:
     """input, weight, gradient: formats of what is multiplied; see `recipes.toml` for the rest.
 
     rotation:   numbers per random Hadamard rotation of the weight gradient's operands; 0: none.
+    headroom:   factor of gradients before they are rounded, undone after.
     keep_last:  share of the last blocks that compute in `held_as`.
     """
 
@@ -32,6 +33,7 @@ class Recipe:
     square_weights: bool = False
     stochastic: bool = False
     rotation: int = 0
+    headroom: float = 1.0
     keep_last: float = 0.0
 
     @property

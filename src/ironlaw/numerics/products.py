@@ -61,7 +61,7 @@ class LowPrecisionProduct(torch.autograd.Function):
         g, of_x, of_weight = gradient.flatten(0, -2).float(), None, None
         generator = ctx.moment.generator(ctx.layer) if recipe.stochastic else None
         if ctx.needs_input_grad[0]:
-            narrow = rounded(g, recipe.gradient, generator=generator)
+            narrow = _gradient(g, recipe, generator)
             if recipe.square_weights:
                 matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block)
             else:
@@ -69,9 +69,14 @@ class LowPrecisionProduct(torch.autograd.Function):
             of_x = (narrow @ matrix).to(x.dtype).unflatten(0, x.shape[:-1])
         if ctx.needs_input_grad[1]:
             across = _along_tokens(g, recipe), _along_tokens(x.flatten(0, -2).float(), recipe)
-            left = rounded(across[0], recipe.gradient, generator=generator)
+            left = _gradient(across[0], recipe, generator)
             of_weight = (left @ rounded(across[1], recipe.input).t()).to(weight.dtype)
         return of_x, of_weight, None, None, None
+
+
+def _gradient(matrix: Tensor, recipe: Recipe, generator: torch.Generator | None) -> Tensor:
+    narrow = rounded(matrix * recipe.headroom, recipe.gradient, generator=generator)
+    return narrow / recipe.headroom
 
 
 def _along_tokens(matrix: Tensor, recipe: Recipe) -> Tensor:

@@ -15,6 +15,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.recipes import recipe
 from ironlaw.config import ScalerConfig
 from ironlaw.errors import UserError
+from ironlaw.model.moe import ExpertLinear
 from ironlaw.numerics.products import Moment, emulate
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +48,8 @@ def prepare(
     if in_hardware(precision, device) and precision in TORCHAO:
         _quantize(blocks, precision)
         return None
+    if any(isinstance(module, ExpertLinear) for module in blocks.modules()):
+        raise UserError(f'train.precision = "{precision}" does not reach experts yet: use train.precision = "bf16"')
     moment = Moment(seed, device=device)
     emulate(blocks, rules, moment)
     return moment
