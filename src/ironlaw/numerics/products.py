@@ -75,8 +75,7 @@ class LowPrecisionProduct(torch.autograd.Function):
 
 
 def _gradient(matrix: Tensor, recipe: Recipe, generator: torch.Generator | None) -> Tensor:
-    narrow = rounded(matrix * recipe.headroom, recipe.gradient, generator=generator)
-    return narrow / recipe.headroom
+    return rounded(matrix, recipe.gradient, generator=generator, headroom=recipe.headroom)
 
 
 def _along_tokens(matrix: Tensor, recipe: Recipe) -> Tensor:

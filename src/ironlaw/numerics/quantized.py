@@ -86,16 +86,23 @@ def quantize(
 
 
 def rounded(
-    matrix: Tensor, format: NumberFormat, *, generator: torch.Generator | None = None,
+    matrix: Tensor,
+    format: NumberFormat,
+    *,
+    generator: torch.Generator | None = None,
     block: tuple[int, int] | None = None,
-) -> Tensor:  # fmt: skip
-    """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply."""
+    headroom: float = 1.0,
+) -> Tensor:
+    """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply.
+
+    headroom: factor between scaling and rounding, undone after.
+    """
     size = resolved_block(format, matrix, block)
     if size is None:
         return round_to(matrix, format.element, generator)
-    made = _round_blocks(matrix, format, size, generator)
+    made = _round_blocks(matrix, format, size, generator, headroom)
     scale = made.scale if made.tensor_scale is None else made.scale * made.tensor_scale
-    return _joined(made.values * scale[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
+    return _joined(made.values * (scale / headroom)[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
 
 
 def resolved_block(
@@ -115,14 +122,18 @@ class _Rounded:
 
 
 def _round_blocks(
-    matrix: Tensor, format: NumberFormat, block: tuple[int, int], generator: torch.Generator | None
+    matrix: Tensor,
+    format: NumberFormat,
+    block: tuple[int, int],
+    generator: torch.Generator | None,
+    headroom: float = 1.0,
 ) -> _Rounded:
     rows, columns = matrix.shape
     if rows % block[0] or columns % block[1]:
         matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
     blocks = _divided(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format)
-    scaled = _scaled(blocks, scale, tensor_scale)
+    scaled = _scaled(blocks, scale, tensor_scale) * headroom
     if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
         scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
     return _Rounded(round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale)
