@@ -48,8 +48,7 @@ class Quantized:
         values = decode(unpack(self.codes, element.bits, -(-columns // width) * width), element)
         if self.block is not None and self.scales is not None:
             scale = _decode_scale(self.scales, number_format(self.format.scale))
-            if self.tensor_scale is not None:
-                scale = scale * self.tensor_scale
+            scale = scaled_up(scale, self.tensor_scale)
             values = _joined(_divided(values, self.block) * scale[:, None, :, None])
         return values[:rows, :columns].reshape(self.shape)
 
@@ -101,7 +100,7 @@ def rounded(
     if size is None:
         return round_to(matrix, format.element, generator)
     made = _round_blocks(matrix, format, size, generator, headroom)
-    scale = made.scale if made.tensor_scale is None else made.scale * made.tensor_scale
+    scale = scaled_up(made.scale, made.tensor_scale)
     return _joined(made.values * (scale / headroom)[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
 
 
@@ -139,8 +138,12 @@ def _round_blocks(
     return _Rounded(round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale)
 
 
-def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+def block_scales(
+    blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of (row blocks, rows, column blocks, columns): the scales without the tensor's (fp32), their codes, the tensor's.
+
+    `tensor_scale` is given where the blocks are not all of the tensor.
 
     A block that holds NaN or an infinity has the scale NaN.
     """
@@ -159,10 +162,10 @@ def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, 
         wanted = extreme / element.integers[0]
     else:
         wanted = largest / element.largest
-    tensor_scale = None
     if format.tensor_scale:
-        top = torch.where(finite, largest, 0.0).amax()
-        tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
+        if tensor_scale is None:
+            top = torch.where(finite, largest, 0.0).amax()
+            tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
         # The scale stays a normal number: a subnormal one would have lost bits of its own.
         wanted = (wanted / tensor_scale).clamp(2.0**kept.least_exponent, kept.largest)
     wanted = torch.where(finite, torch.where(largest == 0, 1.0, wanted), torch.nan)
@@ -175,6 +178,11 @@ def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, 
     rounded = torch.where(rounded == 0, torch.copysign(torch.tensor(kept.smallest), wanted), rounded)
     codes = encode(rounded, kept)
     return rounded, codes, tensor_scale
+
+
+def scaled_up(scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    """What a code is multiplied by."""
+    return scale if tensor_scale is None else scale * tensor_scale
 
 
 def _scaled(blocks: Tensor, scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
