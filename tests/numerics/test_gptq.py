@@ -27,7 +27,9 @@ def test_the_output_is_nearer_than_with_rounding_to_nearest(name: str, inputs: i
 
 def test_uncorrelated_inputs_leave_nothing_to_put_right() -> None:
     weight = torch.randn(8, 64)
-XX
+    ours = gptq(weight, torch.eye(64), number_format("int4"))
+    assert torch.equal(ours.dequantize(), quantize(weight, "int4").dequantize())
+
 
 def test_inputs_that_are_never_used_get_no_weight() -> None:
     moment = torch.eye(64)
