@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ironlaw.catalog.recipes import recipe, recipes
+from ironlaw.catalog.precision_recipes import precision_recipe, precision_recipes
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
@@ -17,7 +17,7 @@ TOKENS, INPUTS, OUTPUTS = 96, 64, 160
 
 
 def one_layer(name: str, moment: Moment) -> LowPrecisionLinear:
-    rules = recipe(name)
+    rules = precision_recipe(name)
     assert rules is not None
     torch.manual_seed(0)
     blocks = nn.ModuleList([nn.Sequential(Linear(INPUTS, OUTPUTS)), nn.Sequential(Linear(2, 2))])
@@ -38,9 +38,9 @@ def gradients(name: str, moment: Moment) -> tuple[torch.Tensor, torch.Tensor, to
     return x.detach().flatten(0, 1), g.flatten(0, 1), y.detach() - layer.bias, x.grad.flatten(0, 1), layer.weight.grad
 
 
-@pytest.mark.parametrize("name", [n for n, r in recipes().items() if not r.stochastic and not r.rotation])
+@pytest.mark.parametrize("name", [n for n, r in precision_recipes().items() if not r.stochastic and not r.rotation])
 def test_the_three_products_are_those_of_the_rounded_operands(name: str) -> None:
-    rules, layer = recipe(name), one_layer(name, Moment())
+    rules, layer = precision_recipe(name), one_layer(name, Moment())
     assert rules is not None
     x, g, y, of_x, of_weight = gradients(name, Moment())
     weight, block = layer.weight.detach(), rules.weight_block
@@ -55,12 +55,12 @@ def test_the_three_products_are_those_of_the_rounded_operands(name: str) -> None
     assert torch.allclose(of_weight, q(g.t(), rules.gradient.name) @ q(x.t(), rules.input.name).t(), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", precision_recipes())
 def test_products_stay_near_those_of_full_precision(name: str) -> None:
     x, g, y, of_x, of_weight = gradients(name, Moment())
     layer = one_layer(name, Moment())
     exact = x @ layer.weight.detach().t(), g @ layer.weight.detach(), g.t() @ x
-    limit = 0.3 if recipe(name).gradient.bits == 4 else 0.08  # type: ignore[union-attr]
+    limit = 0.3 if precision_recipe(name).gradient.bits == 4 else 0.08  # type: ignore[union-attr]
     for made, wanted in zip((y.flatten(0, 1), of_x, of_weight), exact, strict=True):
         assert 0.001 < (made - wanted).norm() / wanted.norm() < limit
 
@@ -70,7 +70,7 @@ def test_stochastic_gradients_have_no_bias_and_depend_on_the_moment_alone(name: 
     """The mean over 400 roundings of g: what remains shrinks with the root of the number, as noise does."""
     draws = [gradients(name, Moment(step=step))[3] for step in range(400)]
     mean = torch.stack(draws).mean(0)
-    rules, layer = recipe(name), one_layer(name, Moment())
+    rules, layer = precision_recipe(name), one_layer(name, Moment())
     assert rules is not None
     _, g, _, _, _ = gradients(name, Moment())
     weight = layer.weight.detach()
@@ -86,7 +86,7 @@ def test_stochastic_gradients_have_no_bias_and_depend_on_the_moment_alone(name: 
 
 def test_the_last_blocks_of_nvfp4_and_the_head_stay_wide() -> None:
     model = Transformer(ModelConfig(layers=8, hidden=32, heads=2, vocab=64, context=16))
-    rules = recipe("nvfp4")
+    rules = precision_recipe("nvfp4")
     assert rules is not None
     names = set(model.state_dict())
     assert emulate(model.blocks, rules, Moment()) == 6 * 4

@@ -5,7 +5,7 @@ in fp32, as matrix units do that add up in fp32.
     dx = Q(g) Q(w)               blocks along N, the outputs
     dw = Q(R g^T) Q(R x^T)^T     blocks along M, the tokens; R: a random rotation of them, or none
 
-Shapes: x (M, K), w (N, K), g and y (M, N). `catalog/recipes.toml` names formats and sources.
+Shapes: x (M, K), w (N, K), g and y (M, N). `catalog/precision_recipes.toml` names formats and sources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ironlaw.catalog.recipes import Recipe
+from ironlaw.catalog.precision_recipes import PrecisionRecipe
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.hadamard import rotate
 from ironlaw.numerics.quantized import rounded
@@ -46,7 +46,7 @@ class LowPrecisionProduct(torch.autograd.Function):
     """Keeps x as it came and the weight itself: the casts are made again on the way back, as torchao does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, moment: Moment, layer: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: PrecisionRecipe, moment: Moment, layer: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe, ctx.moment, ctx.layer = recipe, moment, layer
         rows = rounded(x.flatten(0, -2).float(), recipe.input)
@@ -57,7 +57,7 @@ class LowPrecisionProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        recipe: Recipe = ctx.recipe
+        recipe: PrecisionRecipe = ctx.recipe
         g, of_x, of_weight = gradient.flatten(0, -2).float(), None, None
         generator = ctx.moment.generator(ctx.layer) if recipe.stochastic else None
         if ctx.needs_input_grad[0]:
@@ -74,11 +74,11 @@ class LowPrecisionProduct(torch.autograd.Function):
         return of_x, of_weight, None, None, None
 
 
-def _gradient(matrix: Tensor, recipe: Recipe, generator: torch.Generator | None) -> Tensor:
+def _gradient(matrix: Tensor, recipe: PrecisionRecipe, generator: torch.Generator | None) -> Tensor:
     return rounded(matrix, recipe.gradient, generator=generator, headroom=recipe.headroom)
 
 
-def _along_tokens(matrix: Tensor, recipe: Recipe) -> Tensor:
+def _along_tokens(matrix: Tensor, recipe: PrecisionRecipe) -> Tensor:
     """(M, N) -> (N, M), rotated along M where the recipe does; M is padded with zeros, which add nothing."""
     across = matrix.t().contiguous()
     if not recipe.rotation:
@@ -89,7 +89,7 @@ def _along_tokens(matrix: Tensor, recipe: Recipe) -> Tensor:
 class LowPrecisionLinear(Linear):
     """`Linear` whose products are on numbers of few bits; its bias is added in the precision around it."""
 
-    recipe: Recipe
+    recipe: PrecisionRecipe
     moment: Moment
     number = 0  # of this layer within the model
 
@@ -100,7 +100,7 @@ class LowPrecisionLinear(Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
-def emulate(blocks: nn.ModuleList, recipe: Recipe, moment: Moment) -> int:
+def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> int:
     """Linear layers of the recipe's blocks multiply in few bits from here on; returns how many do. Weights and their
     names stay as they are."""
     count = 0

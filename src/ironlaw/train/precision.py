@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.catalog.recipes import recipe
+from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.config import ScalerConfig
 from ironlaw.errors import UserError
 from ironlaw.model.moe import ExpertLinear
@@ -40,7 +40,7 @@ def prepare(
     the `Moment` that its rounding is drawn from is returned. UserError where hardware or torchao is missing."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    rules = recipe(precision)
+    rules = precision_recipe(precision)
     if rules is None:
         if not in_hardware(precision, device):
             raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')

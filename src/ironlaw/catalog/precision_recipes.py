@@ -1,7 +1,7 @@
-"""Recipes of training in few bits (`recipes.toml`): which formats the three products of a linear layer have.
+"""Recipes of training in few bits (`precision_recipes.toml`): which formats the three products of a linear layer have.
 
-recipe("nvfp4").gradient.name      # "nvfp4"
-recipe("bf16")                     # None: products on the tensors as they are
+precision_recipe("nvfp4").gradient.name      # "nvfp4"
+precision_recipe("bf16")                     # None: products on the tensors as they are
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ironlaw.catalog.formats import NumberFormat, number_format
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """input, weight, gradient: formats of what is multiplied; see `recipes.toml` for the rest.
+class PrecisionRecipe:
+    """input, weight, gradient: formats of what is multiplied; see `precision_recipes.toml` for the rest.
 
     rotation:   numbers per random Hadamard rotation of the weight gradient's operands; 0: none.
     headroom:   factor of gradients before they are rounded, undone after.
@@ -50,15 +50,15 @@ class Recipe:
 
 
 @cache
-def recipes() -> dict[str, Recipe]:
-    return {name: _read(name, table) for name, table in read_toml("recipes.toml").items()}
+def precision_recipes() -> dict[str, PrecisionRecipe]:
+    return {name: _read(name, table) for name, table in read_toml("precision_recipes.toml").items()}
 
 
-def recipe(precision: str) -> Recipe | None:
+def precision_recipe(precision: str) -> PrecisionRecipe | None:
     """The recipe of a precision, None where its products are on the tensors as they are."""
-    return recipes().get(precision)
+    return precision_recipes().get(precision)
 
 
-def _read(name: str, table: dict[str, Any]) -> Recipe:
+def _read(name: str, table: dict[str, Any]) -> PrecisionRecipe:
     formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
-    return Recipe(name=name, **{**table, **formats})
+    return PrecisionRecipe(name=name, **{**table, **formats})
