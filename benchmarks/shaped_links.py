@@ -174,7 +174,7 @@ def hosts(count: int, rate: str = "1gbit", delay_ms: float = 0.0) -> Iterator[Ho
 
 def document(workload: str, layout: str) -> dict[str, Any]:
     """The config of a run, as tables."""
-    from ironlaw.plan.layout import parse_layout
+    from ironlaw.workload.layout import parse_layout
 
     chosen = parse_layout(layout)
     tables = {"dp": chosen.dp, "zero": chosen.zero, "pp": chosen.pp}
@@ -229,8 +229,8 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     from ironlaw.config import build_config
     from ironlaw.machine.links import Fabric, Link, load_costs
     from ironlaw.machine.profile import load_profile
-    from ironlaw.plan.layout import parse_layout
     from ironlaw.plan.ranks.estimate import plan_ranks
+    from ironlaw.workload.layout import parse_layout
 
     config = build_config(document(workload, layout))
     link = Link(delay_ms / 1e3, rate / 8 * GOODPUT)

@@ -16,6 +16,7 @@ from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
+from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
@@ -140,7 +141,7 @@ class EvaluationConfig(_Section):
 
 
 class LayoutConfig(_Section):
-    """How the job is spread over processes, one per device: the planner's words (`plan/layout.py`).
+    """How the job is spread over processes, one per device: the planner's words (`workload/layout.py`).
 
     With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
     """
@@ -155,21 +156,6 @@ class LayoutConfig(_Section):
     schedule: Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"] = "1f1b"
     cp: int = Field(1, gt=0)  # context parallel ranks: each sequence is divided
     ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
-
-
-class CommunicationConfig(_Section):
-    """What replicas tell each other, where links are slower than that (train/parallel/savers.py, outer.py)."""
-
-    # How gradients travel. bf16 halves them, in sums too; powersgd (arXiv 1905.13727) sends two thin matrices for each
-    # matrix that shrinks at least twofold by it, and keeps what it left out for the next step.
-    gradients: Literal["fp32", "bf16", "powersgd"] = "fp32"
-    rank: int = Field(4, gt=0)  # columns of powersgd's matrices
-    start_step: int = Field(100, ge=2)  # powersgd from here on: early gradients are not of low rank
-    # Steps between averages of the weights (DiLoCo, arXiv 2311.08105: 500); 0: gradients are averaged every step.
-    local_steps: int = Field(0, ge=0)
-    sites: int | None = Field(None, gt=1)  # groups of neighbouring ranks that do so; every replica alone unless given
-    outer_lr: float = Field(0.7, gt=0)  # of the step from the old average to the new one: Nesterov's SGD
-    outer_momentum: float = Field(0.9, ge=0, lt=1)
 
 
 class RunConfig(_Section):

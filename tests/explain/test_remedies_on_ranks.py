@@ -12,8 +12,8 @@ from ironlaw.explain.remedies import find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.ranks.estimate import plan_ranks
+from ironlaw.workload.layout import Layout
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))

@@ -14,7 +14,7 @@ from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.optimizers import OptimizerConfig, state_bytes
 from ironlaw.workload.parameters import model_parameters
 

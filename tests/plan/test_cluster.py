@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.estimate import plan_cluster
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
 

@@ -14,7 +14,7 @@ from ironlaw.plan.cluster.layout_space import layout_of, layout_table
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.engines.named import engine, engines
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b").model_copy(update={"context": 131_072})
 LONG = 131_072

@@ -15,8 +15,8 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.emit.trainers import TRAINERS, emit, trainer_named
-from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.work import Work
+from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
 GPT2 = ModelConfig.named("gpt2")

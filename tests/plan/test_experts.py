@@ -21,10 +21,10 @@ from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.cluster.utilisation import other_conventions
 from ironlaw.plan.emit.trainers import TRAINERS, emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.measured.known_experts import known_experts
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.work import Work
+from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.transformer import Shape, training_operations
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")

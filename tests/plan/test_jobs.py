@@ -4,7 +4,7 @@ import pytest
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.jobs import jobs_of
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.transformer import Shape, training_operations
 

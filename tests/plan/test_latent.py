@@ -23,11 +23,11 @@ from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.emit.trainers import emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import parse_layout
-from ironlaw.plan.ranks.parts import stage_parameters
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.work import Work
+from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.operations import total_flops
+from ironlaw.workload.sharding import stage_parameters
 from ironlaw.workload.transformer import Shape, training_operations
 
 NAMES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2")

@@ -4,7 +4,7 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.workload.layout import Layout, parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
 

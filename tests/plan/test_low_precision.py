@@ -13,7 +13,7 @@ from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.engines.low_precision import NARROW, Casts, held_by
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
 MATRICES = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # of a block

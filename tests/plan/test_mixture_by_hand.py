@@ -16,7 +16,7 @@ from ironlaw.plan.cluster.ingredients import block_products
 from ironlaw.plan.cluster.jobs import jobs_of
 from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")
 CLUSTER = parse_cluster("64xh100-sxm-80gb")

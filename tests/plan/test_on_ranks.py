@@ -10,12 +10,14 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve, Profile
-from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.process.estimate import plan_run
 from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.passes import most_in_flight, passes, play
 from ironlaw.plan.ranks.search import best_layout
-from ironlaw.plan.ranks.traffic import traffic
+from ironlaw.plan.schedule import play
+from ironlaw.workload.collectives import traffic
+from ironlaw.workload.layout import Layout, parse_layout
+from ironlaw.workload.recipe import Batch
+from ironlaw.workload.schedule import most_in_flight, passes
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
 LLAMA = GPT | {
@@ -59,7 +61,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
         narrow = (model.latent.query_rank or 0) + model.latent.down_size
         flops += (chosen.tp - 1) * 6 * model.layers * model.hidden * narrow * 16 * 64
     assert ledger.totals["flops_per_step"].value == pytest.approx(flops, rel=1e-3)
-    tables = traffic(config(family).model, chosen, sequence=64, global_batch=16)
+    tables = traffic(config(family).model, chosen, Batch(16, 64))
     for stage, table in zip(plan.stages, tables, strict=True):
         sent = {(t.dimension, t.kind): t.bytes for t in stage.communication}
         assert sent == {key: value.bytes for key, value in table.items()}

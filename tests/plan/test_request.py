@@ -15,9 +15,9 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import Wishes
+from ironlaw.workload.layout import parse_layout
 
 BIG_BATCH = Wishes("1T", 8192, 1024)
 

@@ -14,11 +14,12 @@ from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.answers.savers import Saver, cluster_savers, compressed_share, rank_savers
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import parse_layout
 from ironlaw.plan.ranks.estimate import plan_ranks
-from ironlaw.plan.ranks.traffic import Settings, compressed_elements, traffic
 from ironlaw.plan.work import Work
+from ironlaw.workload.collectives import compressed_elements, traffic
+from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.recipe import Batch, Recipe
 
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))
 COSTS = RankCosts("this", "today", 2, dict.fromkeys(KINDS, CURVE), {"compute": 1.9, "memory": 1.5}, 1e-4, 1e-4, 1e-4)
@@ -88,8 +89,7 @@ def test_a_plan_of_ranks_sends_what_the_config_says(gradients: str, machine_prof
     layout = parse_layout("dp=2 micro_batch=2")
     plan = plan_ranks(config, machine_profile, 2, layout, Fabric(COSTS))
     (talk,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
-    settings = Settings(config.communication)
-    (table,) = traffic(config.model, layout, sequence=64, global_batch=4, settings=settings)
+    (table,) = traffic(config.model, layout, Batch(4, 64), Recipe(communication=config.communication))
     assert talk.bytes == table["replicate", "all_reduce"].bytes < 4 * config.model.parameters
     plain = plan_ranks(build_config(document), machine_profile, 2, replace(layout), Fabric(COSTS))
     assert plan.step_seconds < plain.step_seconds

@@ -13,7 +13,7 @@ from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.cluster.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine_of_framework, engines
-from ironlaw.plan.layout import parse_layout
+from ironlaw.workload.layout import parse_layout
 
 GPT = ModelConfig.named("gpt2-xl")
 ENGINE = Engine(

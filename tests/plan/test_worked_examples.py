@@ -7,7 +7,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.jobs import jobs_of
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 GPT2 = ModelConfig.named("gpt2")
 XL = ModelConfig.named("gpt2-xl")

@@ -24,7 +24,7 @@ from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
-from ironlaw.workload.recompute import unfolded
+from ironlaw.workload.program import unfolded
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

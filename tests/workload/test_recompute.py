@@ -23,7 +23,8 @@ from ironlaw.plan.process.recompute import choices, solve
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.recompute import RecomputeConfig, keepable, policies, unfolded
+from ironlaw.workload.program import unfolded
+from ironlaw.workload.recompute import RecomputeConfig, keepable, policies
 from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, layer_groups, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ironlaw.config import RunConfig
     from ironlaw.plan.answer import Answer
-    from ironlaw.plan.layout import Layout
+    from ironlaw.workload.layout import Layout
 
 
 def plan(

@@ -18,8 +18,8 @@ def rehearse(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.plan.answer import Options
-    from ironlaw.plan.layout import Layout
     from ironlaw.plan.request import plan_request, resolve
+    from ironlaw.workload.layout import Layout
 
     # What is searched is what this trainer runs; a layout that is given, it refuses in its own words.
     answer = plan_request(what, on=on, options=Options(layout=layout, emit=None if layout else "ironlaw"))

@@ -122,7 +122,7 @@ def _from_layout(layout: str | None) -> list[str]:
     """A layout on one device is a micro-batch; everything else needs more devices."""
     if layout is None:
         return []
-    from ironlaw.plan.layout import parse_layout
+    from ironlaw.workload.layout import parse_layout
 
     parsed = parse_layout(layout)
     if parsed.accelerators != 1:

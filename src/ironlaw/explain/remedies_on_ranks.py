@@ -11,8 +11,8 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, load_costs
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.ranks.search import best_layout
+from ironlaw.workload.layout import Layout
 
 
 def ranks_of(run: Ledger) -> int:

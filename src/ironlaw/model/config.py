@@ -111,14 +111,14 @@ class ModelConfig(Switches):
 
     @property
     def key_value_heads(self) -> int:
-        return self.kv_heads or self.heads
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def size_of_head(self) -> int:
         """Of a query and of a key."""
         if self.latent is not None:
             return self.latent.head_size
-        return self.head_size or self.hidden // self.heads
+        return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
     def size_of_value(self) -> int:
@@ -145,7 +145,7 @@ class ModelConfig(Switches):
 
     @property
     def ffn_size(self) -> int:
-        return self.ffn or 4 * self.hidden
+        return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -245,12 +245,17 @@ class ModelConfig(Switches):
     @property
     def expert_ffn_size(self) -> int:
         """Inner width of one expert; 0 without experts."""
-        return (self.moe.expert_ffn or self.ffn_size) if self.moe else 0
+        if self.moe is None:
+            return 0
+        return self.ffn_size if self.moe.expert_ffn is None else self.moe.expert_ffn
 
     @property
     def shared_ffn_size(self) -> int:
         """Inner width of all shared experts together; 0 without any."""
-        return (self.moe.shared_ffn or self.moe.shared_experts * self.expert_ffn_size) if self.moe else 0
+        if self.moe is None:
+            return 0
+        shared = self.moe.shared_ffn
+        return self.moe.shared_experts * self.expert_ffn_size if shared is None else shared
 
     @property
     def expert_parameters(self) -> int:

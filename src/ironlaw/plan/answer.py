@@ -12,7 +12,7 @@ from ironlaw.plan.budget import Prices
 from ironlaw.plan.work import Wishes
 
 if TYPE_CHECKING:
-    from ironlaw.plan.layout import Layout
+    from ironlaw.workload.layout import Layout
 
 
 @dataclass(frozen=True)

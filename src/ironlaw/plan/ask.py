@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.work import Work
+from ironlaw.workload.layout import Layout
 
 
 @dataclass(frozen=True)

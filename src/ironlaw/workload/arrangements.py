@@ -35,8 +35,8 @@ def _readers(shape: Shape) -> tuple[str, str]:
 
 def _sizes(shape: Shape) -> tuple[int, int, int]:
     """Elements of the stream, its bytes, and those in the precision of the products."""
-    elements = shape.tokens * shape.model.hidden
-    return elements, elements * FP32, elements * shape.matmul_bytes
+    elements = shape.stream_tokens * shape.model.hidden
+    return elements, elements * shape.stream_bytes, elements * shape.matmul_bytes
 
 
 # -- norms after a branch ------------------------------------------------------------------------------------------
@@ -45,9 +45,10 @@ def _sizes(shape: Shape) -> tuple[int, int, int]:
 def _with_norms_after(shape: Shape) -> list[Operation]:
     attention, network = _readers(shape)
     operations = _entrance(shape, "attention_norm", attention)
-    operations += attention_branch(shape, keep=not shape.casts) + _after(shape, "attention_after")
+    kept = not (shape.casts or shape.software.fused)
+    operations += attention_branch(shape, keep=kept) + _after(shape, "attention_after")
     operations += _entrance(shape, "ffn_norm", network)
-    operations += feed_forward(shape, shape.model.ffn_size, "ffn", keep=not shape.casts)
+    operations += feed_forward(shape, shape.model.ffn_size, "ffn", keep=kept)
     return operations + _after(shape, "ffn_after")
 
 
@@ -69,7 +70,7 @@ def _after(shape: Shape, name: str) -> list[Operation]:
         Operation(
             name, Kind.NORM, Phase.FORWARD, "block", f"{shape.model.norm}_forward", shape.model.layers,
             elements=elements, bytes_moved=2 * full, temporary_bytes=full,
-            saved_bytes=norm_saved_bytes(shape, shape.tokens, shape.model.hidden),
+            saved_bytes=norm_saved_bytes(shape, shape.tokens, shape.model.hidden) + cast * shape.software.fused,
         )
     )  # fmt: skip
     joined = replace(residual(shape, shape.model.layers), bytes_moved=3 * full, frees_temporary_bytes=full)

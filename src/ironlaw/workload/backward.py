@@ -21,6 +21,7 @@ from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import scaled
 from ironlaw.workload.layers import cast_gradient, joining, linear_backward, norm_backward
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import Size
 
 
 def head_backward(shape: Shape) -> list[Operation]:
@@ -105,6 +106,15 @@ def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) ->
     """`feed_forward` in reverse. `consumes`: bytes of the gradient of its output that die with their last use."""
     model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
     inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    if shape.software.fused:
+        both = 2 * width if model.gated_ffn else width
+        operations = linear_backward(
+            shape, f"{name}_down", "block", layers, width, model.hidden, frees=0, bias=model.has_ffn_bias
+        )
+        operations.append(activated_backward(shape, inner))
+        return operations + linear_backward(
+            shape, f"{name}_up", "block", layers, model.hidden, both, frees=0, bias=model.has_ffn_bias
+        )
     relu = model.activation == "relu"  # which keeps its result until its own turn
     operations = linear_backward(
         shape, f"{name}_down", "block", layers, width, model.hidden,
@@ -139,6 +149,12 @@ def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) ->
             )
         )
     return operations
+
+
+def activated_backward(shape: Shape, inner: Size) -> Operation:
+    """`activated` in reverse: of a gate, two gradients from one and both factors."""
+    tensors = 5 if shape.model.gated_ffn else 10 / 3
+    return elementwise(shape, "activation", f"{shape.model.activation}_backward", inner, tensors, backward=True)
 
 
 def attention_half_backward(shape: Shape) -> list[Operation]:
@@ -187,12 +203,13 @@ def projections_backward(shape: Shape) -> list[Operation]:
                 gradient_bytes=sum(model.qk_norm_sizes) * FP32,
             )
         )  # fmt: skip
-    operations.append(
-        elementwise(
-            shape, "qkv", "concatenate", tokens * qkv, 2, backward=True,
-            temporary=gathered, frees_saved=gathered if shape.keeps_qkv else 0, frees_temporary=gathered,
-        )
-    )  # fmt: skip
+    if not (shape.software.fused and model.positions == "rope"):  # whose kernel gives them in their place
+        operations.append(
+            elementwise(
+                shape, "qkv", "concatenate", tokens * qkv, 2, backward=True,
+                temporary=gathered, frees_saved=gathered if shape.keeps_qkv else 0, frees_temporary=gathered,
+            )
+        )  # fmt: skip
     return operations + linear_backward(
         shape, "qkv", "block", layers, model.hidden, qkv, frees=normed, bias=model.has_qkv_bias
     )

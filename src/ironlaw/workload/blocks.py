@@ -11,6 +11,8 @@ from typing import Literal
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import Size, divided, smaller
+from ironlaw.workload.software import OURS, Software
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -30,11 +32,11 @@ class Division:
 
 @dataclass(frozen=True)
 class Shape:
-    """One micro-batch of one model, and how it is computed."""
+    """One micro-batch of one model, and how it is computed. Sizes may be arrays, one entry per layout (`sizes.py`)."""
 
     model: ModelConfig
-    micro_batch: int  # sequences
-    sequence: int  # tokens
+    micro_batch: Size  # sequences
+    sequence: Size  # tokens
     precision: Precision = "fp32"  # of the matrix products; weights and the residual stream stay fp32
     fused_rmsnorm: bool = False  # one kernel on CUDA; on CPU PyTorch composes it from six
     recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
@@ -42,10 +44,27 @@ class Shape:
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
     division: Division = Division()
+    software: Software = OURS
+    # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
+    cp: Size = 1  # ranks that share each sequence
+    stream_shards: Size = 1  # ranks that share the residual stream between layers
+    ep: Size = 1  # ranks that share the experts of a layer
+    rows_per_token: Size | None = None  # that its experts compute; None: the model's experts per token
+    materialised: bool = False  # every attention score is in memory, as wide as the products
 
     @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.sequence
+    def tokens(self) -> Size:
+        return divided(self.micro_batch * self.sequence, self.cp)
+
+    @property
+    def stream_tokens(self) -> Size:
+        """Of the residual stream between layers."""
+        return divided(self.tokens, self.stream_shards)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of an element of the residual stream and of what norms give."""
+        return FP32 if self.software.autocast else self.matmul_bytes
 
     @property
     def matmul_bytes(self) -> int:
@@ -53,7 +72,16 @@ class Shape:
 
     @property
     def casts(self) -> bool:
-        return self.precision != "fp32"
+        return self.precision != "fp32" and self.software.autocast
+
+    @property
+    def normed_bytes(self) -> Size:
+        """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
+        held = self.tokens * self.model.hidden
+        if self.software.autocast:
+            return held * FP32
+        gathered = self.software.gathered_inputs * (self.stream_shards > 1)
+        return held * self.software.held.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -88,6 +116,8 @@ class Shape:
     @property
     def pads_values(self) -> bool:
         """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
+        if self.model.latent is None or self.software.fused:
+            return False
         narrower = self.model.size_of_value < self.model.size_of_head
         return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division != Division())
 
@@ -104,14 +134,16 @@ class Shape:
         return self.tokens * heads * self.matmul_bytes if model.positions == "rope" else 0
 
 
-def attention_score_pairs(sequence: int, window: int | None) -> int:
+def attention_score_pairs(sequence: Size, window: int | None) -> Size:
     """Twice the (query, key) pairs that count under a causal mask, optionally windowed: S^2, or 2wS - w^2."""
-    span = min(window or sequence, sequence)
+    span = sequence if window is None else smaller(window, sequence)
     return 2 * span * sequence - span * span
 
 
-def norm_saved_bytes(shape: Shape, rows: int, width: int) -> int:
+def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
     """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor."""
+    if shape.software.fused:
+        return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
         return 2 * rows * FP32
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
@@ -125,6 +157,11 @@ def attention_saved_bytes(shape: Shape) -> int:
     a cap keeps, the softmax, and what of it the second product reads, if that is another tensor.
     """
     model = shape.model
+    if shape.software.fused:
+        # Materialised: softmax, its dropout and a one-byte mask of every score.
+        core = FP32 if not shape.materialised else shape.sequence * (2 * shape.matmul_bytes + 1)
+        output = model.mixed_size * (shape.matmul_bytes + shape.software.held.attention_copy_bytes)
+        return shape.tokens * (output + model.heads * core)
     if shape.composes_attention and model.composes_scores:
         w, rows = shape.matmul_bytes, shape.micro_batch * model.heads * shape.sequence
         weights = rows * (shape.sequence + model.attention_sinks) * FP32
@@ -143,6 +180,8 @@ def rotary_saved_bytes(shape: Shape) -> int:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
+    if shape.software.fused:
+        return shape.rotated_bytes * shape.software.unrotated_kept
     tables = 2 * shape.sequence * shape.model.size_of_rotary * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
@@ -196,7 +235,7 @@ def elementwise(
 
 def attention(shape: Shape, phase: Phase) -> Operation:
     model = shape.model
-    pairs = attention_score_pairs(shape.sequence, model.sliding_window)
+    pairs = divided(attention_score_pairs(shape.sequence, model.sliding_window), shape.cp)
     backward = phase is Phase.BACKWARD
     # Forward: QK^T and PV. Backward: the two gradients of each. A flash kernel recomputes the scores on top; that
     # is work of the implementation, not of the model, and is not counted.

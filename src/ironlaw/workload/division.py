@@ -1,31 +1,72 @@
-"""What dividing a micro-batch among ranks changes of the memory of its operations, on one of them.
+"""What dividing a micro-batch among ranks changes of its operations, on one of them.
 
-A rank's shape has its own part of heads, widths, words and tokens already; here is what that leaves out. As the trainer
-divides (`train/parallel/tensor.py`, `place.py`), tensor parallelism (arXiv 1909.08053) adds up partial results in a
-copy; sequence parallelism (arXiv 2205.05198) keeps a part of the residual stream, and gathers what a layer reads;
-context parallelism gathers keys and values and keeps them; query, key and value of layers of their own die one by one.
+`local_shape`: a rank's shape has its own part of heads, widths, words and tokens; `on_rank`: what that leaves out.
+As the trainer divides (`train/parallel/tensor.py`, `place.py`), tensor parallelism (arXiv 1909.08053) adds up partial
+results in a copy; sequence parallelism (arXiv 2205.05198) keeps a part of the residual stream, and gathers what a layer
+reads; context parallelism gathers keys and values and keeps them; query, key and value of layers of their own die one
+by one.
 
 On CPUs gloo copies what it gathers and what it reduces and scatters: bytes that are there while a collective runs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.blocks import FP32, Division, Shape, norm_saved_bytes
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 
 WIDENING = ("qkv", "ffn_gate", "ffn_up")
 NARROWING = ("attention_out", "ffn_down")
 
 
+STREAM = ("attention_norm", "ffn_norm", "final_norm", "residual", "dropout", "residual_cast", "embedding", "positions")
+"""Operations on the residual stream, which sp divides and tp alone does not."""
+
+
+def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
+    """The model whose whole operations are one rank's: fewer heads, narrower, parts of the words and the experts."""
+    tp, update = layout.tp, dict[str, Any]()
+    if tp > 1:
+        update = {
+            "heads": model.heads // tp, "kv_heads": max(1, model.key_value_heads // tp),
+            "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": math.ceil(model.vocab / tp),
+        }  # fmt: skip
+        if model.latent is not None:  # whose narrow vectors every rank computes whole
+            update |= {"kv_heads": None, "head_size": None}
+    if layout.ep > 1 and model.moe is not None:  # its share of the experts, which take the choices of ep ranks
+        update["moe"] = model.moe.model_copy(update={"experts": model.moe.experts // layout.ep})
+    if layout.pp > 1 and model.tied:  # the last stage has a copy
+        update["tied"] = False
+    return model.model_copy(update=update) if update else model
+
+
+def local_shape(shape: Shape, layout: Layout) -> Shape:
+    """`shape` is the whole model's; its micro-batch is the layout's."""
+    here = shape.sequence // layout.cp
+    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=layout.tp > 1 or sharded(layout))
+    return replace(
+        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch, division=division
+    )
+
+
+def sharded(layout: Layout) -> bool:
+    """Whether FSDP2 holds the weights; if not, and there are replicas, DDP does."""
+    replicas = layout.dp * layout.cp > 1
+    return layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
+
+
 def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:
-    """The operations with a rank's memory; `shape.division` says how the ranks share."""
+    """The operations with a rank's memory and work; `shape.division` says how the ranks share."""
     if shape.division == Division():
         return operations
     rank = _Rank(shape)
-    return [rank.operation(op) for op in operations]
+    return [rank.work(rank.operation(op)) for op in operations]
 
 
 class _Rank:
@@ -61,6 +102,21 @@ class _Rank:
             return self.latent_attention(op, forward) if self.cp > 1 else op
         if self.split or self.cp > 1:
             return self.attention(op, forward)
+        return op
+
+    def work(self, op: Operation) -> Operation:
+        if self.parts > 1 and op.name in STREAM and op.matmul is None:
+            return replace(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
+        if self.cp > 1 and op.attention is not None:
+            # Each rank has as much under the causal mask as any other, against keys of the whole sequence.
+            batch, here, heads, groups, size = op.attention
+            window = self.shape.model.sliding_window
+            pairs = attention_score_pairs(here * self.cp, window) // self.cp
+            grown = pairs / attention_score_pairs(here, window)
+            return replace(
+                op, attention=(batch, here * self.cp, heads, groups, size), elements=batch * heads * pairs // 2,
+                flops=None if op.flops is None else round(op.flops * grown),
+            )  # fmt: skip
         return op
 
     # -- the residual stream ---------------------------------------------------------------------------------------

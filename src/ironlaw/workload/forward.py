@@ -22,6 +22,7 @@ from ironlaw.workload.blocks import (
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.layers import joining, linear, norm, residual
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import Size
 
 
 def embedding(shape: Shape) -> list[Operation]:
@@ -121,6 +122,8 @@ def projections(shape: Shape) -> list[Operation]:
                 kind=Kind.NORM,
             )
         )  # fmt: skip
+    if shape.software.fused and model.positions != "rope":  # batched products want them in another order
+        operations.append(elementwise(shape, "qkv", "copy", tokens * qkv, 2))
     if model.positions == "rope":
         rotated = shape.rotated_bytes if shape.composes_attention else 0
         operations.append(
@@ -138,6 +141,11 @@ def feed_forward(shape: Shape, width: int, name: str, keep: bool = False) -> lis
     """
     model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
     inner, normed, bias = shape.tokens * width, shape.tokens * model.hidden * w, model.has_ffn_bias
+    if shape.software.fused:
+        both = 2 * width if model.gated_ffn else width
+        operations = linear(shape, f"{name}_up", "block", layers, model.hidden, both, keep=True, bias=bias)
+        operations.append(activated(shape, inner))
+        return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=keep, bias=bias)
     first = f"{name}_gate" if model.gated_ffn else f"{name}_up"
     # relu keeps its result, which the next product keeps too; the others keep what they are given.
     relu = model.activation == "relu"
@@ -156,6 +164,16 @@ def feed_forward(shape: Shape, width: int, name: str, keep: bool = False) -> lis
         operations += linear(shape, f"{name}_up", "block", layers, model.hidden, width, keep=True, bias=bias)
         operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w))
     return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=keep, bias=bias)
+
+
+def activated(shape: Shape, inner: Size) -> Operation:
+    """The activation, its product with a gate's other half included, as one kernel; the next product keeps the result.
+
+    Eager software keeps more: what lies between the two.
+    """
+    held = shape.software.held.input_bytes + (shape.software.activation_saves - 1) * shape.matmul_bytes
+    tensors = 3 if shape.model.gated_ffn else 2
+    return elementwise(shape, "activation", f"{shape.model.activation}_forward", inner, tensors, saved=inner * held)
 
 
 def head(shape: Shape) -> list[Operation]:

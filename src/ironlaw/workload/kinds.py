@@ -72,4 +72,5 @@ def _is_arranged(model: ModelConfig) -> bool:
 
 
 def _grouped(kind: str, operations: Iterable[Operation]) -> list[Operation]:
-    return [op if op.group == kind else replace(op, group=kind) for op in operations]
+    """Of one block: each call once."""
+    return [replace(op, group=kind, repeat=1) for op in operations]

@@ -13,6 +13,7 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.workload.blocks import FP32, Shape, elementwise, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear, linear_backward
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import Size
 
 WIDE = ("query_up", "latent_up")
 """The products that give queries, keys and values: what `recompute.keep` calls qkv."""
@@ -20,7 +21,7 @@ WIDE = ("query_up", "latent_up")
 
 def first_reader(model: ModelConfig) -> str:
     """The linear layer that first reads what the norm gives."""
-    return "query_down" if _of(model).query_rank else "query_up"
+    return "query_up" if _of(model).query_rank is None else "query_down"
 
 
 def projections(shape: Shape) -> list[Operation]:
@@ -28,18 +29,21 @@ def projections(shape: Shape) -> list[Operation]:
     model, latent, tokens, w = shape.model, _of(shape.model), shape.tokens, shape.matmul_bytes
     layers, keep = model.layers, not shape.casts  # in reduced precision a norm keeps a copy of its input in fp32
     operations: list[Operation] = []
-    if latent.query_rank:
+    own = narrow_tokens(shape)
+    if latent.query_rank is not None:
         operations += linear(
-            shape, "query_down", "block", layers, model.hidden, latent.query_rank, keep=keep, bias=False
+            shape, "query_down", "block", layers, model.hidden, latent.query_rank, keep=keep, bias=False, rows=own
         )
         operations += _norm(shape, "query_norm", latent.query_rank, latent.query_rank, reader="query_up")
     queries, keys, ups = (tokens * size * w for size in _sizes(model))
-    inputs = latent.query_rank or model.hidden
+    inputs = model.hidden if latent.query_rank is None else latent.query_rank
     operations += linear(shape, "query_up", "block", layers, inputs, model.query_size, keep=False, bias=False)
     if shape.casts:  # autocast does not remember the cast that the query's layer has already made of the same input
         normed = tokens * model.hidden
         operations.append(elementwise(shape, "latent_down_cast", "cast", normed, 3, saved=normed * w))
-    operations += linear(shape, "latent_down", "block", layers, model.hidden, latent.down_size, keep=keep, bias=False)
+    operations += linear(
+        shape, "latent_down", "block", layers, model.hidden, latent.down_size, keep=keep, bias=False, rows=own
+    )
     operations += _norm(shape, "latent_norm", latent.key_value_rank, latent.down_size, reader="latent_up")
     up = latent.up_size(model.heads)
     kept = not (shape.pads_values or shape.composes_attention)  # by values, which are views of it
@@ -88,46 +92,59 @@ def projections_backward(shape: Shape) -> list[Operation]:
     queries, keys, ups = (tokens * size * w for size in _sizes(model))
     values = tokens * model.heads * shape.value_width * w
     kept = not (shape.pads_values or shape.composes_attention)
-    operations = [
-        elementwise(
-            shape, "rotary", "concatenate", ups // w, 2, backward=True,
-            temporary=ups, frees_saved=ups if kept else 0, frees_temporary=keys + values,
-        )
-    ]  # fmt: skip
+    fused, own = shape.software.fused, narrow_tokens(shape)
+    operations = []
+    if fused:  # all of it in one kernel
+        operations.append(elementwise(shape, "rotary", "rotary", (queries + keys) / w, 2, backward=True))
+    else:
+        operations.append(
+            elementwise(
+                shape, "rotary", "concatenate", ups // w, 2, backward=True,
+                temporary=ups, frees_saved=ups if kept else 0, frees_temporary=keys + values,
+            )
+        )  # fmt: skip
     up, rank = latent.up_size(model.heads), latent.key_value_rank
     operations += linear_backward(shape, "latent_up", "block", layers, rank, up, frees=tokens * rank * w, bias=False)
     operations += _norm_backward(shape, "latent_norm", rank, latent.down_size, reader="latent_up")
     narrow = tokens * latent.down_size
-    operations.append(
-        elementwise(
-            shape, "rotary", "concatenate", narrow, 2, backward=True,
-            temporary=narrow * w, frees_temporary=tokens * rank * w,
-        )
-    )  # fmt: skip
+    if not fused:
+        operations.append(
+            elementwise(
+                shape, "rotary", "concatenate", narrow, 2, backward=True,
+                temporary=narrow * w, frees_temporary=tokens * rank * w,
+            )
+        )  # fmt: skip
     operations += linear_backward(
         shape, "latent_down", "block", layers, model.hidden, latent.down_size,
-        frees=normed if shape.casts else 0, bias=False,
+        frees=normed if shape.casts else 0, bias=False, rows=own,
     )  # fmt: skip
-    operations.append(
-        elementwise(
-            shape, "rotary", "rotary", queries // w, 2, backward=True, temporary=queries, frees_temporary=queries
+    if not fused:
+        operations.append(
+            elementwise(
+                shape, "rotary", "rotary", queries // w, 2, backward=True, temporary=queries, frees_temporary=queries
+            )
         )
-    )
-    inputs = latent.query_rank or model.hidden
+    inputs = model.hidden if latent.query_rank is None else latent.query_rank
     operations += linear_backward(
         shape, "query_up", "block", layers, inputs, model.query_size, frees=tokens * inputs * w, bias=False
     )
-    if latent.query_rank:
+    if latent.query_rank is not None:
         rank = latent.query_rank
         operations += _norm_backward(shape, "query_norm", rank, rank, reader="query_up")
         operations += linear_backward(
-            shape, "query_down", "block", layers, model.hidden, rank, frees=normed, bias=False
+            shape, "query_down", "block", layers, model.hidden, rank, frees=normed, bias=False, rows=own
         )  # fmt: skip
-    operations.append(
-        elementwise(shape, "attention_norm", "add_in_place", tokens * model.hidden, 3, backward=True,
-                    frees_temporary=normed)
-    )  # fmt: skip
+    if not fused:
+        operations.append(
+            elementwise(shape, "attention_norm", "add_in_place", tokens * model.hidden, 3, backward=True,
+                        frees_temporary=normed)
+        )  # fmt: skip
     return operations
+
+
+def narrow_tokens(shape: Shape) -> Size:
+    """Tokens whose narrow vectors a rank computes and keeps: its own, or all that it gathered the stream of."""
+    return shape.stream_tokens if shape.software.narrows_own_tokens else shape.tokens
 
 
 def _of(model: ModelConfig) -> LatentConfig:
@@ -142,8 +159,8 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 
 def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> list[Operation]:
     """Of a narrow vector, `width` of the `whole` elements that a linear layer gave."""
-    tokens, w = shape.tokens, shape.matmul_bytes
-    full, given = tokens * width * FP32, tokens * whole * w
+    tokens, w = narrow_tokens(shape), shape.matmul_bytes
+    full, given = tokens * width * shape.stream_bytes, tokens * whole * w
     operation = Operation(
         name, Kind.NORM, Phase.FORWARD, "block", "rmsnorm_forward", shape.model.layers, elements=tokens * width,
         bytes_moved=2 * full, saved_bytes=norm_saved_bytes(shape, tokens, width) + (0 if shape.casts else full),
@@ -164,9 +181,9 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
 
 
 def _norm_backward(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> list[Operation]:
-    tokens, w = shape.tokens, shape.matmul_bytes
-    full, reduced = tokens * width * FP32, tokens * width * w
-    held = full if shape.casts else tokens * whole * FP32
+    tokens, w = narrow_tokens(shape), shape.matmul_bytes
+    full, reduced = tokens * width * shape.stream_bytes, tokens * width * w
+    held = full if shape.casts else tokens * whole * shape.stream_bytes
     operation = Operation(
         name, Kind.NORM, Phase.BACKWARD, "block", "rmsnorm_backward", shape.model.layers, elements=tokens * width,
         bytes_moved=3 * full, temporary_bytes=full, frees_temporary_bytes=full,

@@ -10,18 +10,21 @@ from dataclasses import replace
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import FP32, Shape, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import Size
+from ironlaw.workload.software import Casts
 
 
 def linear(
-    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, keep: bool, bias: bool
-) -> list[Operation]:
-    """y = x W^T + b. `keep`: somebody downstream saves y, else y is temporary.
+    shape: Shape, name: str, group: str, repeat: int, inputs: Size, outputs: Size, *, keep: bool, bias: bool,
+    rows: Size | None = None,
+) -> list[Operation]:  # fmt: skip
+    """y = x W^T + b of `rows` tokens, all unless given. `keep`: somebody downstream saves y, else y is temporary.
 
     In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
     """
-    w, tokens = shape.matmul_bytes, shape.tokens
+    w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     out_bytes = tokens * outputs * w
-    operations = []
+    operations = quantised(shape, name, group, repeat, Phase.FORWARD, tokens, inputs, outputs)
     if shape.casts:
         weights = inputs * outputs
         operations.append(
@@ -43,16 +46,33 @@ def linear(
     return operations
 
 
+def quantised(
+    shape: Shape, name: str, group: str, repeat: int, phase: Phase, rows: Size, inputs: Size, outputs: Size,
+    batch: Size = 1,
+) -> list[Operation]:  # fmt: skip
+    """What a product of 8 or 4 bits costs beside itself: casts of its operands, in a block's linear layers only."""
+    casts, weights = shape.software.casts, inputs * outputs * batch
+    if casts == Casts() or group == "head" or name == "router":
+        return []
+    if phase is Phase.FORWARD:
+        moved = casts.inputs * rows * inputs * batch + casts.weights * weights
+    else:
+        moved = casts.gradients * rows * outputs * batch + casts.inputs_again * rows * inputs * batch
+        moved = moved + casts.weights_again * weights
+    return [Operation(f"{name}_cast", Kind.ELEMENTWISE, phase, group, "quantise", repeat, bytes_moved=moved)]
+
+
 def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
     """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
-    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
-    full, cast = tokens * hidden * FP32, tokens * hidden * w
+    hidden, tokens, w = shape.model.hidden, shape.stream_tokens, shape.matmul_bytes
+    full, cast = tokens * hidden * shape.stream_bytes, tokens * hidden * w
     kernel = f"{shape.model.norm}_forward"
     statistics = norm_saved_bytes(shape, tokens, hidden)
     norm = Operation(
         name, Kind.NORM, Phase.FORWARD, group, kernel, repeat,
         elements=tokens * hidden, bytes_moved=2 * full,
-        saved_bytes=statistics + (0 if shape.casts else full), temporary_bytes=full if shape.casts else 0,
+        saved_bytes=statistics + (0 if shape.casts else shape.normed_bytes),
+        temporary_bytes=full if shape.casts else 0,
     )  # fmt: skip
     if not shape.casts:
         return [norm]
@@ -67,16 +87,19 @@ def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> li
 
 def residual(shape: Shape, repeat: int) -> Operation:
     """x + f(x): the new stream is saved by the next norm; f(x) dies."""
-    elements = shape.tokens * shape.model.hidden
+    elements, width = shape.stream_tokens * shape.model.hidden, shape.stream_bytes
     return Operation(
         "residual", Kind.ELEMENTWISE, Phase.FORWARD, "block", "add", repeat,
-        elements=elements, bytes_moved=elements * (2 * FP32 + shape.matmul_bytes),
-        saved_bytes=elements * FP32, frees_temporary_bytes=elements * shape.matmul_bytes,
+        elements=elements, bytes_moved=elements * (2 * width + shape.matmul_bytes),
+        saved_bytes=elements * (width + shape.software.dropout_mask_bytes),
+        frees_temporary_bytes=elements * shape.matmul_bytes,
     )  # fmt: skip
 
 
 def joining(shape: Shape, phase: Phase) -> list[Operation]:
     """What a branch goes through before it joins the residual stream: a factor, dropout; mostly nothing."""
+    if shape.software.fused:  # with the addition that follows
+        return []
     elements = shape.tokens * shape.model.hidden
     branch, backward = elements * shape.matmul_bytes, phase is Phase.BACKWARD
     dropped = dropout(shape, phase)
@@ -92,20 +115,21 @@ def joining(shape: Shape, phase: Phase) -> list[Operation]:
 
 
 def linear_backward(
-    shape: Shape, name: str, group: str, repeat: int, inputs: int, outputs: int, *, frees: int, bias: bool,
-    consumes: int | None = None,
+    shape: Shape, name: str, group: str, repeat: int, inputs: Size, outputs: Size, *, frees: Size, bias: bool,
+    consumes: Size | None = None, rows: Size | None = None,
 ) -> list[Operation]:  # fmt: skip
     """dx = dy W and dW = dy^T x, and the bias gradient: a sum of dy over tokens.
 
     `frees`: saved bytes (the input x) that die when the node is done; `consumes`: bytes of dy that die with it.
     """
-    w, tokens = shape.matmul_bytes, shape.tokens
+    w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     dy = tokens * outputs * w if consumes is None else consumes
     flops = 2 * tokens * outputs * inputs
     moved = w * (tokens * inputs + inputs * outputs + tokens * outputs)
     weight_copy = inputs * outputs * w if shape.casts else 0
     weight_gradient = inputs * outputs * FP32
     operations = [
+        *quantised(shape, name, group, repeat, Phase.BACKWARD, tokens, inputs, outputs),
         Operation(
             name, Kind.MATMUL, Phase.BACKWARD, group, "matmul", repeat,
             matmul=(tokens, inputs, outputs), flops=flops, bytes_moved=moved, temporary_bytes=tokens * inputs * w,
@@ -117,7 +141,7 @@ def linear_backward(
             frees_saved_bytes=frees + weight_copy,
         ),
     ]  # fmt: skip
-    if bias:
+    if bias and not shape.software.fused:
         operations.append(
             Operation(
                 name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "sum_rows", repeat,
@@ -138,8 +162,8 @@ def linear_backward(
 
 def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
     """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
-    hidden, tokens, w = shape.model.hidden, shape.tokens, shape.matmul_bytes
-    full = tokens * hidden * FP32
+    hidden, tokens, w = shape.model.hidden, shape.stream_tokens, shape.matmul_bytes
+    full = tokens * hidden * shape.stream_bytes
     operations = []
     if shape.casts:
         operations.append(
@@ -163,7 +187,8 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: s
         operations.append(
             Operation(
                 "residual", Kind.ELEMENTWISE, Phase.BACKWARD, group, "add_in_place", repeat,
-                elements=tokens * hidden, bytes_moved=3 * full, frees_temporary_bytes=full,
+                elements=tokens * hidden, bytes_moved=(2 if shape.software.fused else 3) * full,
+                frees_temporary_bytes=full,
             )
         )  # fmt: skip
     return operations

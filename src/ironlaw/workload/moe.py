@@ -12,12 +12,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.backward import attention_half_backward, branch_gradient, feed_forward_backward
+from ironlaw.workload.backward import (
+    activated_backward,
+    attention_half_backward,
+    branch_gradient,
+    feed_forward_backward,
+)
 from ironlaw.workload.blocks import FP32, INDEX, Shape, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.forward import attention_half, feed_forward
-from ironlaw.workload.layers import cast_gradient, joining, norm_backward, residual
+from ironlaw.workload.forward import activated, attention_half, feed_forward
+from ironlaw.workload.layers import cast_gradient, joining, norm, norm_backward, quantised, residual
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import Size, divided, larger
 
 GROUP = "moe_block"
 
@@ -41,7 +47,8 @@ def moe_block_backward(shape: Shape) -> list[Operation]:
     if _shared(shape):
         operations += _shared_experts_backward(shape)
     operations += _experts_backward(shape) + _route_backward(shape)
-    operations += norm_backward(replace(shape, precision="fp32"), "ffn_norm", "block", 1, reader="", residual=True)
+    wide = shape if shape.software.fused else replace(shape, precision="fp32")
+    operations += norm_backward(wide, "ffn_norm", "block", 1, reader="", residual=True)
     return _of_moe_layers(shape, on_rank(shape, operations + attention_half_backward(shape)))
 
 
@@ -58,13 +65,15 @@ def _of_moe_layers(shape: Shape, operations: list[Operation]) -> list[Operation]
 
 
 def _shared(shape: Shape) -> bool:
-    return shape.model.shared_ffn_size > 0
+    return shape.model.moe is not None and shape.model.moe.shared_experts > 0
 
 
 def rows(shape: Shape) -> int:
     """Rows that all experts of a layer compute together."""
     moe = shape.model.moe
     assert moe is not None
+    if shape.rows_per_token is not None:
+        return shape.tokens * shape.rows_per_token
     capacity = moe.capacity(shape.tokens)
     return shape.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
 
@@ -95,6 +104,8 @@ def _mask_bytes(shape: Shape) -> int:
 
 def _norm(shape: Shape) -> list[Operation]:
     """Its output is kept in fp32 whatever the precision, for the router reads it so."""
+    if shape.software.fused:
+        return norm(shape, "ffn_norm", "block", 1, reader="")
     elements = shape.tokens * shape.model.hidden
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
     kernel = f"{shape.model.norm}_forward"
@@ -110,7 +121,7 @@ def _sizes(shape: Shape) -> tuple[int, int, int]:
     """Elements of the scores, choices, and bytes that normalised weights keep beside themselves."""
     moe = shape.model.moe
     assert moe is not None
-    scores, choices = shape.tokens * moe.experts, shape.tokens * moe.experts_per_token
+    scores, choices = shape.stream_tokens * moe.experts, shape.stream_tokens * moe.experts_per_token
     return scores, choices, (choices + shape.tokens) * FP32 if moe.normalize else 0
 
 
@@ -125,16 +136,19 @@ def _balance_saved_bytes(shape: Shape) -> int:
 
 def _route(shape: Shape) -> list[Operation]:
     """Scores in fp32, the choice, its weights, and the order of the choices by expert."""
-    model, tokens, forward = shape.model, shape.tokens, Phase.FORWARD
+    model, tokens, forward = shape.model, shape.stream_tokens, Phase.FORWARD
     assert model.moe is not None
     scores, choices, normalised = _sizes(shape)
     count, w = model.moe.experts, FP32
+    router = Operation(
+        "router", Kind.MATMUL, forward, "block", "matmul", matmul=(tokens, count, model.hidden),
+        flops=2 * tokens * count * model.hidden, precision="fp32",
+        bytes_moved=w * (tokens * model.hidden + count * model.hidden + scores), temporary_bytes=scores * w,
+    )  # fmt: skip
+    if shape.software.fused:
+        return [replace(router, saved_bytes=scores * w)]
     operations = [
-        Operation(
-            "router", Kind.MATMUL, forward, "block", "matmul", matmul=(tokens, count, model.hidden),
-            flops=2 * tokens * count * model.hidden, precision="fp32",
-            bytes_moved=w * (tokens * model.hidden + count * model.hidden + scores), temporary_bytes=scores * w,
-        ),
+        router,
         _small("route", forward, "softmax", scores, 2 * scores * w, saved=scores * w),
         _small("route", forward, "topk", scores, scores * w + choices * (w + INDEX),
                saved=choices * INDEX, temporary=choices * w, frees_temporary=choices * w),
@@ -153,12 +167,23 @@ def _route(shape: Shape) -> list[Operation]:
     return operations
 
 
+def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
+    """The mean load of an expert of this rank, and how many products that makes side by side."""
+    moe, count = shape.model.moe, rows(shape)
+    assert moe is not None
+    local = divided(moe.experts, shape.ep)
+    if shape.software.fused:
+        return divided(count, larger(local, 1)), local
+    return max(1, round(count / local)), min(local, count)
+
+
 def _grouped(shape: Shape, name: str, inputs: int, outputs: int, *, keep: bool) -> list[Operation]:
     """Every row with the matrix of its expert; in reduced precision the weights are cast first, and kept."""
     moe, w, count = shape.model.moe, shape.matmul_bytes, rows(shape)
     assert moe is not None
+    mean, batch = _rows_by_expert(shape)
     weights, out = moe.experts * inputs * outputs, count * outputs * w
-    operations = []
+    operations = quantised(shape, name, "block", 1, Phase.FORWARD, mean, inputs, outputs, batch)
     if shape.casts:
         operations.append(
             Operation(
@@ -169,12 +194,12 @@ def _grouped(shape: Shape, name: str, inputs: int, outputs: int, *, keep: bool) 
     operations.append(
         Operation(
             name, Kind.MATMUL, Phase.FORWARD, "block", "matmul", flops=2 * count * inputs * outputs,
-            matmul=(max(1, round(count / moe.experts)), outputs, inputs), batch=min(moe.experts, count),
+            matmul=(mean, outputs, inputs), batch=batch,
             bytes_moved=w * (count * inputs + count * outputs) + weights * w,
             saved_bytes=out if keep else 0, temporary_bytes=0 if keep else out,
         )
     )  # fmt: skip
-    if moe.bias:
+    if moe.bias and not shape.software.fused:
         operations.append(elementwise(shape, name, "add_in_place", count * outputs, 3))
     return operations
 
@@ -185,6 +210,8 @@ def _experts(shape: Shape) -> list[Operation]:
     assert model.moe is not None
     elements, width = rows(shape) * model.hidden, model.expert_ffn_size
     inner, stream, k = rows(shape) * width, shape.tokens * model.hidden, model.moe.experts_per_token
+    if shape.software.fused:
+        return _fused_experts(shape)
     operations = []
     cast = stream * w if shape.casts else 0
     if shape.casts:
@@ -216,10 +243,39 @@ def _experts(shape: Shape) -> list[Operation]:
     return operations
 
 
+def _fused_experts(shape: Shape) -> list[Operation]:
+    """The same where tokens are sorted to rows, and rows added up to tokens, by one kernel each."""
+    model, software = shape.model, shape.software
+    count, width = rows(shape), model.expert_ffn_size
+    both = 2 * width if model.gated_ffn else width
+    sent, back = permuted_elements(shape)
+    return [
+        replace(elementwise(shape, "dispatch", "embedding_forward", sent, 1),
+                saved_bytes=count * model.hidden * software.held.input_bytes),
+        *_grouped(shape, "expert_up", model.hidden, both, keep=True),
+        activated(shape, count * width),
+        *_grouped(shape, "expert_down", width, model.hidden, keep=software.keeps_expert_outputs),
+        elementwise(shape, "combine", "add", back, 1),
+    ]  # fmt: skip
+
+
+def permuted_elements(shape: Shape) -> tuple[Size, Size]:
+    """Elements read and written by sorting a rank's tokens to rows, and by adding rows up to tokens.
+
+    Rows that arrive by choices from other ranks are sorted by expert once more, and back, where a rank has several.
+    """
+    moe, count, tokens = shape.model.moe, rows(shape) * shape.model.hidden, shape.tokens * shape.model.hidden
+    assert moe is not None
+    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.software.rows_sent == "choices")
+    return 2 * count * (1 + again), 2 * count * again + count + tokens
+
+
 def _shared_experts(shape: Shape) -> list[Operation]:
     """One dense network that every token visits, perhaps scaled, added to what `combine` gave."""
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
+    if shape.software.fused:
+        return feed_forward(shape, model.shared_ffn_size, "shared_ffn")
     stream = shape.tokens * model.hidden
     operations = []
     if shape.casts:
@@ -248,6 +304,8 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
     """Ends with one gradient of the normed input, in fp32."""
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
+    if shape.software.fused:
+        return feed_forward_backward(shape, model.shared_ffn_size, "shared_ffn", consumes=0)
     stream, full = shape.tokens * model.hidden * w, shape.tokens * model.hidden * FP32
     operations, extra = [], 0
     if model.moe.shared_gate:
@@ -314,10 +372,11 @@ def _grouped_backward(
     moe, w, count = shape.model.moe, shape.matmul_bytes, rows(shape)
     assert moe is not None
     weights, flops = moe.experts * inputs * outputs, 2 * count * inputs * outputs
-    mean, batch = max(1, round(count / moe.experts)), min(moe.experts, count)
+    mean, batch = _rows_by_expert(shape)
     copy, gradient = (weights * w, weights * FP32) if shape.casts else (0, weights * FP32)
     moved = w * (count * inputs + count * outputs + weights)
     operations = [
+        *quantised(shape, name, "block", 1, Phase.BACKWARD, mean, inputs, outputs, batch),
         Operation(
             name, Kind.MATMUL, Phase.BACKWARD, "block", "matmul", flops=flops, matmul=(mean, inputs, outputs),
             batch=batch, bytes_moved=moved, temporary_bytes=count * inputs * w,
@@ -329,7 +388,7 @@ def _grouped_backward(
             frees_temporary_bytes=consumes,
         ),
     ]  # fmt: skip
-    if moe.bias:
+    if moe.bias and not shape.software.fused:
         gradients = moe.experts * outputs * FP32
         summed = elementwise(shape, name, "sum_rows", count * outputs, 1, backward=True)
         operations.insert(1, replace(summed, gradient_bytes=gradients))
@@ -343,7 +402,23 @@ def _grouped_backward(
     return operations
 
 
+def _fused_experts_backward(shape: Shape) -> list[Operation]:
+    """`_fused_experts` in reverse."""
+    model, count, width = shape.model, rows(shape), shape.model.expert_ffn_size
+    both = 2 * width if model.gated_ffn else width
+    sent, back = permuted_elements(shape)
+    return [
+        elementwise(shape, "combine", "embedding_forward", back, 1, backward=True),
+        *_grouped_backward(shape, "expert_down", width, model.hidden, frees=0, consumes=0),
+        activated_backward(shape, count * width),
+        *_grouped_backward(shape, "expert_up", model.hidden, both, frees=0, consumes=0),
+        elementwise(shape, "dispatch", "add", sent, 1, backward=True),
+    ]
+
+
 def _experts_backward(shape: Shape) -> list[Operation]:
+    if shape.software.fused:
+        return _fused_experts_backward(shape)
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
     width, stream, k = model.expert_ffn_size, shape.tokens * model.hidden, model.moe.experts_per_token
@@ -412,7 +487,7 @@ def _experts_backward(shape: Shape) -> list[Operation]:
 
 def _route_backward(shape: Shape) -> list[Operation]:
     """Weights to scores to logits to the router's matrix; its input gradient joins that of the dispatch."""
-    model, tokens, backward = shape.model, shape.tokens, Phase.BACKWARD
+    model, tokens, backward = shape.model, shape.stream_tokens, Phase.BACKWARD
     assert model.moe is not None
     scores, choices, normalised = _sizes(shape)
     count, full = model.moe.experts, tokens * model.hidden * FP32
@@ -436,4 +511,6 @@ def _route_backward(shape: Shape) -> list[Operation]:
         ),
         _small("ffn_norm", backward, "add_in_place", tokens * model.hidden, 3 * full, frees_temporary=full),
     ]  # fmt: skip
+    if shape.software.fused:
+        return [op for op in operations if op.kind is Kind.MATMUL]
     return operations

@@ -7,8 +7,6 @@ that the backward pass needs is there, so the last product of a block never runs
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, Self
 
@@ -17,10 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.units import parse_bytes
-from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
-from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.kinds import backward_of, forward_of, has_experts, layer_groups
+from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
 from ironlaw.workload.operations import Operation
 
@@ -163,56 +159,17 @@ def dropped(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operat
     return _memory("drop", Phase.FORWARD, saved - held)
 
 
+def freed_after_backward(shape: Shape) -> Operation:
+    """The end of a recomputed block's backward pass: what it kept for its second forward pass."""
+    # Of the input that a recomputed block keeps and nobody else would.
+    kept_input = 0 if shape.keeps_stream else shape.tokens * shape.model.hidden * FP32
+    return _memory("generator", Phase.BACKWARD, _generator_bytes(shape) + kept_input)
+
+
 def _generator_bytes(shape: Shape) -> int:
     return GENERATOR_BYTES if shape.model.dropout else 0
-
-
-def _kept_input_bytes(shape: Shape) -> int:
-    """Of the input that a recomputed block keeps and nobody else would."""
-    return 0 if shape.keeps_stream else shape.tokens * shape.model.hidden * FP32
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:
     """Memory and no time."""
     return Operation(name, Kind.OTHER, phase, "block", "", repeat=0, frees_saved_bytes=frees_saved)
-
-
-def recomputed_operations(shape: Shape) -> list[Operation]:
-    """What runs a second time in one micro-batch, layers of one policy folded into `repeat`."""
-    result = []
-    of_layers = zip(shape.recompute, layer_groups(shape.model), strict=False)
-    for (policy, kind), layers in Counter(of_layers).items():
-        if policy is not None:
-            result += [replace(op, repeat=layers) for op in again(shape, policy, kind) if op.repeat]
-    return result
-
-
-def unfolded(shape: Shape) -> Iterator[Operation]:
-    """Every call of one micro-batch in the order of execution, layer by layer, each by its own policy."""
-    kinds = layer_groups(shape.model)
-    chosen: Sequence[Policy] = shape.recompute or (None,) * shape.model.layers
-    layers = list(zip(kinds, chosen, strict=True))
-    forward = {kind: forward_of(shape, kind) for kind in set(kinds)}
-    backward = {kind: backward_of(shape, kind) for kind in forward}
-    second: dict[tuple[str, Policy], list[Operation]] = {}
-    drops: dict[tuple[str, Policy], Operation] = {}
-    for kind, policy in set(layers):
-        if policy is not None:
-            second[kind, policy] = again(shape, policy, kind)
-            drops[kind, policy] = dropped(shape, policy, kind)
-    yield from embedding(shape)
-    for layer in layers:
-        yield from forward[layer[0]]
-        if layer in drops:
-            yield drops[layer]
-    yield from head(shape)
-    yield _memory(
-        "autocast", Phase.FORWARD, sum(weight_copies(shape, kind) for kind, kept in layers if kept is not None)
-    )
-    yield from head_backward(shape)
-    for layer in reversed(layers):
-        yield from second.get(layer, ())
-        yield from backward[layer[0]]
-        if layer in second:
-            yield _memory("generator", Phase.BACKWARD, _generator_bytes(shape) + _kept_input_bytes(shape))
-    yield from embedding_backward(shape)

@@ -10,17 +10,14 @@ V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import FP32, INDEX, Precision, Shape, attention_score_pairs
-from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
+from ironlaw.workload.kinds import layer_groups
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations
-from ironlaw.workload.recompute import recomputed_operations
+from ironlaw.workload.program import folded, layers_of_shape
 
 __all__ = [
     "FP32",
@@ -35,14 +32,8 @@ __all__ = [
 
 
 def training_operations(shape: Shape) -> list[Operation]:
-    """Every call of one micro-batch, forward then backward, in the order of execution (layers folded)."""
-    forward, backward = embedding(shape), head_backward(shape) + recomputed_operations(shape)
-    kinds = Counter(layer_groups(shape.model))
-    for kind, layers in kinds.items():
-        forward += [replace(op, repeat=layers) for op in forward_of(shape, kind)]
-    for kind, layers in reversed(kinds.items()):
-        backward += [replace(op, repeat=layers) for op in backward_of(shape, kind)]
-    return forward + head(shape) + backward + embedding_backward(shape)
+    """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
+    return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
 
 
 def optimizer_operations(model: ModelConfig, *, accumulation: int = 1) -> list[Operation]:

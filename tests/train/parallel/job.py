@@ -34,9 +34,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.process.estimate import training_shape
-from ironlaw.plan.ranks.parts import of_site
-from ironlaw.plan.ranks.traffic import Settings, merged, traffic
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
@@ -55,7 +53,9 @@ from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
-from ironlaw.workload.blocks import Shape
+from ironlaw.workload.collectives import merged, traffic
+from ironlaw.workload.program import step as planned_step
+from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies
 
 STEPS = 20
@@ -108,10 +108,10 @@ def config_of(case: dict[str, Any]) -> RunConfig:
     )
 
 
-def planned_shape(config: RunConfig) -> Shape:
+def planned_recipe(config: RunConfig) -> Recipe:
     """With chunks of which a micro-batch here has several."""
-    shape = training_shape(config, config.train.precision)
-    return replace(shape, loss_chunk=CHUNK_TOKENS if config.train.loss == "chunked" else 0)
+    recipe = recipe_of(config, config.train.precision)
+    return replace(recipe, loss_chunk=CHUNK_TOKENS if config.train.loss == "chunked" else 0)
 
 
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
@@ -138,7 +138,7 @@ class Run:
         self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         model = shapes(config.model)
-        model.loss_chunk = planned_shape(config).loss_chunk
+        model.loss_chunk = planned_recipe(config).loss_chunk
         policies = layer_policies(config.recompute, config.model)
         self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")
         self.optimizer = layouts.build(self.applied, config.optimizer)
@@ -378,13 +378,9 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         run.train(2, 3)
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
     noise = run.step.noise
-    settings = replace(
-        Settings.of(run.config, planned_shape(run.config)), meeting=case.get("meeting", False),
-        estimating=noise is not None and noise.due(2),
-    )  # fmt: skip
     planned = traffic(
-        run.config.model, layout, sequence=run.config.sequence, global_batch=run.config.train.global_batch,
-        settings=settings,
+        run.config.model, layout, batch_of(run.config), planned_recipe(run.config),
+        meeting=case.get("meeting", False), estimating=noise is not None and noise.due(2),
     )[run.ranks.index("pp")]  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
@@ -454,7 +450,6 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
     from ironlaw.plan.ranks.memory import rank_peak
-    from ironlaw.plan.ranks.work import local_shape
     from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.waiting import watch_replica, watching
 
@@ -478,8 +473,8 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
     layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
-    shape = local_shape(planned_shape(config), of_site(layout, config.communication))
-    planned = rank_peak(config, layout, run.ranks.index("pp"), shape)
+    program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
+    planned = rank_peak(config, layout, run.ranks.index("pp"), program.shape)
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}
 

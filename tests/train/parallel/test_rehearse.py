@@ -6,8 +6,8 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.layout import parse_layout
 from ironlaw.train.parallel.rehearse import rehearse, tiny
+from ironlaw.workload.layout import parse_layout
 
 long = pytest.mark.long
 

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from ironlaw.config import load_config
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.ranks.traffic import traffic
+from ironlaw.workload.collectives import traffic
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.recipe import Batch
 
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "shaped_links.py"
 _spec = importlib.util.spec_from_file_location("shaped_links", PROGRAM)
@@ -106,8 +107,8 @@ def test_a_step_over_slow_links_takes_as_long_as_its_bytes(
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text("utf-8").splitlines()]
     loaded = load_config(config)
     table = traffic(
-        loaded.model, Layout(dp=2, zero=zero, micro_batch=loaded.train.global_batch // 2), sequence=loaded.sequence,
-        global_batch=loaded.train.global_batch,
+        loaded.model, Layout(dp=2, zero=zero, micro_batch=loaded.train.global_batch // 2),
+        Batch(loaded.train.global_batch, loaded.sequence),
     )[0]  # fmt: skip
     wire = sum(
         sent.bytes * (0.5 if kind == "all_gather" else 1.0) for (_, kind), sent in table.items()

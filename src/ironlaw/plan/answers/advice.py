@@ -13,7 +13,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.search import Found, search
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 MOST_ACCELERATORS = 16_384
 STOP_BELOW = 0.5

@@ -20,7 +20,7 @@ from ironlaw.plan.cluster.search import Candidate, Found
 from ironlaw.plan.cluster.setting import Setting, setting
 from ironlaw.plan.cluster.utilisation import other_conventions
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout, parse_layout
+from ironlaw.workload.layout import Layout, parse_layout
 
 SHOWN = 5
 

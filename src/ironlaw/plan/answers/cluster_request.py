@@ -19,10 +19,10 @@ from ironlaw.plan.cluster.experts import IMBALANCE
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer, check_words, emit, trainer_named
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.work import Assumption, settle
+from ironlaw.workload.layout import Layout, parse_layout
 
 
 def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:

@@ -10,9 +10,9 @@ from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric, load_costs
 from ironlaw.machine.profile import load_profile
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.layout import Layout, parse_layout
 from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
 from ironlaw.plan.ranks.search import best_layout
+from ironlaw.workload.layout import Layout, parse_layout
 
 SHOWN = 8
 

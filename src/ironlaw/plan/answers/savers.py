@@ -31,9 +31,9 @@ from ironlaw.plan.cluster.estimate import plan_jobs
 from ironlaw.plan.cluster.jobs import jobs_of
 from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.traffic import compressed_elements
+from ironlaw.workload.collectives import compressed_elements
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
 
 MATERIAL = 0.02

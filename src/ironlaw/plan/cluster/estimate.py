@@ -34,7 +34,7 @@ from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.low_precision import Held
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout, budget_bytes
+from ironlaw.workload.layout import Layout, budget_bytes
 
 DEFAULT_ENGINE = "nemo"
 """The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import latent
 from ironlaw.plan.cluster.launches import expert_launches, latent_launches
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 Array = npt.NDArray[np.float64]
 RECOMPUTE = {"none": 0, "selective": 1, "full": 2}

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.jobs import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import V_SHAPED, ends_lighter
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64

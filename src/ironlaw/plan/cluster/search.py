@@ -31,7 +31,7 @@ from ironlaw.plan.cluster.setting import Setting, setting
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 HIDING = 0.005
 """Of the step, that recomputing gains at most by giving messages more to hide behind where launches set the pace:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ironlaw.plan.cluster.jobs import Array, Jobs
 from ironlaw.plan.cluster.latent import projection_weights
-from ironlaw.plan.pipeline import V_SHAPED, layers_of, stages_of
+from ironlaw.workload.pipeline import V_SHAPED, layers_of, stages_of
 
 
 @dataclass(frozen=True)

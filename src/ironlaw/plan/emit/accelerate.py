@@ -6,7 +6,7 @@ from typing import Any
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 
 def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:

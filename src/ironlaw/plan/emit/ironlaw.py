@@ -8,8 +8,8 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import SPLIT_BACKWARD, Layout, undivided
-from ironlaw.plan.ranks.parts import expert_holders
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
+from ironlaw.workload.sharding import expert_holders
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
 

@@ -8,8 +8,8 @@ from ironlaw.model.yarn import is_yarn
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.engines.low_precision import held_by
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import ends_lighter
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import ends_lighter
 
 MEGATRON_OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 

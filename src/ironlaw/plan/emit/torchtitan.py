@@ -9,8 +9,8 @@ import tomli_w
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import ends_lighter
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import ends_lighter
 
 SCHEDULES = {"gpipe": "GPipe", "zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe": "DualPipeV"}
 

@@ -24,7 +24,7 @@ from ironlaw.plan.emit.deepspeed import deepspeed_cannot, deepspeed_config
 from ironlaw.plan.emit.ironlaw import IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
 from ironlaw.plan.emit.megatron import MEGATRON_OPTIMIZERS, PRECISION_FLAGS, megatron_cannot, megatron_flags
 from ironlaw.plan.emit.torchtitan import torchtitan_cannot, torchtitan_config
-from ironlaw.plan.layout import Layout
+from ironlaw.workload.layout import Layout
 
 ENGINE_OF_TRAINER = {
     "torchtitan": "torchtitan",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from ironlaw import units
 from ironlaw.catalog import cpu_power
-from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
@@ -21,14 +20,14 @@ from ironlaw.plan.process.record import time_interval
 from ironlaw.plan.process.supply import data_supply
 from ironlaw.plan.process.supported import check_supported
 from ironlaw.plan.process.timing import MeasuredMachine, measured_precision
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import update_operations
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.recompute import AGAIN, policies
+from ironlaw.workload.program import micro_batch_shape
+from ironlaw.workload.recompute import AGAIN
 from ironlaw.workload.transformer import (
-    FP32,
-    Precision,
     Shape,
     attention_score_pairs,
     training_operations,
@@ -37,8 +36,6 @@ from ironlaw.workload.transformer import (
 # The byte count is exact for the operations listed (tests compare it with autograd's); what is left is workspace
 # that a library's kernel allocates inside.
 MEMORY_INTERVAL = 0.02
-FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
-CHUNK_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,24 +47,8 @@ class Choice:
 
 
 def training_shape(config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False) -> Shape:
-    return Shape(
-        config.model, config.micro_batch, config.sequence, cast(Precision, number_format(precision).held_as),
-        fused_rmsnorm=cuda, recompute=policies(config.recompute, config.model), loss_chunk=loss_chunk(config),
-        documents=config.data.masks_documents, onednn=onednn,
-    )  # fmt: skip
-
-
-def loss_chunk(config: RunConfig) -> int:
-    """Tokens whose logits exist at a time; 0: all of a micro-batch.
-
-    An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product. None where
-    logits are more than a product.
-    """
-    if not config.model.logits_are_a_product:
-        return 0
-    tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
-    wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
-    return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
+    recipe = recipe_of(config, precision, cuda=cuda, onednn=onednn)
+    return micro_batch_shape(config.model, config.micro_batch, batch_of(config), recipe)
 
 
 def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:

@@ -14,7 +14,7 @@ from ironlaw.workload.moe import routing_buffer_bytes
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.recompute import unfolded
+from ironlaw.workload.program import unfolded
 from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 

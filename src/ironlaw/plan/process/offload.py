@@ -23,7 +23,8 @@ from ironlaw.workload.kinds import forward_of, has_experts, is_block, layer_grou
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_operations
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.recompute import dropped, unfolded
+from ironlaw.workload.program import unfolded
+from ironlaw.workload.recompute import dropped
 
 if TYPE_CHECKING:
     from ironlaw.plan.cluster.setting import Host

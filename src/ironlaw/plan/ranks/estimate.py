@@ -5,7 +5,7 @@
     plan = plan_ranks(config, load_profile(), 4, Layout(dp=4, zero=3), fabric)
     plan.step_seconds, plan.stages[0].communication, plan.ledger()
 
-Compute is that of `plan/ranks/work.py`, traffic that of `plan/ranks/traffic.py`, the time of a collective that of
+Compute is that of `plan/ranks/work.py`, traffic that of `workload/collectives.py`, the time of a collective that of
 `machine/links.py`. On CPUs FSDP, DTensor and context parallelism wait for each collective; DDP reduces its buckets
 behind the last backward pass; a pipeline is played pass by pass.
 """
@@ -21,16 +21,19 @@ from ironlaw.ledger import Kind, Ledger, Line, MemoryLine, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import rank_of_last, stages_of
 from ironlaw.plan.process.estimate import add_totals, choose_precision, common_facts, solved_shape, training_shape
 from ironlaw.plan.process.timing import MeasuredMachine, measured_precision
 from ironlaw.plan.ranks.memory import RankPeak, rank_peak
-from ironlaw.plan.ranks.parts import bucket_bytes, expert_holders, of_site, stage_parameters
-from ironlaw.plan.ranks.passes import Pass, passes, play
-from ironlaw.plan.ranks.traffic import Settings, rank_lines, replicas_of
-from ironlaw.plan.ranks.work import RankMachine, StageWork, local_shape, stage_work
+from ironlaw.plan.ranks.work import RankMachine, StageWork, stage_work
+from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.schedule import play
 from ironlaw.workload.blocks import Shape
+from ironlaw.workload.collectives import Collective, replicas_of
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import rank_of_last, stages_of
+from ironlaw.workload.program import step
+from ironlaw.workload.schedule import Pass, passes
+from ironlaw.workload.sharding import bucket_bytes, expert_holders, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,16 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
     onednn = profile.fp32_products == "onednn"
     # A budget of recomputation is solved for one process: what is kept of a block is decided before it is divided.
     whole = solved_shape(config, training_shape(config, precision, onednn=onednn), here.machine)
-    shape = local_shape(whole, of_site(layout, config.communication))
+    recipe = replace(recipe_of(config, precision, onednn=onednn), recompute=whole.recompute)
+    program = step(config.model, batch_of(config), layout, recipe)
+    assert program.shape is not None
     measured = measured_precision(precision, profile)
     works = {
-        stage: stage_work(config, layout, stage, shape, measured, here)
+        stage: stage_work(config, layout, stage, program, measured, here)
         for stage in range(layout.pp * layout.virtual_stages)
     }
-    settings = Settings.of(config, shape)
-    talks = [_talks(config, layout, ranks, fabric, position, settings) for position in range(layout.pp)]
-    memory = [rank_peak(config, layout, position, shape) for position in range(layout.pp)]
+    talks = [_talks(config, layout, ranks, fabric, sent) for sent in program.collectives]
+    memory = [rank_peak(config, layout, position, program.shape) for position in range(layout.pp)]
     if layout.pp > 1:
         phases, talks = _pipelined(config, layout, ranks, fabric, works, talks)
     else:
@@ -119,8 +123,8 @@ def plan_ranks(config: RunConfig, profile: Profile, ranks: int, layout: Layout, 
         StagePlan(p, phases[p], _stage_lines(config, layout, works, talks[p], p), talks[p], memory[p])
         for p in range(layout.pp)
     ]
-    step = max(sum(phase.values()) for phase in phases)
-    return RanksPlan(config, layout, ranks, fabric, precision, whole, step, stages, profile)
+    seconds = max(sum(phase.values()) for phase in phases)
+    return RanksPlan(config, layout, ranks, fabric, precision, whole, seconds, stages, profile)
 
 
 # -- communication -----------------------------------------------------------------------------------------------------
@@ -155,9 +159,7 @@ def _seconds(fabric: Fabric, ranks: int, layout: Layout, dimension: str, kind: s
     return fabric.collective_seconds(kind, size, group, inside=max(1, min(group, local // stride)), job=ranks)
 
 
-def _talks(
-    config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, position: int, settings: Settings
-) -> list[Talk]:
+def _talks(config: RunConfig, layout: Layout, ranks: int, fabric: Fabric, lines: Iterable[Collective]) -> list[Talk]:
     """Everything a rank of this position sends in a step, each at its own buffer sizes, taken as waited for."""
     found: dict[tuple[str, str], Talk] = {}
 
@@ -167,7 +169,6 @@ def _talks(
             seconds += known.seconds
             found[dimension, kind] = Talk(dimension, kind, known.count + count, known.bytes + size, seconds, seconds)
 
-    lines = rank_lines(config.model, layout, config.sequence, config.train.global_batch, position, settings)
     for dimension, kind, count, size in lines:
         if not count:  # PowerSGD's, which sends of each of DDP's buckets what it makes of it
             count = len(bucket_bytes(stage_parameters(config.model, layout, 0)))

@@ -17,10 +17,21 @@ from dataclasses import dataclass, field, replace
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Kind
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import layers_of, stages_of
 from ironlaw.plan.process.memory import rotary_table_bytes
-from ironlaw.plan.ranks.parts import (
+from ironlaw.workload.backward import embedding_backward, head_backward
+from ironlaw.workload.blocks import Policy
+from ironlaw.workload.collectives import matrix_elements
+from ironlaw.workload.division import sharded
+from ironlaw.workload.forward import embedding, head
+from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
+from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.pipeline import layers_of, stages_of
+from ironlaw.workload.recompute import again, dropped, weight_copies
+from ironlaw.workload.schedule import Pass, passes
+from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
     expert_holders,
@@ -30,17 +41,6 @@ from ironlaw.plan.ranks.parts import (
     stage_parameters,
     units_of,
 )
-from ironlaw.plan.ranks.passes import Pass, passes
-from ironlaw.plan.ranks.traffic import matrix_elements
-from ironlaw.plan.ranks.work import sharded
-from ironlaw.workload.backward import embedding_backward, head_backward
-from ironlaw.workload.blocks import Policy
-from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
-from ironlaw.workload.operations import Operation
-from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
-from ironlaw.workload.parameters import Parameter
-from ironlaw.workload.recompute import again, dropped, weight_copies
 from ironlaw.workload.transformer import FP32, INDEX, Shape
 
 COMPONENTS = (

@@ -10,8 +10,8 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
+from ironlaw.workload.layout import Layout
 
 SIMPLER = 0.01
 """Within so much of the best, the layout with fewer kinds of parallelism: the plan's own error is larger."""

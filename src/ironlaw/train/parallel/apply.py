@@ -17,8 +17,6 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.pipeline import stages_of
-from ironlaw.plan.ranks.parts import shards_hidden
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.parallel import experts, pipeline, savers, tensor, whole
 from ironlaw.train.parallel.place import SharedPlace
@@ -27,6 +25,8 @@ from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.optimizers import OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.pipeline import stages_of
+from ironlaw.workload.sharding import shards_hidden
 
 
 @dataclass

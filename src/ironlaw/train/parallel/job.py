@@ -17,7 +17,6 @@ import torch.distributed as dist
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.layout import Layout
 from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight, session
 from ironlaw.train.parallel.first import first_does
@@ -34,6 +33,7 @@ from ironlaw.train.parallel.ranks import (
     usable,
     world_size,
 )
+from ironlaw.workload.layout import Layout
 
 Result = TypeVar("Result")
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # gloo's words

@@ -21,9 +21,9 @@ from torch.distributed.pipelining.schedules import (
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.pipeline import layers_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.waiting import within
+from ironlaw.workload.pipeline import layers_of
 
 
 def _kind(schedule: str, virtual: int) -> Any:

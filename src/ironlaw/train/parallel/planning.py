@@ -17,11 +17,11 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.layout import Layout
 from ironlaw.plan.process.estimate import plan_run
 from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
 from ironlaw.plan.ranks.search import Choice, best_layout
 from ironlaw.train.parallel.ranks import Ranks, check, micro_batch_of, planned_layout
+from ironlaw.workload.layout import Layout
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
-from ironlaw.plan.layout import SPLIT_BACKWARD, Layout, undivided
-from ironlaw.plan.ranks.parts import expert_holders
 from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
+from ironlaw.workload.sharding import expert_holders
 
 TIMEOUT_SECONDS = 360.0
 """Of PyTorch's own, should the watcher not have ended the job before."""

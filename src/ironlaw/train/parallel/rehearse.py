@@ -25,13 +25,13 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import V_SHAPED
-from ironlaw.plan.process.estimate import training_shape
 from ironlaw.plan.ranks.memory import RankPeak, rank_peak
-from ironlaw.plan.ranks.parts import expert_holders, shards_hidden
-from ironlaw.plan.ranks.traffic import Sent, Settings, Table, merged, traffic
-from ironlaw.plan.ranks.work import local_shape
+from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.workload.collectives import Sent, Table, merged, table_of
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import V_SHAPED
+from ironlaw.workload.program import step as planned_step
+from ironlaw.workload.sharding import expert_holders, shards_hidden
 
 STEPS = 2
 HEAD_SIZE = 4
@@ -178,13 +178,9 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
             if config.model.moe is not None:
                 experts.balance(applied.model, ranks)
     held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
-    whole = training_shape(config, "fp32")
-    planned = traffic(
-        config.model, layout, sequence=config.sequence, global_batch=config.train.global_batch,
-        settings=Settings.of(config, whole),
-    )[position]  # fmt: skip
-    shape = local_shape(whole, layout)
-    peak = rank_peak(config, layout.filled(config.train.global_batch), position, shape, gloo=False)
+    program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
+    planned = table_of(program.collectives[position])
+    peak = rank_peak(config, layout.filled(config.train.global_batch), position, program.shape, gloo=False)
     return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
 
 
@@ -195,11 +191,9 @@ def at_scale(
     train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
     document = {"model": model.model_dump(mode="json", exclude_none=True), "train": train}
     config = build_config(document | recomputation(layout))
-    whole = training_shape(config, "bf16", cuda=True)
-    settings = Settings.of(config, whole)
-    tables = traffic(config.model, layout, sequence=sequence, global_batch=global_batch, settings=settings)
-    shape = local_shape(whole, layout)
-    return tables, [rank_peak(config, layout, position, shape, gloo=False) for position in range(layout.pp)]
+    program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "bf16", cuda=True, gloo=False))
+    peaks = [rank_peak(config, layout, position, program.shape, gloo=False) for position in range(layout.pp)]
+    return [table_of(sent) for sent in program.collectives], peaks
 
 
 def as_json(table: Table) -> dict[str, dict[str, int]]:

@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ironlaw.plan.ranks.traffic import Sent
 from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.workload.collectives import Sent
 
 # Operators of PyTorch's process groups and of its functional collectives: kind, and which argument is the whole buffer.
 OPERATORS = {

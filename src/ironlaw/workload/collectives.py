@@ -1,16 +1,15 @@
 """What every rank of a layout sends in a step of Ironlaw's own trainer, by mesh dimension and kind of collective.
 
-    settings = Settings.of(config, training_shape(config, "fp32"))
-    table = traffic(model, layout, sequence=4096, global_batch=512, settings=settings)   # one mapping per pipeline rank
-    table[0]["shard", "all_gather"]                                                       # Sent(count, bytes)
+    table = traffic(model, layout, Batch(sequences=512, tokens=4096), recipe)   # one mapping per pipeline rank
+    table[0]["shard", "all_gather"]                                                # Sent(count, bytes)
 
-All that a step calls is there, as counted in a run (`tests/train/parallel/test_traffic.py`) for every layout with the
-settings that change it. Bytes are those of the whole buffer: what is reduced, what is gathered, what is sent; a ring
-moves 2 (n-1)/n of the first and (n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer
-holds them; what matrix products give, and keys, values and rows for them, in the precision of the products. Dimensions
-are those of the trainer's mesh: `replicate` (copies of the state), `shard` (ranks that share one), `tp`, `cp`, `pp`,
-`ep`, and `expert_replicate` and `expert_shard` for the experts' own state; `micro_batch` are the ranks that count
-experts' load together, `site` sites that average their weights, `world` all that agree on loss, gradient norm and stop.
+All that a step calls is there, as counted in a run (`tests/train/parallel/test_traffic.py`) for every layout. Bytes are
+those of the whole buffer: what is reduced, what is gathered, what is sent; a ring moves 2 (n-1)/n of the first and
+(n-1)/n of the others per rank. Weights and gradients travel in fp32, as the trainer holds them; what matrix products
+give, and keys, values and rows for them, in the precision of the products. Dimensions are those of the trainer's mesh:
+`replicate` (copies of the state), `shard` (ranks that share one), `tp`, `cp`, `pp`, `ep`, and `expert_replicate` and
+`expert_shard` for the experts' own state; `micro_batch` are the ranks that count experts' load together, `site` sites
+that average their weights, `world` all that agree on loss, gradient norm and stop.
 
 Without a capacity, how many rows a rank's experts receive depends on what the routers choose. Every rank sends as many
 as its tokens choose and gets them back, which is exact; what it returns to others is listed with the mean, exact for
@@ -23,14 +22,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import layers_of, stages_of
-from ironlaw.plan.ranks.parts import (
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.pipeline import layers_of, stages_of
+from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.schedule import passes
+from ironlaw.workload.sharding import (
     EXPERTS,
     bucket_bytes,
     expert_holders,
@@ -40,9 +42,6 @@ from ironlaw.plan.ranks.parts import (
     stage_parameters,
     units_of,
 )
-from ironlaw.plan.ranks.passes import passes
-from ironlaw.workload.blocks import Policy, Shape
-from ironlaw.workload.parameters import Parameter
 
 FP32, BF16, INT64 = 4, 2, 8
 
@@ -57,53 +56,34 @@ class Sent:
 
 
 Table = dict[tuple[str, str], Sent]
-
-
-UNCOMPRESSED = CommunicationConfig()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What of a run changes what is sent, beside model, layout and batch; and which kind of step it is.
-
-    `communication` may send gradients as less than fp32, PowerSGD's from its start step on.
-    """
-
-    communication: CommunicationConfig = UNCOMPRESSED
-    product_bytes: int = FP32  # of an element that a matrix product gives or takes
-    recompute: tuple[Policy, ...] = ()  # one per layer; empty: nothing is recomputed
-    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
-    unequal: bool = False  # rows have different numbers of targets: documents are masked, or rows padded
-    counted_batch: int = 1  # sequences over which the load of experts is counted: the config's micro-batch
-    estimating: bool = False  # a step that estimates the gradient noise scale, in two parts
-    meeting: bool = False  # with local updates: a step at whose end the sites meet
-
-    @classmethod
-    def of(cls, config: RunConfig, shape: Shape) -> Settings:
-        """`shape`: the run's micro-batch, of the whole model or of a rank."""
-        unequal = shape.documents or config.data.packing == "best_fit"
-        return cls(
-            config.communication, shape.matmul_bytes, shape.recompute, shape.loss_chunk, unequal, config.micro_batch
-        )  # fmt: skip
-
-
-PLAIN = Settings()
+Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
 
 
 def traffic(
-    model: ModelConfig, layout: Layout, *, sequence: int, global_batch: int, settings: Settings = PLAIN
-) -> list[Table]:
-    """One table per pipeline rank, of a step. `layout.accumulation` follows from the global batch."""
-    tables = []
-    for position in range(layout.pp):
-        total: Counter[tuple[str, str, str]] = Counter()
-        for dimension, kind, count, size in rank_lines(model, layout, sequence, global_batch, position, settings):
-            total[dimension, kind, "count"] += count
-            total[dimension, kind, "bytes"] += size
-        keys = sorted({(dimension, kind) for dimension, kind, _ in total})
-        table = {key: Sent(total[*key, "count"], total[*key, "bytes"]) for key in keys}
-        tables.append({key: sent for key, sent in table.items() if sent.bytes})
-    return tables
+    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe | None = None, *, estimating: bool = False,
+    meeting: bool = False,
+) -> list[Table]:  # fmt: skip
+    """One table per pipeline rank, of a step. `layout.accumulation` follows from the batch.
+
+    `estimating`: a step that estimates the gradient noise scale, in two parts; `meeting`: with local updates, a step
+    at whose end the sites meet. Gradients are compressed as `recipe` says, PowerSGD's from its start step on.
+    """
+    recipe = recipe or Recipe()
+    return [
+        table_of(collectives(model, layout, batch, recipe, position, estimating=estimating, meeting=meeting))
+        for position in range(layout.pp)
+    ]
+
+
+def table_of(found: Iterable[Collective]) -> Table:
+    """Summed by dimension and kind, without what sends nothing."""
+    total: Counter[tuple[str, str, str]] = Counter()
+    for dimension, kind, count, size in found:
+        total[dimension, kind, "count"] += count
+        total[dimension, kind, "bytes"] += size
+    keys = sorted({(dimension, kind) for dimension, kind, _ in total})
+    table = {key: Sent(total[*key, "count"], total[*key, "bytes"]) for key in keys}
+    return {key: sent for key, sent in table.items() if sent.bytes}
 
 
 def merged(table: Table, aliases: dict[str, str]) -> Table:
@@ -116,38 +96,52 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
     return result
 
 
-Line = tuple[str, str, int, int]
+class Collective(NamedTuple):
+    """`count` calls of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
+
+    One for each size of buffer.
+    """
+
+    dimension: str
+    kind: str
+    count: int
+    bytes: int
 
 
-def rank_lines(
-    model: ModelConfig, layout: Layout, sequence: int, global_batch: int, position: int, settings: Settings = PLAIN
-) -> Iterable[Line]:
-    """(dimension, kind, count, bytes) of a rank at a pipeline position in a step, a line for each size of buffer."""
-    micro_batches = global_batch // (layout.dp * layout.micro_batch)
-    together = max(1, settings.counted_batch // (global_batch // layout.dp))  # replicas that count experts' load
-    everybody, layout = layout, of_site(layout, settings.communication)
+def collectives(
+    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, position: int, *, estimating: bool = False,
+    meeting: bool = False,
+) -> Iterator[Collective]:  # fmt: skip
+    """Of a rank at a pipeline position in a step."""
+    micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
+    counting = max(1, batch.counted // (batch.sequences // layout.dp))  # replicas that count experts' load
+    everybody, layout = layout, of_site(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
+    together, parts = counting * layout.cp, 2 if estimating else 1
     for stage in stages:
-        yield from _Stage(model, layout, sequence, micro_batches, stage, settings, together * layout.cp).lines()
-    yield from _once(model, layout, micro_batches, stages, settings, together * layout.cp, sites)
+        one = _Stage(model, layout, batch, recipe, micro_batches, stage, together, parts, meeting)
+        yield from (Collective(*line) for line in one.lines())
+    yield from (
+        Collective(*line) for line in _once(model, layout, batch, micro_batches, stages, together, sites, parts)
+    )
 
 
 def _once(
-    model: ModelConfig, layout: Layout, micro_batches: int, stages: list[int], settings: Settings, together: int,
-    sites: int,
+    model: ModelConfig, layout: Layout, batch: Batch, micro_batches: int, stages: list[int], together: int, sites: int,
+    parts: int,
 ) -> Iterable[Line]:  # fmt: skip
     """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; the norm of a part;
     numbers of targets; loads of experts."""
     yield "world", "all_reduce", 1, (2 + sites) * 8
-    if settings.estimating:
+    if parts > 1:
         yield "world", "all_reduce", 1, 8
     replicas = [name for name, ranks in zip(("shard", "replicate"), replicas_of(layout), strict=True) if ranks > 1]
-    for dimension in replicas if settings.unequal else ():
+    for dimension in replicas if batch.unequal else ():
         yield dimension, "all_reduce", 1, INT64
     if model.moe is None:
         return
-    if settings.unequal and together > 1:
+    if batch.unequal and together > 1:
         yield "micro_batch", "all_reduce", 1, micro_batches * INT64
     layers = sum(_expert_layers(model, layout, stage) for stage in stages)
     for dimension in replicas if layers else ():  # loads and dropped choices
@@ -185,21 +179,22 @@ class _Stage:
     """One stage in a step. `together`: ranks that count the load of experts together."""
 
     def __init__(
-        self, model: ModelConfig, layout: Layout, sequence: int, micro_batches: int, stage: int, settings: Settings,
-        together: int,
+        self, model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, micro_batches: int, stage: int,
+        together: int, parts: int, meeting: bool,
     ) -> None:  # fmt: skip
-        self.model, self.layout, self.settings, self.stage = model, layout, settings, stage
-        self.sequence, self.micro_batches, self.together = sequence, micro_batches, together
-        self.tokens = layout.micro_batch * sequence // layout.cp
+        self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage
+        self.sequence, self.micro_batches, self.together = batch.tokens, micro_batches, together
+        self.tokens = layout.micro_batch * batch.tokens // layout.cp
         self.last_stage = layout.pp * layout.virtual_stages - 1
         self.first, self.last = stage == 0, stage == self.last_stage
         self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
         self.parameters = stage_parameters(model, layout, stage)
         self.ranks, self.copies = replicas_of(layout)
-        self.gradient_bytes = BF16 if settings.communication.gradients == "bf16" else FP32
-        # In a step that estimates, gradients are reduced after either part.
-        self.parts = 2 if settings.estimating else 1
-        self.again = [layer for layer in self.layers if settings.recompute and settings.recompute[layer] is not None]
+        self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
+        self.product_bytes = FP32 if recipe.precision == "fp32" else BF16
+        self.parts = parts  # in which gradients are reduced
+        self.meeting_now = meeting and bool(recipe.communication.local_steps)
+        self.again = [layer for layer in self.layers if recipe.recompute and recipe.recompute[layer] is not None]
 
     def lines(self) -> Iterable[Line]:
         layout = self.layout
@@ -212,7 +207,7 @@ class _Stage:
             yield from self.experts()
         if layout.pp > 1:
             yield from self.pipeline()
-        if self.settings.meeting and self.settings.communication.local_steps:
+        if self.meeting_now:
             yield from self.meeting()
 
     # -- weights and gradients -----------------------------------------------------------------------------------
@@ -223,9 +218,9 @@ class _Stage:
         return self.micro_batches if self.layout.zero >= 2 and self.layout.pp == 1 else self.parts
 
     def data_parallel(self) -> Iterable[Line]:
-        layout, communication = self.layout, self.settings.communication
+        layout, communication = self.layout, self.recipe.communication
         compressed = 0  # bytes of all that PowerSGD sends
-        units = units_of(self.model, self.parameters, layout.ep, bool(self.settings.loss_chunk))
+        units = units_of(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
         for unit, tensors in units.items():
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
@@ -292,7 +287,7 @@ class _Stage:
         Added up are results of products; gathered, what a norm gives, or in the backward pass gradients of results.
         Recomputation stops when all that is needed is there: before the last sum of a block, unless dropout follows.
         """
-        stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.settings.product_bytes))
+        stream, products = (self.tokens * self.model.hidden * size for size in (FP32, self.product_bytes))
         m, blocks, ends = self.micro_batches, len(self.layers), self.first + self.last
         summed_again = len(self.again) * (2 if self.model.dropout else 1)
         if self.layout.sp:
@@ -305,7 +300,7 @@ class _Stage:
             reduced = (2 * blocks + ends) * stream + (2 * blocks + summed_again) * products
             yield "tp", "all_reduce", (4 * blocks + summed_again + ends) * m, reduced * m
         if self.last:  # of the divided logits: maximum, sum of exponentials, the target's own; chunks send two together
-            chunk = self.settings.loss_chunk
+            chunk = self.recipe.loss_chunk
             calls = 2 * -(-self.tokens // chunk) if chunk else 3
             yield "tp", "all_reduce", calls * m, 3 * m * self.tokens * FP32
         yield from self.small_gradients()
@@ -326,7 +321,7 @@ class _Stage:
     def context_parallel(self) -> Iterable[Line]:
         model, m = self.model, self.micro_batches
         both = 2 * self.layout.micro_batch * self.sequence * model.key_value_size // self.layout.tp
-        both *= self.settings.product_bytes
+        both *= self.product_bytes
         gathers, reductions = (len(self.layers) + len(self.again)) * m, len(self.layers) * m
         yield "cp", "all_gather", gathers, gathers * both
         yield "cp", "reduce_scatter", reductions, reductions * both
@@ -343,7 +338,7 @@ class _Stage:
             capacity = None if shared else moe.capacity(self.tokens)
             rows = self.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
             calls = 2 * passes + 2 * forward
-            yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.settings.product_bytes
+            yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.product_bytes
             if capacity is None:  # rows for each expert, before they are sent
                 yield "ep", "all_to_all", forward, forward * moe.experts * INT64
         if shared and moe.balance == "loss" and moe.balance_loss:

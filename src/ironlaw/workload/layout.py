@@ -23,7 +23,7 @@ from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.pipeline import V_SHAPED, ends_lighter
+from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
 
 RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
 OFFLOAD = ("none", "optimizer", "activations", "both")

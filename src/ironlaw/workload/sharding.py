@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ironlaw.config import CommunicationConfig
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.layout import Layout
-from ironlaw.plan.pipeline import layers_of
+from ironlaw.workload.communication import CommunicationConfig
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
+from ironlaw.workload.pipeline import layers_of
 
 FP32 = 4
 EXPERTS = ".experts"  # ends the name of what FSDP gathers of a block's experts, where ep divides them
@@ -156,3 +156,13 @@ def units_of(
             unit = parameter.name
         units.setdefault(unit, []).append(parameter)
     return units
+
+
+def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
+    """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides them."""
+    shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+    apart = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
+    return [
+        shard_of(p, model, layout.ep, apart if of_experts(p) else shards)
+        for p in stage_parameters(model, layout, stage)
+    ]

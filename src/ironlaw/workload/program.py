@@ -1,0 +1,228 @@
+"""One step as a Program: what every rank computes, sends, updates and holds, by stage of the pipeline.
+
+    program = step(model, Batch(sequences=512, tokens=4096), Layout(dp=8, tp=2, micro_batch=2), Recipe("bf16"))
+    for op, times in program.stages[0].operations(): ...          # of a micro-batch, layers of a kind folded
+    for layer in program.stages[0].layers: layer.forward, layer.backward       # in the order of execution
+    program.collectives[0]                                        # of a rank of the first pipeline position, per step
+
+A single process is `Layout()`, all ones. A layout rewrites the program of one process: tensor, sequence and context
+parallelism divide operations (`division.py`) and insert collectives (`collectives.py`), expert parallelism its
+exchanges, ZeRO shards what a rank holds and updates (`sharding.py`), a pipeline cuts the list of layers, recomputation
+repeats operations (`recompute.py`). A traced module is another source of the same type (`traced.py`), serving a third
+(`serving.py`). No hardware is known here: seconds are the planner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.backward import embedding_backward, head_backward
+from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.collectives import Collective, collectives
+from ironlaw.workload.division import local_shape
+from ironlaw.workload.forward import embedding, head
+from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import update_operations
+from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.pipeline import layers_of, stages_of
+from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
+from ironlaw.workload.sharding import local_parameters, of_site, stage_parameters
+
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A part of the model in one micro-batch: the embedding, one block, the output layer. FSDP gathers its weights by
+    `name`. Operations with `repeat` 0 are memory and no time."""
+
+    name: str
+    kind: str  # the group of its operations
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...] = ()
+    recomputed: tuple[Operation, ...] = ()  # before `backward`: what the forward pass runs again
+    cast_weight_bytes: int = 0  # of a recomputed block: autocast remembers them until the forward pass is over
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a pipeline stage computes: layers of a micro-batch, and the update once per step."""
+
+    layers: tuple[Layer, ...]
+    parameters: tuple[Parameter, ...] = ()  # as a tensor parallel rank has them
+    shards: tuple[Parameter, ...] = ()  # the part of them that this rank updates
+    update: tuple[Operation, ...] = ()
+
+    def operations(self) -> Iterator[tuple[Operation, int]]:
+        """Of a micro-batch with how often each runs: forward then backward, layers of a kind folded."""
+        return folded(self.layers)
+
+
+class Tensor(NamedTuple):
+    """What a rank holds throughout, by component: weights, the optimizer's state, a cache, ..."""
+
+    component: str
+    bytes: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """`stages` by number, `layout.pp x layout.virtual_stages` of them; `collectives` and `tensors` by pipeline
+    position."""
+
+    layout: Layout
+    stages: tuple[Stage, ...]
+    micro_batches: int = 1  # per replica and step
+    remainder: tuple[Layer, ...] = ()  # the last micro-batch, where it is smaller; one process only
+    collectives: tuple[tuple[Collective, ...], ...] = ((),)
+    tensors: tuple[tuple[Tensor, ...], ...] = ((),)
+    model: ModelConfig | None = None
+    batch: Batch | None = None
+    recipe: Recipe = field(default_factory=Recipe)
+    shape: Shape | None = None  # of a rank's micro-batch
+
+    def stages_at(self, position: int) -> list[int]:
+        """Numbers of the stages that a rank of a pipeline position holds."""
+        return stages_of(self.layout.schedule, self.layout.pp, self.layout.virtual_stages, position)
+
+    def operations(self, stage: int = 0) -> Iterator[tuple[Operation, int]]:
+        """Of a stage in a step, with how often each runs."""
+        here = self.stages[stage]
+        whole = self.micro_batches - bool(self.remainder)
+        yield from ((op, times * whole) for op, times in here.operations())
+        yield from folded(self.remainder)
+        yield from ((op, op.repeat) for op in here.update if op.repeat)
+
+    def flops(self) -> int:
+        """Of matrix products, of one rank of every stage, in a step."""
+        return sum((op.flops or 0) * times for stage in range(len(self.stages)) for op, times in self.operations(stage))
+
+    @cached_property
+    def last_stage(self) -> int:
+        return len(self.stages) - 1
+
+
+def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
+    """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`)."""
+    layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
+    per_site = of_site(layout, recipe.communication)
+    whole = micro_batch_shape(model, layout.micro_batch, batch, recipe)
+    shape = local_shape(whole, per_site)
+    micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
+    count = layout.pp * layout.virtual_stages
+    layers = layers_of_shape(shape)
+    embedded, *blocks, output = layers
+    cut = layers_of(model.layers, count, layout.virtual_stages)
+    stages = []
+    for stage, numbers in enumerate(cut):
+        mine = [blocks[number] for number in numbers]
+        first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
+        shards = local_parameters(model, per_site, stage)
+        update = update_operations(shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda)
+        parameters = stage_parameters(model, per_site, stage)
+        stages.append(Stage(tuple(first + mine + last), tuple(parameters), tuple(shards), tuple(update)))
+    return Program(
+        layout, tuple(stages), micro_batches + bool(rest),
+        tuple(layers_of_shape(replace(shape, micro_batch=rest))) if rest else (),
+        tuple(
+            tuple(collectives(model, layout, batch, recipe, position)) if layout.accelerators > 1 else ()
+            for position in range(layout.pp)
+        ),
+        (), model, batch, recipe, shape,
+    )  # fmt: skip
+
+
+def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe: Recipe) -> Shape:
+    """One micro-batch of the whole model."""
+    return Shape(
+        model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
+        recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
+    )  # fmt: skip
+
+
+def layers_of_shape(shape: Shape) -> list[Layer]:
+    """All layers of a micro-batch in the order of the forward pass; those of one kind and policy share operations."""
+    made: dict[tuple[str, Policy], Layer] = {}
+    kinds = layer_groups(shape.model)
+    policies: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
+    layers = [Layer(EMBEDDING, "embedding", tuple(embedding(shape)), tuple(embedding_backward(shape)))]
+    for number, (kind, policy) in enumerate(zip(kinds, policies, strict=True)):
+        known = made.get((kind, policy))
+        if known is None:
+            known = made[kind, policy] = _block(shape, kind, policy)
+        layers.append(replace(known, name=f"blocks.{number}"))
+    layers.append(Layer(HEAD, "head", tuple(head(shape)), tuple(head_backward(shape))))
+    return layers
+
+
+def _block(shape: Shape, kind: str, policy: Policy) -> Layer:
+    forward, backward = forward_of(shape, kind), backward_of(shape, kind)
+    if policy is None:
+        return Layer("", kind, tuple(forward), tuple(backward))
+    return Layer(
+        "", kind, (*forward, dropped(shape, policy, kind)), (*backward, freed_after_backward(shape)),
+        tuple(again(shape, policy, kind)), weight_copies(shape, kind),
+    )  # fmt: skip
+
+
+def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
+    """Calls of a micro-batch, forward then backward, with how often each is made: layers that share operations once."""
+    same: dict[tuple[int, int], list[Layer]] = {}
+    for layer in layers:
+        same.setdefault((id(layer.forward), id(layer.recomputed)), []).append(layer)
+    alike = list(same.values())
+    for group in alike:
+        yield from ((op, op.repeat * len(group)) for op in group[0].forward if op.repeat)
+    ends = [group for group in alike if group[0].name in (EMBEDDING, HEAD)]
+    blocks = [group for group in alike if group[0].name not in (EMBEDDING, HEAD)]
+    output = [group for group in ends if group[0].name == HEAD]
+    embedded = [group for group in ends if group[0].name == EMBEDDING]
+    for group in output:
+        yield from ((op, op.repeat) for op in group[0].backward if op.repeat)
+    for group in blocks:
+        yield from ((op, op.repeat * len(group)) for op in group[0].recomputed if op.repeat)
+    for group in [*reversed(blocks), *embedded]:
+        yield from ((op, op.repeat * len(group)) for op in group[0].backward if op.repeat)
+
+
+def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
+    """Every call of a micro-batch in the order of execution, layer by layer."""
+    for layer in layers:
+        yield from layer.forward
+    remembered = sum(layer.cast_weight_bytes for layer in layers)
+    if remembered:
+        yield Operation(
+            "autocast", Kind.OTHER, Phase.FORWARD, "block", "", repeat=0, frees_saved_bytes=remembered
+        )  # fmt: skip
+    for layer in reversed(layers):
+        yield from layer.recomputed
+        yield from layer.backward
+
+
+def unfolded(shape: Shape) -> Iterator[Operation]:
+    """The same of the whole model."""
+    return in_order(layers_of_shape(shape))
+
+
+__all__ = [
+    "EMBEDDING",
+    "FP32",
+    "HEAD",
+    "Layer",
+    "Program",
+    "Stage",
+    "folded",
+    "in_order",
+    "layers_of_shape",
+    "step",
+    "unfolded",
+]

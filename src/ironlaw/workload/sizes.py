@@ -1,0 +1,33 @@
+"""Sizes that are an `int`, for one exact plan, or an array with one entry per layout, for thousands at once.
+
+Every function of this room that describes operations takes both: whole numbers stay exact Python integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Size = Any
+"""`int`, `float`, or a numpy array of either."""
+
+
+def is_array(*sizes: Size) -> bool:
+    return any(isinstance(size, np.ndarray) for size in sizes)
+
+
+def divided(size: Size, parts: Size) -> Size:
+    """`size / parts`; a whole number where both are and it divides."""
+    if is_array(size, parts):
+        return size / parts
+    quotient, rest = divmod(size, parts)
+    return size / parts if rest or isinstance(quotient, float) else quotient
+
+
+def larger(a: Size, b: Size) -> Size:
+    return np.maximum(a, b) if is_array(a, b) else max(a, b)
+
+
+def smaller(a: Size, b: Size) -> Size:
+    return np.minimum(a, b) if is_array(a, b) else min(a, b)

@@ -1,0 +1,117 @@
+"""A pass of an engine has the FLOPs of PyTorch's counter on a model with a cache of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.program import Program
+from ironlaw.workload.recipe import Batch
+from ironlaw.workload.serving import Chunk, cache_bytes, decode, forward_pass, prefill, scores
+
+SIZES: dict[str, Any] = {
+    "name": "llama", "layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 72, "vocab": 101, "context": 128,
+    "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False,
+}  # fmt: skip
+LLAMA = ModelConfig(**SIZES)
+
+
+class WithCache:
+    """A public implementation of the same model, with its own cache, on tensors without memory."""
+
+    def __init__(self, sequences: int) -> None:
+        transformers = pytest.importorskip("transformers")
+        sizes = transformers.LlamaConfig(
+            num_hidden_layers=3, hidden_size=48, num_attention_heads=4, num_key_value_heads=2, intermediate_size=72,
+            vocab_size=101, attn_implementation="sdpa",
+        )  # fmt: skip
+        with torch.device("meta"):
+            self.model = transformers.LlamaForCausalLM(sizes).eval()
+        self.cache, self.sequences, self.cached = transformers.DynamicCache(), sequences, 0
+
+    def flops(self, tokens: int) -> int:
+        """Of a pass over new tokens, which the cache has afterwards; every score counts, masked or not."""
+        given = torch.zeros(self.sequences, tokens, dtype=torch.long, device="meta")
+        at = torch.arange(self.cached, self.cached + tokens, device="meta")
+        seen = torch.ones(self.sequences, 1, tokens, self.cached + tokens, dtype=torch.bool, device="meta")
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            self.model(
+                given, past_key_values=self.cache, use_cache=True, position_ids=at[None], attention_mask=seen,
+                logits_to_keep=1,
+            )  # fmt: skip
+        self.cached += tokens
+        return counter.get_total_flops()
+
+
+def unmasked(program: Program, all_scores: int) -> int:
+    """FLOPs with every score counted, as the counter does."""
+    attention = [op for op, times in program.operations() for _ in range(times) if op.attention is not None]
+    masked = sum(op.flops or 0 for op in attention)
+    return (
+        program.flops()
+        - masked
+        + masked * all_scores * LLAMA.layers * LLAMA.heads // sum(op.elements for op in attention)
+    )
+
+
+def test_prefill_chunks_of_it_and_decoding_have_the_counters_flops() -> None:
+    counted = WithCache(sequences=3)
+    assert unmasked(prefill(LLAMA, Batch(3, 20)), 3 * 20 * 20) == counted.flops(20)
+    assert unmasked(prefill(LLAMA, Batch(3, 12), cached=20), 3 * 12 * 32) == counted.flops(12)
+    # A single query sees all that is there: nothing is masked.
+    assert decode(LLAMA, 3, cached=32).flops() == counted.flops(1)
+
+
+def test_chunks_of_a_prompt_compute_what_the_whole_prompt_does_but_for_logits() -> None:
+    def attention(program: Program) -> int:
+        return sum((op.flops or 0) * times for op, times in program.operations() if op.attention is not None)
+
+    whole = prefill(LLAMA, Batch(1, 64))
+    parts = [prefill(LLAMA, Batch(1, 16), cached=done) for done in range(0, 64, 16)]
+    assert attention(whole) == sum(map(attention, parts))
+    head = 2 * LLAMA.hidden * LLAMA.vocab
+    assert sum(part.flops() for part in parts) - 3 * head == whole.flops()
+
+
+def test_one_pass_takes_sequences_of_many_lengths() -> None:
+    mixed = forward_pass(LLAMA, [Chunk(16, 32), Chunk(1, 7), Chunk(1, 90)])
+    apart = [prefill(LLAMA, Batch(1, 16), cached=32), decode(LLAMA, 1, 7), decode(LLAMA, 1, 90)]
+    assert mixed.flops() == sum(one.flops() for one in apart)
+    cache = {t.component: t.bytes for t in mixed.tensors[0]}["cache"]
+    assert cache == 2 * 2 * LLAMA.key_value_size * LLAMA.layers * (48 + 8 + 91)
+
+
+def test_a_window_limits_scores_and_cache() -> None:
+    for tokens, cached, window in [(5, 0, 3), (4, 9, 6), (7, 2, 4), (1, 30, 8), (6, 1, 50)]:
+        expected = sum(min(window, cached + i + 1) for i in range(tokens))
+        assert scores(Chunk(tokens, cached), window) == expected
+    windowed = ModelConfig(**SIZES | {"sliding_window": 8})
+    assert cache_bytes(windowed, [5, 20], 2) == 2 * 2 * windowed.key_value_size * windowed.layers * (5 + 8)
+
+
+def test_nothing_waits_for_a_backward_pass_and_everything_dies() -> None:
+    for layer in decode(LLAMA, 4, 10).stages[0].layers:
+        assert not any(op.saved_bytes or op.gradient_bytes for op in layer.forward) and not layer.backward
+        assert sum(op.temporary_bytes - op.frees_temporary_bytes for op in layer.forward) == 0
+
+
+def test_tensor_parallel_ranks_divide_a_pass_and_add_up_their_parts() -> None:
+    alone, half = (forward_pass(LLAMA, [Chunk(1, 50)] * 8, Layout(tp=tp)) for tp in (1, 2))
+    head = 2 * 8 * LLAMA.hidden * (2 * 51 - 101)  # the vocabulary is padded
+    assert 2 * half.flops() == alone.flops() + head
+    sent = {(c.dimension, c.kind): (c.count, c.bytes) for c in half.collectives[0]}
+    assert sent["tp", "all_reduce"] == (7, 7 * 8 * LLAMA.hidden * 2)
+
+
+def test_what_is_not_served_yet_says_so() -> None:
+    with pytest.raises(UserError, match="experts"):
+        decode(ModelConfig(**SIZES | {"moe": {"experts": 4, "experts_per_token": 2}}), 1, 8)
+    with pytest.raises(UserError, match="tp ranks"):
+        forward_pass(LLAMA, [Chunk(1, 8)], Layout(dp=2))
