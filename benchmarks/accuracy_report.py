@@ -46,7 +46,7 @@ def unseen(left: dict[str, list[Left]]) -> dict[tuple[str, str], list[float]]:
 def intervals(left: dict[str, list[Left]]) -> list[str]:
     """Constants of the intervals, then errors and coverage of every group at each distance."""
     lines = ["## Intervals", "", *INTERVALS.strip().splitlines(), ""]
-    names = [name for name in factors()["time"] if name != "checked"]
+    names = [name for name in factors()["time"] if name not in ("checked", "formats")]
     rows = [[kind, *(f"{factors()[kind][name]:.3f}" for name in names)] for kind in left]
     lines += table(["quantity", *(f"`{name}`" for name in names)], rows)
     for kind, entries in left.items():
@@ -89,13 +89,15 @@ wider, the fewer comparable groups (same engine, same accelerator generation, mo
 none for a mixture of experts) the constants were checked on; wider again for software that no runs are known of, for
 hardware that not even a matmul was measured on, and for more accelerators than any checked run had:
 
-    spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + doubling^2 x doublings
+    spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + unknown_format^2
+               + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
 
 The constants have the least quantile loss over runs planned at three distances: by their engine fitted without their
 group, fitted without their accelerator generation, and by the generic engine, as if their software were not known
 (`benchmarks/fit_intervals.py`). *Inside* is the share of a group's runs in intervals that were learned without it.
-`assumed_hardware` and `doubling` are not learned from these runs. *Software unseen* is what to expect of a framework
+`assumed_hardware`, `unknown_format` (8- or 4-bit numbers that no checked run of the engine computed in) and `doubling`
+are not learned from these runs. *Software unseen* is what to expect of a framework
 that nobody has measured: the generic engine was set by the same runs, but by two constants only.
 """
 

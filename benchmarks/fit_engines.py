@@ -23,6 +23,7 @@ from scipy.optimize import least_squares
 from ironlaw.plan.cluster.ingredients import Parts, step_parts
 from ironlaw.plan.cluster.jobs import Jobs, jobs_of_columns
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
+from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
@@ -310,9 +311,9 @@ def left_out(name: str, runs: list[Run], names: list[str], kind: str, quiet: boo
 def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, float]]:
     """Each run with ln(measured / planned) by this engine in place of its own."""
     result: list[tuple[Run, float]] = []
-    for where, index in settings_of(runs):
+    for _, index in settings_of(runs):
         part = [runs[i] for i in index]
-        where = replace(where, engine=engine.on(part[0].cluster.accelerator.generation))
+        where = setting(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
         jobs = jobs_of_columns([r.columns for r in part])
         layers = stage_layers(jobs, engine.partition)
         if kind == "time":

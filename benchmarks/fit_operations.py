@@ -28,6 +28,7 @@ from operations_data import (
 from operations_fit import baseline, by_accelerator, device, fit, subsample, transfer
 from operations_report import Record, error_lines, summarise, summary_lines, write_networks, write_tomls
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.machine.efficiency import attention_seconds, matmul_seconds
 from ironlaw.machine.efficiency.hardware import AttentionConstants, MatmulConstants, StreamingConstants
 
@@ -47,8 +48,30 @@ def predict_matmul(table: Table, constants: MatmulConstants, dtype: str) -> Arra
     return by_accelerator(table, one)
 
 
-def fit_matmul(table: Table, key: str) -> MatmulConstants:
-    """Constants of one generation and format (and library, where formats need a cast)."""
+SAME_PROCESS = {"blackwell_ultra": "blackwell"}
+"""Generations made in the process of an earlier one: a product takes no more energy there."""
+
+NEXT_WIDER = {"nvfp4": "fp8"}
+"""A product of narrower operands takes no more than their share of the bytes of its energy. Benchmarks of 4-bit
+products last too short to show what they draw, and those that last longer are of shapes that no library was tuned for.
+"""
+
+
+def most_joules(generation: str, key: str, found: dict[tuple[str, str], MatmulConstants]) -> float:
+    """What an operation of this format takes at most, by those that are known."""
+    dtype, _, library = key.partition("/")
+    before = found.get((SAME_PROCESS.get(generation, ""), key))
+    wider = NEXT_WIDER.get(dtype, "")
+    of_wider = found.get((generation, f"{wider}/{library}"))
+    bounds = [before.joules_per_flop] if before else []
+    if of_wider:
+        share = number_format(dtype).bytes_per_element() / number_format(wider).bytes_per_element()
+        bounds.append(of_wider.joules_per_flop * share)
+    return min(bounds, default=np.inf)
+
+
+def fit_matmul(table: Table, key: str, most: float = np.inf) -> MatmulConstants:
+    """Constants of one generation and format (and library, where formats need a cast); `most` joules per operation."""
     dtype = key.split("/")[0]
     flops = 2 * table.columns["m"] * table.columns["n"] * table.columns["k"]
     large = flops > np.percentile(flops, 75)
@@ -60,13 +83,15 @@ def fit_matmul(table: Table, key: str) -> MatmulConstants:
     if dtype != "bf16":
         start = replace(start, cast_traffic=1.0, cast_seconds=3e-6)
         names += ["cast_traffic", "cast_seconds"]
-    return fit(start, names, lambda c: predict_matmul(table, c, dtype), table.seconds)
+    upper = {"joules_per_flop": most}
+    return fit(start, names, lambda c: predict_matmul(table, c, dtype), table.seconds, upper=upper)
 
 
 def matmul_records(folder: Path, only: str | None) -> list[Record]:
     """Fits and errors of all matmul groups."""
     records = []
-    for (generation, key), table in matmul_tables(folder).items():
+    found: dict[tuple[str, str], MatmulConstants] = {}
+    for (generation, key), table in matmul_tables(folder).items():  # in order: wider formats and older chips first
         if only and generation != only:
             continue
         # one library version was much slower on B300's block-scaled fp8 than all later ones: held out
@@ -74,7 +99,8 @@ def matmul_records(folder: Path, only: str | None) -> list[Record]:
         current = table.pick(~np.array(old))
         held = current.held_out()
         train, test = subsample(current.pick(~held)), current.pick(held)
-        constants = fit_matmul(train, key)
+        most = most_joules(generation, key, found)
+        constants = found[generation, key] = fit_matmul(train, key, most)
         dtype = key.split("/")[0]
         peaks = np.array([REFERENCES[a].tflops[dtype.split("_")[0]] * 1e12 for a in table.accelerator])
         ideal = 2 * table.columns["m"] * table.columns["n"] * table.columns["k"] / peaks
@@ -90,7 +116,7 @@ def matmul_records(folder: Path, only: str | None) -> list[Record]:
         )
         record.baseline = baseline(ideal, table.seconds)
         record.transfer = transfer(
-            current, lambda t, k=key: fit_matmul(t, k), lambda t, c, d=dtype: predict_matmul(t, c, d)
+            current, lambda t, k=key, j=most: fit_matmul(t, k, j), lambda t, c, d=dtype: predict_matmul(t, c, d)
         )
         records.append(record)
     return records

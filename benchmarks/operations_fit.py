@@ -28,12 +28,16 @@ def fit(
     seconds: Array,
     starts: int = 2,
     weights: Array | float = 1.0,
+    upper: Mapping[str, float] | None = None,
 ) -> Any:
-    """Constants that minimise the soft absolute log error; positive, bounded, weakly tied to the start."""
+    """Constants that minimise the soft absolute log error; positive, bounded, weakly tied to the start.
+
+    `upper`: bounds beside those of `UPPER`."""
+    bounds = UPPER | (upper or {})
     start = np.array([max(getattr(constants, n), 1e-12) for n in names])
 
     def at(z: Array) -> Any:
-        values = {n: min(v, UPPER.get(n, np.inf)) for n, v in zip(names, start * np.exp(z), strict=True)}
+        values = {n: min(v, bounds.get(n, np.inf)) for n, v in zip(names, start * np.exp(z), strict=True)}
         return replace(constants, **{n: float(v) for n, v in values.items()})
 
     def residual(z: Array) -> Array:

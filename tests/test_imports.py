@@ -16,7 +16,7 @@ import ironlaw
 PACKAGE = Path(ironlaw.__file__).parent
 
 # From the top down: a room imports only from rows below its own.
-BASE = ("catalog", "config", "data", "errors", "ledger", "model", "units")
+BASE = ("catalog", "config", "cores", "data", "errors", "files", "ledger", "model", "schema", "units")
 ROOMS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "cli": ("explain", "train", "observe", "plan", "workload", "machine", "report", *BASE),
@@ -24,15 +24,18 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
-    "machine": ("config", "catalog", "model", "data", "ledger", "errors", "units"),
+    "machine": ("config", "cores", "catalog", "model", "data", "ledger", "files", "errors", "units"),
     "numerics": ("model", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
-    "config": ("workload", "catalog", "data", "errors", "model"),
-    "workload": ("model", "ledger", "errors", "units"),  # no hardware: never machine
-    "data": ("errors", "units"),
-    "model": ("catalog", "errors"),
-    "ledger": ("errors",),
+    "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
+    "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine
+    "data": ("cores", "files", "schema", "errors", "units"),
+    "model": ("catalog", "files", "schema", "errors"),
+    "ledger": ("files", "errors"),
     "catalog": ("errors",),
+    "files": ("errors",),
+    "schema": ("errors",),
+    "cores": (),
     "units": (),
     "errors": (),
 }

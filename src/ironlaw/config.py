@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from ironlaw.catalog.formats import computing_formats
 from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError, did_you_mean, shortened
+from ironlaw.files import read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
+from ironlaw.schema import Section
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
@@ -32,18 +34,14 @@ def _known_precision(name: str) -> str:
 Precision = Annotated[str, AfterValidator(_known_precision)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """One optimizer step: how much data, in which arithmetic."""
 
-    steps: int = Field(1000, gt=0)
-    global_batch: int = Field(8, gt=0)  # sequences per optimizer step
+    steps: int = Field(1000, gt=0, le=10**12)
+    global_batch: int = Field(8, gt=0, le=2**30)  # sequences per optimizer step
     micro_batch: int | None = Field(None, gt=0)  # sequences per forward pass; the whole batch unless given
     sequence: int | None = Field(None, gt=0)  # tokens per sequence; the model's context unless given
-    clip: float = Field(1.0, gt=0)  # global gradient norm; inf clips nothing
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # global gradient norm; inf clips nothing
     # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
     precision: Precision = "auto"
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
@@ -53,10 +51,10 @@ class TrainConfig(_Section):
     average_decay: float | None = Field(None, gt=0, lt=1)  # keep an exponential average of the weights, such as 0.999
     noise_scale_every: int = Field(0, ge=0)  # steps between estimates of the critical batch size; 0: none
     offload: Literal["none", "activations", "optimizer", "both"] = "none"  # to the host's memory, on CUDA
-    threads: int | None = Field(None, gt=0)  # CPU threads; all cores unless given
+    threads: int | None = Field(None, gt=0, le=4096)  # CPU threads; OMP_NUM_THREADS or all cores unless given
     seed: int = Field(0, ge=0)
     start_from: str | None = None  # first weights: a Hugging Face directory or a run; [model] from = "DIR" sets it too
-    profile_steps: int = Field(5, ge=0)  # steps recorded for the time by operation; 0 records none
+    profile_steps: int = Field(5, ge=0, le=1000)  # steps recorded for the time by operation; 0 records none
 
     @property
     def offloads_activations(self) -> bool:
@@ -67,14 +65,18 @@ class TrainConfig(_Section):
         return self.offload in ("optimizer", "both")
 
 
-class ScheduleConfig(_Section):
+WARMUP_STEPS = 100
+
+
+class ScheduleConfig(Section):
     """The learning rate over the steps, as a fraction of its peak."""
 
     # cosine (arXiv 1608.03983), linear and exponential fall to min_lr_fraction at the last step; inverse_sqrt with the
     # root of the step (arXiv 1706.03762); step falls by step_factor every step_every steps; wsd stays at the peak and
     # falls linearly over the last decay_fraction of the steps (arXiv 2404.06395).
     kind: Literal["cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd", "constant"] = "cosine"
-    warmup_steps: int = Field(100, ge=0)  # linear from 0: Adam's second moment needs some steps to settle
+    # Linear from 0, as Adam's second moment needs some steps to settle; else 100, or the whole of a shorter run.
+    warmup_steps: int | None = Field(None, ge=0)
     min_lr_fraction: float = Field(0.1, ge=0, le=1)
     decay_fraction: float = Field(0.2, gt=0, le=1)
     step_every: int = Field(1000, gt=0)
@@ -84,7 +86,7 @@ class ScheduleConfig(_Section):
     reference_batch: int = Field(256, gt=0)  # sequences per step for which optimizer.lr is meant
 
 
-class ScalerConfig(_Section):
+class ScalerConfig(Section):
     """Loss scaling, which keeps small gradients above the smallest fp16 number (train.precision = "fp16")."""
 
     initial: float = Field(65536.0, gt=0)
@@ -99,14 +101,14 @@ MOVED = {f"train.{key}": f"optimizer.{key}" for key in ("lr", "beta1", "beta2", 
 }
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     every: int = Field(200, ge=0)  # steps; 0: only at the end and when interrupted
     keep: int = Field(2, gt=0)  # the newest k
     keep_every: int = Field(0, ge=0)  # and those of steps divisible by this, for ever; 0: none
     keep_best: int = Field(0, ge=0)  # and the k with the lowest validation loss
 
 
-class RecoveryConfig(_Section):
+class RecoveryConfig(Section):
     """When a loss counts as a spike, and what is done about it (train/recovery.py)."""
 
     enabled: bool = True  # false: only a loss that is not finite ends the run
@@ -118,14 +120,14 @@ class RecoveryConfig(_Section):
     skip_before: int = Field(8, ge=0)  # batches before the spike that are left out with it
     skip_after: int = Field(32, ge=0)  # and after it; PaLM left out 200 to 500 in all (arXiv 2204.02311)
     strikes: int = Field(3, gt=0)  # the spike that stops the run
-    forgive_steps: int = Field(1000, gt=0)  # without a spike, after which the count starts again
+    forgive_steps: int = Field(1000, gt=0, le=10**12)  # without a spike, after which the count starts again
     # Of runs on several ranks (train/parallel/watcher.py):
     collective_seconds: float = Field(300.0, gt=0)  # a collective that waits longer hangs: the job ends, and says who
     straggler_every: int = Field(10, ge=0)  # steps between comparisons of the ranks' own times; 0: none
     straggler_threshold: float = Field(0.15, gt=0, lt=1)  # of the step: what a slow rank takes more than the others
 
 
-class TrackingConfig(_Section):
+class TrackingConfig(Section):
     """Where metrics go beside metrics.jsonl. Needs the extra `track`."""
 
     to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
@@ -135,30 +137,30 @@ class TrackingConfig(_Section):
     batch_digests: bool = False  # metrics.jsonl also gets a checksum of each step's tokens: which were trained on
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     every: int = Field(100, ge=0)  # steps; 0: only at the end
-    batches: int = Field(8, gt=0)  # validation batches of `train.global_batch` sequences each
+    batches: int = Field(8, gt=0, le=2**30)  # validation batches of `train.global_batch` sequences each
 
 
-class LayoutConfig(_Section):
+class LayoutConfig(Section):
     """How the job is spread over processes, one per device: the planner's words (`workload/layout.py`).
 
     With a [layout] table, even an empty one, dropout is drawn by sample, so that every layout trains alike.
     """
 
-    dp: int | None = Field(None, gt=0)  # data parallel replicas; what the other degrees leave of the ranks unless given
+    dp: int | None = Field(None, gt=0, le=2**20)  # data parallel replicas; what the other degrees leave unless given
     zero: int = Field(0, ge=0, le=3)  # what replicas shard: 1 optimizer state, 2 and gradients, 3 and weights (FSDP2)
-    shard: int | None = Field(None, gt=0)  # replicas that share one sharded copy (hybrid sharding); all unless given
-    tp: int = Field(1, gt=0)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
+    shard: int | None = Field(None, gt=0, le=2**20)  # replicas that share one sharded copy; all unless given
+    tp: int = Field(1, gt=0, le=2**14)  # tensor parallel ranks: heads, feed-forward width and vocabulary are divided
     sp: bool = False  # sequence parallel: the residual stream too; less memory for the same traffic
-    pp: int = Field(1, gt=0)  # pipeline stages
-    virtual_stages: int = Field(1, gt=0)  # model chunks per pipeline rank: a smaller bubble, more messages
+    pp: int = Field(1, gt=0, le=2**14)  # pipeline stages
+    virtual_stages: int = Field(1, gt=0, le=2**14)  # model chunks per pipeline rank: a smaller bubble, more messages
     schedule: Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"] = "1f1b"
-    cp: int = Field(1, gt=0)  # context parallel ranks: each sequence is divided
-    ep: int = Field(1, gt=0)  # expert parallel ranks, out of the data parallel ones
+    cp: int = Field(1, gt=0, le=2**14)  # context parallel ranks: each sequence is divided
+    ep: int = Field(1, gt=0, le=2**14)  # expert parallel ranks, out of the data parallel ones
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run. `model` is a table of ModelConfig fields, or `name = "gpt2"` with fields to override."""
 
     model: ModelConfig
@@ -241,6 +243,11 @@ class RunConfig(_Section):
         return max(1, -(-self.train.global_batch // self.micro_batch))
 
     @property
+    def warmup_steps(self) -> int:
+        given = self.schedule.warmup_steps
+        return min(WARMUP_STEPS, self.train.steps) if given is None else given
+
+    @property
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.sequence
 
@@ -254,12 +261,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         path = path / "config.toml"
     if not path.is_file():
         raise UserError(f"no config file at {path}: write one like examples/gpt-tiny.toml, or check the path")
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+    document = read_toml(path)
     for override in overrides:
-        _apply(document, override)
+        apply_override(document, override)
     return build_config(document, where=str(path))
 
 
@@ -274,10 +278,13 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
         if "from" in model:
             document = _started_from(document, model, where)
             model = document["model"]
-        if "name" in model and (model["name"] in model_names() or "layers" not in model):
+        name = model.get("name")
+        if name is not None and not isinstance(name, str):
+            raise UserError(f'{where}: model.name = {name!r} is no name: write it in quotes, such as name = "gpt2"')
+        if name is not None and (name in model_names() or "layers" not in model):
             overrides = {key: value for key, value in model.items() if key != "name"}
             _check_keys(overrides, ModelConfig, "model")
-            document = document | {"model": _named_model(model["name"], overrides)}
+            document = document | {"model": _named_model(name, overrides)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None
@@ -307,41 +314,47 @@ def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     return with_overrides(model_figures(name) | {"name": name}, overrides)
 
 
-def _apply(document: dict[str, Any], override: str) -> None:
-    """`optimizer.lr=3e-4`: the value is read as TOML, and as a plain string when it is not TOML."""
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or len(parts) != 2 or not all(parts):
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """`optimizer.lr=3e-4`, at any depth: the value is read as TOML, and as a plain string when it is not TOML."""
+    name, equals, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not equals or len(parts) < 2 or not all(parts):
         raise UserError(f"--set {override!r} is not section.key=value: write for example --set optimizer.lr=3e-4")
     value = _toml_value(text)
-    if not isinstance(value, str) and _is_text(*parts):
+    if not isinstance(value, str) and _is_text(parts):
         value = text  # data.path=2024 is a folder
-    section = document.setdefault(parts[0], {})
-    if not isinstance(section, dict):
-        raise UserError(f"--set {override!r}: {parts[0]} is not a section")
-    section[parts[1]] = value
+    table = document
+    for depth, part in enumerate(parts[:-1], start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override!r}: {'.'.join(parts[:depth])} is not a section")
+    table[parts[-1]] = value
 
 
 def _toml_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def _is_text(section: str, key: str) -> bool:
+def _is_text(parts: Sequence[str]) -> bool:
     """Whether this key holds any text (unknown keys do not: they are refused later, by name)."""
-    kind = _section_type(section)
-    field = kind.model_fields.get(key) if kind is not None else None
+    kind = _section_type(parts[:-1])
+    field = kind.model_fields.get(parts[-1]) if kind is not None else None
     return field is not None and field.annotation in (str, str | None)
 
 
-def _section_type(name: str) -> type[BaseModel] | None:
-    """The type of a section, also of one that may be absent."""
-    known = RunConfig.model_fields.get(name)
-    kinds = (known.annotation, *get_args(known.annotation)) if known else ()
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+def _section_type(parts: Sequence[str]) -> type[BaseModel] | None:
+    """The type of a section by its path, also of one that may be absent; None where there is no such section."""
+    kind: type[BaseModel] | None = RunConfig
+    for part in parts:
+        known = kind.model_fields.get(part) if kind is not None else None
+        # Of `X`, `X | None` and `tuple[X, ...]`.
+        kinds = (known.annotation, *get_args(known.annotation)) if known else ()
+        kind = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return kind
 
 
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
@@ -367,12 +380,12 @@ def _explain(error: ValidationError) -> str:
             return f"{key} has moved: write {MOVED[key]}"
         if len(location) == 1:
             return f"unknown section {key}: {did_you_mean(key, RunConfig.model_fields)}"
-        section = _section_type(location[0])
-        assert section is not None
-        return f"unknown key {key}: {_nearest(location[0], location[-1], section)}"
+        kind = _section_type([part for part in location[:-1] if not part.isdigit()])
+        assert kind is not None
+        return f"unknown key {key}: {_nearest('.'.join(location[:-1]), location[-1], kind)}"
     if problem["type"] == "missing":
         return f"{key} is missing: add it, or give model.name of a catalogued model"
     message = problem["msg"].removeprefix("Value error, ")
     if not key or problem["type"] == "value_error":
         return f"{key + ': ' if key and not message.startswith(key) else ''}{message}"
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} = {shortened(repr(problem['input']))}: {message[0].lower()}{message[1:]}"

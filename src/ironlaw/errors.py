@@ -1,13 +1,31 @@
-"""The one error type that reaches a user."""
+"""The one error type that reaches a user, and what makes a user's own words fit to show."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LARGEST = 2**53
+"""Of whole numbers: beyond it neighbours are one number in floating point."""
 
 
 class UserError(ValueError):
     """Wrong input. The message is one line: what is wrong, and what to write instead. Exit code 2."""
+
+
+# Terminals obey control characters, and characters of direction make a text read as another.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: what a terminal would obey is spelt out. Lines and tabs stay."""
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def shortened(text: str, at_most: int = 60) -> str:
+    """The beginning of a text for a message of one line."""
+    return text if len(text) <= at_most else text[: at_most - 1] + "…"
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = "") -> str:

@@ -7,7 +7,6 @@ other is meaningful. What a side cannot know is `None`, never 0: zero means "loo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 
 SCHEMA_VERSION = 1
 
@@ -185,13 +185,13 @@ class Ledger:
         )
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_json())
 
     @staticmethod
     def load(path: Path) -> Ledger:
         try:
-            return Ledger.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            return Ledger.from_json(read_json(path))
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a ledger of Ironlaw ({error}): point to a run directory") from None
 
 

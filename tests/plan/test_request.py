@@ -12,9 +12,10 @@ from ironlaw.catalog import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.abilities import ABILITIES, lacking
 from ironlaw.plan.cluster.checked import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster.estimate import plan_cluster
-from ironlaw.plan.engines.named import engines
+from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import Wishes
 from ironlaw.workload.layout import parse_layout
@@ -208,7 +209,7 @@ def test_what_cannot_be_resolved(what, message):
     ("options", "message"),
     [
         ({"precision": "int4"}, "unknown precision"),
-        ({"precision": "mxfp8"}, "no mxfp8 peak of h100-sxm-80gb: use --precision bf16 or fp16 or fp32"),
+        ({"precision": "mxfp8"}, "no mxfp8 peak of h100-sxm-80gb: use --precision fp32 or tf32 or fp16 or bf16"),
         ({"optimizer": "adamw8"}, "unknown optimizer 'adamw8'"),
         ({"engine": "megatorn"}, "unknown engine"),
         ({"emit": "torchtitan", "layout": "dp=8 zero=1"}, "cannot be written for torchtitan"),
@@ -308,3 +309,42 @@ def test_an_odd_lot_of_accelerators_is_told_which_fewer_are_faster():
     assert first["change"].startswith("--on 16xh100-sxm-80gb") and first["gain"] > 0.3
     round_ones = plan_request("llama3-8b", on="16xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
     assert not any("divide better" in change["change"] for change in round_ones.more["first_change"]["tried"])
+
+
+def test_the_software_assumed_can_run_the_layout():
+    """On A100s most runs are of a framework that shards only: GPT-3 on 4,096 of them has no layout there."""
+    answer = plan("gpt3-175b", on="4096xa100-sxm-80gb")
+    name, layout = answer.more["engine"]["name"], parse_layout(answer.more["layout"]["text"])
+    assert layout.tp * layout.pp > 1 and not lacking(engine(name), layout)
+    said = next(entry for entry in answer.more["assumed"] if entry["name"] == "engine")
+    assert said["value"] == name and "composer-fsdp, which has no tensor or pipeline parallelism" in said["reason"]
+    others = answer.more["engine"]["others"]
+    assert others and all(not lacking(engine(o["engine"]), parse_layout(o["layout"])) for o in others)
+    assert all(o["step_seconds"] > 0 and o["engine"] != name for o in others)
+
+
+def test_a_given_layout_decides_on_the_software_and_given_software_on_the_layouts():
+    words = {"what": "llama3-8b", "on": "16xa100-sxm-80gb", "work": BIG_BATCH}
+    assert plan(**words, layout="dp=16 zero=3").more["engine"]["name"] == "composer-fsdp"
+    assert plan(**words, layout="dp=2 tp=4 pp=2 zero=1").more["engine"]["name"] == "nemo"
+    assert plan(**words, layout="dp=2 tp=4 pp=2 schedule=zb").more["engine"]["name"] == "generic"
+    with pytest.raises(UserError, match=r"composer-fsdp has no .*pipeline parallelism.*use --engine"):
+        plan(**words, layout="dp=2 tp=4 pp=2 zero=1", engine="composer-fsdp")
+    found = plan(**words, engine="composer-fsdp").more
+    assert found["layout"]["tp"] == found["layout"]["pp"] == 1 and "others" not in found["engine"]
+    assert any("composer-fsdp has no" in wall for wall in found["ruled_out"])
+
+
+def test_every_word_of_what_an_engine_lacks_is_known():
+    assert all(set(e.lacks) <= set(ABILITIES) for e in engines().values())
+
+
+def test_names_that_stand_for_others_and_devices_of_which_too_little_is_known():
+    assumed = plan("deepseek-r1", on="256xa100-80gb", layout="dp=8 ep=8 tp=4 pp=8 zero=1").more["assumed"]
+    said = {entry["name"]: entry for entry in assumed}
+    assert said["accelerator"]["value"] == "a100-sxm-80gb" and "the form is not said" in said["accelerator"]["reason"]
+    assert said["model"]["value"] == "deepseek-v3" and "deepseek-r1" in said["model"]["reason"]
+    with pytest.raises(UserError, match="its maker prints none"):
+        plan("qwen3-0.6b", on="snapdragon-8-elite-npu")
+    with pytest.raises(UserError, match="holds 8: use 1, 2, 4 or 8"):
+        plan(per_node=3)

@@ -70,12 +70,59 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("NVLink in node", 400, "infiniband"),
         ("whatever 12 monkeys", 400, "infiniband"),
         ("", 400, "infiniband"),
+        # Lists: the compute network is the fastest, or the one that is said to be for it.
+        ("1x Ethernet 100Gb/Sec, 8x NVIDIA Quantum-2 CX7 InfiniBand (400Gb/s)", 400, "infiniband"),
+        ("2x ConnectX-5 100Gb/s Ethernet | 24x 100Gb/s Ethernet", 300, "roce"),
+        ("25GbE management; 4x 400GbE storage; 8x200G RoCEv2", 200, "roce"),
+        ("InfiniBand HDR (8x200Gb/s) for compute, 4x 800 GbE uplink", 200, "infiniband"),
+        ("8x ConnectX-7, 400 Gb/s InfiniBand", 400, "infiniband"),
+        ("400 Gbps per NIC, 8 NICs, RoCE", 400, "infiniband"),
+        # Figures of links inside the node, and of a port beside the compute network, are no rate of it.
+        ("ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s", 400, "roce"),
+        ("100GbE InfiniBand", 400, "infiniband"),
+        # Bits and bytes; ports that are only named, or only counted.
+        ("50 GB/s per GPU InfiniBand", 400, "infiniband"),
+        ("8x 400GB/s InfiniBand", 400, "infiniband"),  # no port is so fast
+        ("8x400G", 400, "infiniband"),
+        ("4xHDR InfiniBand", 100, "infiniband"),
+        ("NDR", 400, "infiniband"),
+        ("HDR100", 100, "infiniband"),
+        ("EFA 3200", 400, "efa"),
+        ("GPUDirect-TCPXO", 200, "tcpx"),
+        ("3,200 Gbps InfiniBand", 400, "infiniband"),
     ],
 )
 def test_networks_as_people_describe_them(text, gigabytes, fabric):
-    found = described_node(node("dgx-h200"), text)
+    found, _ = described_node(node("dgx-h200"), text)
     assert found.network_bytes_per_second == pytest.approx(gigabytes * 1e9)
     assert found.fabric == fabric
+
+
+@pytest.mark.parametrize("text", ["-400 Gb/s IB", "8x -400G RoCE", "1e999 Gb/s IB", "0 Gb/s IB", "0x 400G IB", "-2:1"])
+def test_a_figure_that_no_network_has_is_refused(text):
+    with pytest.raises(UserError, match="network"):
+        described_node(node("dgx-h100"), text)
+
+
+def test_a_network_that_cannot_be_read_is_the_usual_one_and_said(tmp_path):
+    for text in ("ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s", "100GbE InfiniBand", "a good one"):
+        run, _ = read(tmp_path, accelerators="16", interconnect=text)
+        usual = node(run.cluster.accelerator.default_node).network_bytes_per_second
+        assert run.cluster.node.network_bytes_per_second == usual
+        assert any(note.startswith("network = ") and text in note for note in run.assumed)
+
+
+def test_a_board_is_not_cut_into_parts_that_do_not_divide_it(tmp_path):
+    _, reason = read(tmp_path, per_node="3")
+    assert "holds 8: use 1, 2, 4 or 8" in reason
+    assert resized(node("dgx-1-v100"), 6).accelerators == 6  # wired chip by chip: machines of six were built
+
+
+def test_a_chip_in_a_rack_is_the_one_that_racks_are_built_of(tmp_path):
+    run, _ = read(tmp_path, accelerator="b300", per_node="4", interconnect="NVL72 NVLink5")
+    assert run.cluster.accelerator.name == "gb300" and any("in a rack of 72" in note for note in run.assumed)
+    run, _ = read(tmp_path, accelerator="b300", interconnect="NVLink5 in node")
+    assert run.cluster.accelerator.name == "b300"
 
 
 def test_params_tell_a_gated_network_from_a_plain_one(tmp_path):
@@ -181,7 +228,8 @@ def test_slips_of_the_keyboard_do_not_keep_the_planner_busy(tmp_path):
     [
         ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"), ("a100", "a100-sxm-80gb"), ("A100 40GB", "a100-sxm-40gb"),
         ("h200-sxm-141gb", "h200"), ("GB200 NVL72", "gb200"), ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
-        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("h800", "h100-sxm-80gb"),
+        ("AMD Instinct MI300X OAM", "mi300x"), ("a100-pcie", "a100-pcie-40gb"), ("a800", "a100-sxm-80gb"),
+        ("GeForce RTX 3060 12GB", "rtx-3060"), ("GH200 96GB", "gh200"),
     ],
 )  # fmt: skip
 def test_accelerators_as_people_write_them(cell, name):
@@ -254,3 +302,47 @@ def test_a_rack_has_the_network_of_its_trays_however_many_are_called_a_node():
         assert named.scale_up_accelerators == 72
         assert named.network_bytes_per_second == pytest.approx(size * 50e9)
     assert resized(node("dgx-h100"), 4).network_bytes_per_second == node("dgx-h100").network_bytes_per_second
+
+
+NEMOTRON = {
+    "framework": "NeMo 25", "layers": "96", "hidden": "18432", "heads": "96", "kv_heads": "8", "ffn": "73728",
+    "gated_ffn": "0", "vocab": "256000", "accelerator": "h100-sxm-80gb", "accelerators": "256", "tp": "8", "pp": "8",
+    "global_batch": "64", "zero": "1", "recompute": "none", "precision": "fp8",
+}  # fmt: skip
+
+
+def test_a_long_bubble_is_taken_to_be_interleaved_and_the_interval_says_what_hangs_on_it(tmp_path):
+    rows = [ROW | NEMOTRON | cells for cells in ({}, {"virtual_stages": "1"}, {"virtual_stages": "6"})]
+    record = validate(write(tmp_path / "runs.csv", rows))
+    open_, plain, stated = record.to_json()["rows"]
+    assert record.runs[0].columns["virtual"] == 6 and any("the bubble would cost 44%" in a for a in open_["assumed"])
+    assert open_["predicted_step_seconds"] == stated["predicted_step_seconds"] < plain["predicted_step_seconds"] / 1.2
+    assert open_["step_interval"][1] > max(plain["predicted_step_seconds"], 1.1 * stated["step_interval"][1])
+    short = validate(write(tmp_path / "runs.csv", [ROW | NEMOTRON | {"global_batch": "1024"}])).runs[0]
+    assert short.columns["virtual"] == 1  # 1% of bubble: nothing to interleave for
+
+
+@pytest.mark.parametrize(("framework", "assumed", "other"), [("Megatron-LM", "bf16", "fp8"), ("NeMo", "fp8", "bf16")])
+def test_an_unknown_precision_is_a_wide_interval(tmp_path, framework, assumed, other):
+    words = {"framework": framework, "tp": "2", "accelerator": "h100-sxm-80gb", "recompute": "none"}
+    rows = [ROW | words | {"precision": precision} for precision in ("", assumed, other)]
+    unknown, same, different = validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]
+    assert unknown["predicted_step_seconds"] == same["predicted_step_seconds"]
+    low, high = unknown["step_interval"]
+    assert low < different["predicted_step_seconds"] < high
+    assert high / low > 1.1 * same["step_interval"][1] / same["step_interval"][0]
+
+
+def test_overlap_of_tensor_parallel_communication_that_nobody_states_widens_the_interval(tmp_path):
+    slow = {"framework": "Megatron-LM", "accelerator": "a100-sxm-80gb", "precision": "bf16", "recompute": "none"}
+    rows = [ROW | slow | {"tp": tp} for tp in ("1", "8")]
+    ratios = [r["predicted_step_seconds"] / r["step_interval"][0]
+              for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]  # fmt: skip
+    assert ratios[1] > 1.02 * ratios[0]
+
+
+def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
+    """Nothing is open: the interval is that of the engine alone."""
+    said = {"framework": "NeMo", "precision": "bf16", "virtual_stages": "1", "recompute": "none", "tp": "1"}
+    run, _ = read(tmp_path, **said)
+    assert run.otherwise == ()

@@ -83,3 +83,37 @@ def test_more_memory_never_makes_the_best_layout_worse(name):
         found = search(ModelConfig.named(name), larger, sequence=4096, global_batch=64, keep=1, hybrid=False)
         seconds.append(found.best[0].step_seconds if found.best else np.inf)
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
+SUCCESSORS = (
+    ("v100-sxm-32gb@dgx-1-v100", "a100-sxm-80gb"), ("a100-sxm-40gb", "a100-sxm-80gb"),
+    ("a100-sxm-80gb", "h100-sxm-80gb"), ("h100-sxm-80gb", "h200"),
+    ("h200", "b200-sxm"), ("b200-sxm", "b300"), ("b200-sxm", "gb200"), ("b300", "gb300"),
+    ("gb200", "gb300"), ("a100-pcie-80gb", "h100-pcie-80gb"), ("l4", "l40s"), ("mi300x", "mi325x"),
+    ("mi325x", "mi355x"), ("tpu-v5e", "tpu-v6e"), ("gaudi2", "gaudi3"),
+)  # fmt: skip
+"""An accelerator and one that its maker sells as faster in every way, in nodes of one size or a larger one."""
+
+
+@pytest.mark.parametrize(("older", "newer"), SUCCESSORS, ids=lambda name: name)
+def test_a_successor_is_never_slower_under_the_same_software(older, newer):
+    for name, count, sequence, batch in (("llama3-8b", 8, 8192, 64), ("llama3-70b", 64, 8192, 128)):
+        model = ModelConfig.named(name)
+        rows = list(layout_table(model, count, sequence, batch, {}))
+        table = np.array(random.Random(0).sample(rows, 40), dtype=float)
+        columns = {column: table[:, i] for i, column in enumerate(COLUMNS)}
+        jobs = jobs_of_table(model, columns, sequence=sequence, global_batch=batch)
+        clusters = [parse_cluster(f"{count}x{accelerator}") for accelerator in (older, newer)]
+        peaks = [cluster.accelerator.peak_flops_per_second for cluster in clusters]
+        formats = [
+            name
+            for name, peak in (("bf16", "fp16"), ("bf16", "bf16"), ("fp8", "fp8"), ("mxfp8", "fp8"), ("nvfp4", "fp4"))
+            if all(peak in of for of in peaks)
+        ]
+        for software in ("nemo", "torchtitan", "generic"):
+            for precision in dict.fromkeys(formats):
+                before, after = (
+                    plan_jobs(jobs, setting(cluster, engine(software), precision)).times.step_seconds
+                    for cluster in clusters
+                )
+                assert (after <= 1.005 * before).all(), (name, software, precision)

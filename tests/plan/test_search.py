@@ -10,6 +10,7 @@ from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.abilities import lacking
 from ironlaw.plan.cluster.estimate import least_seconds, plan_cluster, plan_jobs
 from ironlaw.plan.cluster.jobs import jobs_of_table
 from ironlaw.plan.cluster.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
@@ -27,6 +28,8 @@ def brute_force(cluster, offload=False):
     for row in layout_table(TINY, 4, 1024, 4, {}, cp_kinds=engine("megatron-core").cp_kinds):
         for variant in (NO_SAVING, *savings(TINY, offload=offload)):
             layout = layout_of((*row[:-3], *variant))
+            if lacking(engine("megatron-core"), layout):
+                continue
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
             ledger = plan_cluster(TINY, cluster, layout, sequence=1024, global_batch=4, engine="megatron-core")
             count += 1

@@ -103,8 +103,11 @@ def test_intervals_contain_the_plan_and_widen_with_distance():
     """The fewer comparable runs, the wider: another size, software, hardware, many more accelerators."""
     sizes = {"known": 1.5e10, "larger": 1e13}
 
-    def width(quantity, engine="nemo", generation="hopper", accelerators=64, parameters=sizes["known"], experts=False):
-        low, high = interval_factors(quantity, engine, generation, accelerators, parameters, experts)
+    def width(
+        quantity, engine="nemo", generation="hopper", accelerators=64, parameters=sizes["known"], experts=False,
+        precision="",
+    ):  # fmt: skip
+        low, high = interval_factors(quantity, engine, generation, accelerators, parameters, experts, precision)
         assert low < 0 < high
         return high - low
 
@@ -112,6 +115,8 @@ def test_intervals_contain_the_plan_and_widen_with_distance():
         assert width(quantity, "generic") > 1.3 * width(quantity)
     known = width("time")
     assert width("time", experts=True) > 1.1 * known
+    assert width("time", precision="fp8") == known < width("time", precision="nvfp4") / 1.1
+    assert width("time", "deepspeed") > 1.3 * width("time", "megatron-core", generation="ampere")  # no run of it
     assert width("time", accelerators=2**24) > known
     assert width("time", parameters=sizes["larger"]) > 1.3 * known
     assert width("time", generation="ampere") > 1.3 * known

@@ -219,7 +219,7 @@ def test_room_is_asked_for_what_this_optimizer_and_the_average_hold(
     assert expected < written < expected + 40_000 + 0.02 * expected
 
 
-@pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_atomically", "publish"])
+@pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_text", "publish"])
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:

@@ -128,7 +128,7 @@ def test_killed_at_random_and_resumed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_run_can_go_on(
     tiny_file: Callable[..., Path], start_ironlaw: Start, ironlaw_process: Finish, train: Train, losses: Losses,
     tmp_path: Path, number: signal.Signals, code: int,

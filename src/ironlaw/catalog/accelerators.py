@@ -4,23 +4,26 @@
     peak(acc, "bf16").value         # 989.4e12 FLOP/s, dense
     acc.memory_bytes_per_second     # Figure(3.35e12, "nvidia-h100-datasheet", ...)
 
-A name is a file name. A shorter form works where only one accelerator answers to it (`h200`, `b200`,
+A name is a file name, or a line of `devices/` (`devices.py`): cards, laptops, phones and processors that models are
+served on. A shorter form works where only one accelerator answers to it (`h200`, `b200`,
 `4090`); where several do (`h100`, `a100`) the error lists them, because their figures differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from ironlaw.catalog import devices
 from ironlaw.catalog.figures import Figure, figures, read_toml, stems, unknown
 from ironlaw.errors import UserError
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 """Number formats a peak can be given for, widest first. FP4 is NVFP4 or MXFP4, fp32 is the vector rate."""
 
-_BRANDS = frozenset({"rtx", "apple", "jetson", "tpu"})
+_BRANDS = frozenset({"rtx", "gtx", "apple", "jetson", "tpu"})
 """First words of names that people leave out: `4090`, `m4-max`, `v5p`."""
 
 
@@ -31,6 +34,8 @@ class Accelerator:
     name:                     the catalog's name, and the data file's.
     product, vendor:          the name on the box; nvidia, amd, intel, google or apple.
     generation:               volta, turing, ampere, ada, hopper, blackwell, cdna2, cdna3, cdna4, ...
+    constants:                the generation that single operations were measured on, where a chip was measured apart
+                              from others that software treats alike; empty: `generation`.
     memory_kind:              HBM3, GDDR6X, LPDDR5 (shared with the CPU where `unified_memory`).
     memory_bytes:             bytes a program can see in total; the note says whether measured or nominal.
     memory_bytes_per_second:  peak of the memory interface, bytes/s.
@@ -52,6 +57,7 @@ class Accelerator:
     vendor: str
     generation: str
     default_node: str
+    constants: str = ""
     memory_kind: str = ""
     unified_memory: bool = False
     link_name: str = ""
@@ -66,6 +72,11 @@ class Accelerator:
     host_link_bytes_per_second: Figure | None = None
     peak_flops_per_second: dict[str, Figure] = field(default_factory=dict)
     note: str = ""
+
+    @property
+    def measured_generation(self) -> str:
+        """Whose constants of single operations hold."""
+        return self.constants or self.generation
 
     def figures(self) -> dict[str, Figure]:
         """Every known figure by its dotted key, peaks included: for listings and for tests."""
@@ -86,11 +97,11 @@ FIGURE_KEYS = (
     "pcie_bytes_per_second",
     "host_link_bytes_per_second",
 )
-_TEXT_KEYS = ("product", "vendor", "generation", "default_node", "memory_kind", "link_name", "note")
+_TEXT_KEYS = ("product", "vendor", "generation", "default_node", "constants", "memory_kind", "link_name", "note")
 
 
 def accelerator_names() -> tuple[str, ...]:
-    """All names, sorted, from the file names: nothing is parsed."""
+    """Names of those with a file of their own, which training is planned on: sorted, nothing is parsed."""
     return stems("accelerators")
 
 
@@ -114,13 +125,31 @@ def resolve(name: str) -> str:
     typed = name.strip().lower().replace("_", "-").replace(" ", "-")
     if typed in names:
         return typed
-    squeezed = typed.replace("-", "")
-    matches = [full for full in names if squeezed in _short_forms(full)]
+    matches = _answering(typed, names)
+    if not matches:
+        if other := devices.taken(typed):
+            return other[0]
+        if devices.is_device(typed):
+            return typed
+        matches = _answering(typed, devices.lines())
     if len(matches) == 1:
-        return matches[0]
+        return resolve(matches[0])
     if matches:
         raise UserError(f"accelerator '{name}' is ambiguous: write one of {', '.join(matches)}")
-    raise unknown("accelerator", name, names)
+    raise unknown("accelerator", name, (*names, *devices.device_names()))
+
+
+def _answering(typed: str, names: Iterable[str]) -> list[str]:
+    """Names that have this short form; the one that it says in full but for the brand, where there is one."""
+    squeezed = typed.replace("-", "")
+    found = [full for full in names if squeezed in _short_forms(full)]
+    whole = [full for full in found if full.replace("-", "").endswith(squeezed)]
+    return whole if len(whole) == 1 else found
+
+
+def taken_for(name: str) -> tuple[str, str] | None:
+    """The catalogue's name for another, and why where it could be another; None where the name is the catalogue's."""
+    return devices.taken(name.strip().lower().replace("_", "-").replace(" ", "-"))
 
 
 def catalogued(name: str) -> str:
@@ -144,7 +173,7 @@ def _short_forms(full: str) -> set[str]:
 
 @cache
 def _load(name: str) -> Accelerator:
-    data = read_toml("accelerators", f"{name}.toml")
+    data = read_toml("accelerators", f"{name}.toml") if name in accelerator_names() else devices.entry(name)
     return from_table(name, data)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
+from ironlaw.catalog.devices import device_names
 from ironlaw.catalog.figures import Figure, source
-from ironlaw.catalog.models import model_entry, model_names
+from ironlaw.catalog.models import model_entry, model_names, released_names
 from ironlaw.catalog.money import grid, grid_names, price
 from ironlaw.catalog.nodes import Node, node, node_names
 from ironlaw.errors import UserError, did_you_mean
@@ -16,8 +17,10 @@ def entry_names() -> dict[str, list[str]]:
     """Section to names."""
     return {
         "accelerators": list(accelerator_names()),
+        "devices": list(device_names()),
         "nodes": list(node_names()),
         "models": model_names(),
+        "released models": released_names(),
         "grids": list(grid_names()),
     }
 
@@ -27,7 +30,7 @@ def entry(name: str) -> dict[str, Any]:
     names = entry_names()
     if name in names["nodes"]:
         return _node(name, node(name))
-    if name in names["models"]:
+    if name in names["models"] or name in names["released models"]:
         return _model(name)
     if name in names["grids"]:
         found = grid(name)

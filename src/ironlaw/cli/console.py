@@ -8,19 +8,47 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
+from rich.segment import Segment
+
+from ironlaw.errors import printable
 
 PLAIN_WIDTH = 100  # where the output is not a terminal, and has no width of its own
 
 
+class _Printable:
+    """What is drawn, with everything spelt out that a terminal would obey: names and texts are anybody's."""
+
+    def __init__(self, drawn: ConsoleRenderable) -> None:
+        self._drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for segment in console.render(self._drawn, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+class _PrintableOnly(RenderHook):
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Printable(drawn) for drawn in renderables]
+
+
+def _console(stderr: bool) -> Console:
+    """No markup: square brackets are text, and styles are given as such."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else PLAIN_WIDTH
+    console = Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+    console.push_render_hook(_PrintableOnly())
+    return console
+
+
 def output() -> Console:
     """Results, on stdout."""
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=False)
+    return _console(stderr=False)
 
 
 def messages() -> Console:
     """Progress and remarks, on stderr."""
-    return Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH, highlight=False)
+    return _console(stderr=True)
 
 
 def print_json(document: Any) -> None:
@@ -44,7 +72,8 @@ def progress(label: str) -> Iterator[Any]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(label), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    what = TextColumn("{task.description}", markup=False)
+    columns = (TextColumn(label, markup=False), BarColumn(), what, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda fraction, what="": bar.update(task, completed=fraction, description=what)

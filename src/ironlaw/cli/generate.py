@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ironlaw.cli.console import messages, print_json
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, printable
 
 
 def generate(
@@ -47,5 +47,6 @@ def generate(
     if json:
         print_json({"prompt": prompt, "text": text, "tokens": len(new)})
         return
-    sys.stdout.write(prompt + text + "\n")
-    messages().print(f"[dim]{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}[/dim]")
+    # A model may write anything, escapes of terminals too; a file gets it as it is.
+    sys.stdout.write(printable(prompt + text) + "\n" if sys.stdout.isatty() else prompt + text + "\n")
+    messages().print(f"{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")

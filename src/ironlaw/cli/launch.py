@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -10,23 +9,28 @@ import typer
 
 from ironlaw.cli.console import messages, print_json
 from ironlaw.config import load_config
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError, did_you_mean, printable
+from ironlaw.files import as_name
 
 
 def launch(
     config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
     on: Annotated[str, typer.Option("--on", help="slurm, kubernetes or ssh.")],
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the job.")] = 1,
     min_nodes: Annotated[
         int | None, typer.Option(min=1, help="Go on with so many when nodes are lost; --nodes unless given.")
     ] = None,
-    per_node: Annotated[int, typer.Option(min=1, help="Accelerators per node, one rank each.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, max=1024, help="Accelerators per node, one rank each.")] = 8,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory on storage that all nodes see.")] = None,
     hosts: Annotated[str | None, typer.Option(help="For ssh: node0,node1,...")] = None,
     image: Annotated[str | None, typer.Option(help="For Kubernetes: an image with ironlaw in it.")] = None,
     claim: Annotated[str | None, typer.Option(help="For Kubernetes: the shared volume, mounted at /work.")] = None,
+    time: Annotated[str | None, typer.Option(help="For Slurm: how long at most, such as 4:00:00 or 2-0.")] = None,
+    partition: Annotated[str | None, typer.Option(help="For Slurm: where to queue.")] = None,
+    account: Annotated[str | None, typer.Option(help="For Slurm: who pays.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to the launcher at once.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a job file that was edited.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     settings = load_config(config, set_ or [])
@@ -40,20 +44,19 @@ def launch(
         from ironlaw.train.parallel.ranks import check
 
         check(settings, nodes * per_node)  # a layout that cannot run should not wait in a queue
-    name = "ironlaw-" + re.sub(r"[^a-z0-9-]+", "-", settings.model.name.lower()).strip("-")
+    name = as_name(f"ironlaw-{settings.model.name.lower().replace('_', '-').replace('.', '-')}", 52)
     request = jobs.Request(
         name, config, out or Path("runs") / name, nodes, per_node, tuple(set_ or ()),
-        tuple(host for host in (hosts or "").split(",") if host), image, claim, min_nodes,
+        tuple(hosts.split(",")) if hosts else (), image, claim, min_nodes, time, partition, account,
     )  # fmt: skip
-    text = jobs.script(on, request)
     path = Path(jobs.KINDS[on])
-    path.write_text(text, encoding="utf-8")
+    text = jobs.keep(path, jobs.script(on, request), force)
+    say = messages()
+    if not json:
+        print(printable(text), end="", flush=True)
+        say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit")
     told = jobs.submit(on, path) if submit else None
     if json:
         print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": told})
-        return
-    print(text, end="")
-    say = messages()
-    say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit", markup=False)
-    if told:
-        say.print(told, markup=False)
+    elif told:
+        say.print(told)

@@ -1,22 +1,25 @@
 """The `ironlaw` command. Only the verb that is called is imported, so that `plan` never waits for PyTorch.
 
-Exit codes: 0 done, 1 the answer is no, 2 wrong input, 130 interrupted.
+Exit codes: 0 done, 1 the answer is no, 2 wrong input, 70 a fault of Ironlaw's own, 130 interrupted (SIGINT), 143 told
+to stop (SIGTERM), 129 hung up (SIGHUP). Ended by a signal, `train` has saved before.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib
+import io
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ironlaw import __version__
-from ironlaw.errors import UserError
+from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly, silence
+from ironlaw.errors import LARGEST, UserError
 
 # verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`, or a group of verbs of that name.
 VERBS = {
@@ -38,10 +41,6 @@ VERBS = {
 }
 
 
-class Interrupted(Exception):
-    """Ctrl-C within a verb: typer would end the process without a word."""
-
-
 class Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,9 +49,23 @@ class Verbs(TyperGroup):
             raise Interrupted from None
 
 
+class Verb(TyperCommand):
+    """What is asked of the numbers of all verbs alike; an option's own bounds are its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for parameter in self.params:
+            value = ctx.params.get(parameter.name)
+            too_large = isinstance(value, int) and abs(value) > LARGEST
+            if too_large or (isinstance(value, float) and not math.isfinite(value)):
+                raise UserError(f"{parameter.opts[0]} {value}: give a finite number of at most {LARGEST:,}")
+            if value == "" and parameter.default is None:
+                raise UserError(f"{parameter.opts[0]} is empty: give a value or leave it out")
+        return super().invoke(ctx)
+
+
 def build_app(called: str | None) -> typer.Typer:
     """The command line with the verb `called` loaded; the other verbs are there for their help lines only."""
-    app = typer.Typer(cls=Verbs, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=Verbs, no_args_is_help=True, pretty_exceptions_enable=False)
 
     @app.callback()
     def ironlaw(
@@ -65,9 +78,11 @@ def build_app(called: str | None) -> typer.Typer:
         if verb == called:
             function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
         if isinstance(function, typer.Typer):
+            for command in function.registered_commands:
+                command.cls = Verb
             app.add_typer(function, name=verb, help=help_line)
         else:
-            app.command(verb, help=help_line)(function)
+            app.command(verb, help=help_line, cls=Verb)(function)
     return app
 
 
@@ -80,24 +95,29 @@ def main() -> None:
     if "--version" in arguments[:1]:
         print(__version__)
         return
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 until the end
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of ASCII only, or a file name that is no UTF-8
+            stream.reconfigure(errors="backslashreplace")
+    if "_IRONLAW_COMPLETE" in os.environ:  # a shell asks what could come next, in variables of its own
+        words = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+        arguments = words.split()[1:]
     called = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        build_app(called)(prog_name="ironlaw", standalone_mode=True)
-    except UserError as error:
-        print(f"ironlaw: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (KeyboardInterrupt, Interrupted):
-        print("ironlaw: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code = build_app(called)(prog_name="ironlaw", standalone_mode=False)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        if stop.code == WRONG_INPUT:
+            leave_quietly()
+        raise
     except BrokenPipeError:  # `ironlaw catalog | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"ironlaw: the disk is full{where}: free some space; a run goes on with --resume", file=sys.stderr)
-        sys.exit(2)
+        silence(sys.stdout)
+        code = 0
+    except (Exception, KeyboardInterrupt) as error:
+        code = fail(error, "--json" in arguments)
+    sys.exit(code or 0)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def plan(
     emit: Annotated[
         str | None, typer.Option(help="Print options for torchtitan, megatron, deepspeed, accelerate or ironlaw.")
     ] = None,
-    price_per_hour: Annotated[float | None, typer.Option(min=0.0001, help="US dollars per accelerator-hour.")] = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0.0001, max=1e6, help="US dollars per accelerator-hour.")
+    ] = None,
     grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
     pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     input_: Annotated[
@@ -89,7 +91,7 @@ def _print_emitted(more: dict[str, Any]) -> None:
     console = messages()
     told = f"{more['layout']['text']} on {more['cluster']['text']}, engine {more['engine']['name']}"
     for line in [told, *more["emit"]["notes"]]:
-        console.print(line, markup=False)
+        console.print(line)
     print(more["emit"]["text"], end="")
 
 

@@ -30,7 +30,7 @@ def rehearse(
     from ironlaw.train.parallel.rehearse import as_json, at_scale, total_bytes
     from ironlaw.train.parallel.rehearse import rehearse as run
 
-    messages().print(f"{chosen}: {chosen.accelerators} ranks, one of each pipeline stage runs", markup=False)
+    messages().print(f"{chosen}: {chosen.accelerators} ranks, one of each pipeline stage runs")
     stages = run(model, chosen)
     work = answer.more["work"]
     real, peaks = at_scale(model, chosen, work["sequence"], work["global_batch"])
@@ -74,8 +74,8 @@ def rehearse(
                 ", ".join(f"{name} {units.bytes_(size)}" for name, size in largest),
             )  # fmt: skip
         show(console, memory)
-        console.print("At scale: this trainer in bf16, weights and moments in fp32.", markup=False)
+        console.print("At scale: this trainer in bf16, weights and moments in fp32.")
         peak = answer.ledger.totals["peak_bytes"].value
-        console.print(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(peak)}", markup=False)
+        console.print(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(peak)}")
     if not agrees:
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ironlaw.cli.console import messages, output, print_json
-from ironlaw.config import RunConfig, load_config
+from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config
+from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
+from ironlaw.train.schedule import check_warmup
 
 if TYPE_CHECKING:
     from ironlaw.machine.profile import Profile
@@ -22,14 +25,24 @@ if TYPE_CHECKING:
 def train(
     config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
-    layout: Annotated[str | None, typer.Option(help='"dp=1 micro_batch=4"; one process holds dp=1.')] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help='Of the ranks that torchrun started: "dp=4 zero=2"; one process holds dp=1.'),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")] = False,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
-    settings = load_config(config, [*(set_ or []), *_from_layout(layout)])
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    settings = load_config(config, set_ or [])
+    check_warmup(settings)
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal() or not int(said):
+        raise UserError(f"WORLD_SIZE={said} in the environment is no number of ranks: unset it, or start with torchrun")
+    ranks = int(said)
+    if layout is not None:
+        settings = _in_layout(settings, layout, ranks)
+    if ranks > 1:
         _train_on_ranks(settings, out, resume, dashboard, json)
         return
     if resume and out is None:
@@ -50,6 +63,12 @@ def train(
         say.print("This machine has not been measured yet: measuring first (`ironlaw measure`).")
         measure_and_keep()
     profile = load_profile()
+    threads = usable_threads()
+    if threads < profile.threads:
+        say.print(
+            f"This machine was measured with {profile.threads} threads, this process may use {threads}: it trains with "
+            f"{threads}, and the plan is for {profile.threads}"
+        )
 
     live = LiveRun(say, folder, Dashboard(folder) if dashboard else None)
     with live:
@@ -71,8 +90,17 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
         print_json(summary)
     else:
         live.summary(outcome.ledger, output())
-    if outcome.interrupted == "SIGINT":
-        raise typer.Exit(130)
+    _leave(outcome)
+
+
+def _leave(outcome: Outcome) -> None:
+    """A run that a signal ended has saved, and is not done: `ironlaw train ... && ironlaw explain ...` must not go on.
+
+    torchrun would start its job again for any exit code but 0, so of ranks that it may restart only Ctrl-C has one.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    if outcome.interrupted and (outcome.interrupted == "SIGINT" or not restarts):
+        raise typer.Exit(128 + signal.Signals[outcome.interrupted])
 
 
 def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboard: bool, json: bool) -> None:
@@ -98,7 +126,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
     def choose(config: RunConfig, ranks: int) -> RunConfig:
         choice = choose_layout(config, profile_here(), ranks)
-        say.print(f"Layout     {choice.reason}", markup=False)
+        say.print(f"Layout     {choice.reason}")
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
@@ -114,17 +142,27 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
             )  # fmt: skip
     if here.ranks.first:
         _show(outcome, folder, live, json)
-    elif outcome.interrupted == "SIGINT":
-        raise typer.Exit(130)
+    _leave(outcome)
 
 
-def _from_layout(layout: str | None) -> list[str]:
-    """A layout on one device is a micro-batch; everything else needs more devices."""
-    if layout is None:
-        return []
+def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
+    """The config in the layout that the flag says, in place of its own; what the flag leaves open stays as it is."""
+    from ironlaw.plan.emit.ironlaw import recomputation
     from ironlaw.workload.layout import parse_layout
 
-    parsed = parse_layout(layout)
-    if parsed.accelerators != 1:
-        raise UserError(f"--layout {layout!r} needs {parsed.accelerators} devices, this process has one: use dp=1")
-    return [f"train.micro_batch={parsed.micro_batch}"] if "micro_batch" in layout else []
+    parsed = parse_layout(text)
+    given = {word.partition("=")[0] for word in text.replace(",", " ").split()}
+    if ranks == 1 and parsed.accelerators != 1:
+        raise UserError(
+            f"--layout {text!r} needs {parsed.accelerators} devices, this process has one: use dp=1, or start it as "
+            f"torchrun --nproc-per-node {parsed.accelerators} -m ironlaw train ..."
+        )
+    for word in given & {"cp_kind", "etp", "accumulation"}:
+        raise UserError(f"--layout {text!r}: {word} is for plans, this trainer has its own: leave it out")
+    document = config.model_dump(exclude_none=True)
+    if ranks > 1 and given & LayoutConfig.model_fields.keys():
+        words = {word: getattr(parsed, word) for word in LayoutConfig.model_fields if word != "dp" or word in given}
+        document["layout"] = {word: value for word, value in words.items() if value is not None}
+    document["train"] |= {word: getattr(parsed, word) for word in ("micro_batch", "offload") if word in given}
+    document |= recomputation(parsed) if "recompute" in given else {}
+    return build_config(document, where="--layout")

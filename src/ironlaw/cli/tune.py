@@ -10,7 +10,10 @@ import typer
 
 from ironlaw.cli.console import messages, output, print_json
 from ironlaw.config import load_config
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, shortened
+from ironlaw.files import write_json, write_text
+
+LONGEST_SECONDS = 366 * 86400.0
 
 
 def tune(
@@ -25,16 +28,14 @@ def tune(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
 
-    import json as json_module
-
     from ironlaw.explain.tune import INTERRUPTED, Tuned
     from ironlaw.explain.tune import tune as find
     from ironlaw.machine.profile import load_profile
     from ironlaw.report.tune_view import show_tuned
 
     def keep(result: Tuned) -> None:
-        (out / "tuned.toml").write_text(result.config.to_toml(), encoding="utf-8")
-        (out / "evidence.json").write_text(json_module.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_text(out / "tuned.toml", result.config.to_toml())
+        write_json(out / "evidence.json", result.to_json())
 
     say = messages()
     result = find(
@@ -52,6 +53,7 @@ def tune(
 
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
-    if found is None:
-        raise UserError(f"--budget {text!r} is no time: write for example 90s, 15min or 1h")
-    return float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]]
+    seconds = float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise UserError(f"--budget {shortened(text)!r} is no time to spend: write for example 90s, 15min or 1h")
+    return seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -23,6 +22,7 @@ from ironlaw.data.splits import SPLITS, Splitter
 from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of
 from ironlaw.data.unigram import Counting
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 
 PROGRESS = "progress.json"
 
@@ -56,7 +56,7 @@ def resume(folder: Path, head: dict[str, Any]) -> Work:
     """
     work = Work(folder, head)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        document = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        document = read_json(folder / PROGRESS)
         if document["schema"] == shards.SCHEMA_VERSION and document["head"] == head:
             width = np.dtype(head["dtype"]).itemsize
             for shard in document["shards"]:
@@ -244,16 +244,3 @@ def _remove(folder: Path, number: int) -> None:
     """The files of an unfinished shard: on a full disk their space is wanted."""
     for file in folder.glob(f"*-{number:05d}*"):
         file.unlink(missing_ok=True)
-
-
-def write_json(file: Path, document: dict[str, Any]) -> None:
-    """Either the old content or the new, never half of it."""
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(document, indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)

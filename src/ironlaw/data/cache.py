@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from ironlaw.data.building import in_the_making
 from ironlaw.data.shards import INDEX
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_json
 
 PARTIAL = ".partial-"
 
@@ -96,5 +96,5 @@ def _kind(path: Path) -> str | None:
 
 def _source(path: Path) -> str | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((path / INDEX).read_text(encoding="utf-8"))["path"])
+        return str(read_json(path / INDEX)["path"])
     return None

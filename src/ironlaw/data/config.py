@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ironlaw.schema import Section
 
 Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron"]
 Packing = Literal["concat", "best_fit"]
@@ -15,10 +17,8 @@ Packing = Literal["concat", "best_fit"]
 _NOT_THE_SAMPLES = frozenset({"cache", "workers", "loader_processes", "prefetch", "pin_memory"})
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Section):
     """One place where text comes from."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str  # as data.path
     weight: float = Field(1.0, gt=0)  # share of the training samples, relative to the other sources' weights
@@ -27,10 +27,8 @@ class SourceConfig(BaseModel):
     split: str | None = None  # of a Hugging Face DatasetDict; "train" unless given
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Where the text comes from and how it becomes batches. `seed` drives the held-out split."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # A directory or file of text, code, JSONL or Parquet, a Hugging Face dataset saved to disk, a Megatron .bin or
     # .idx; "stdlib": the Python standard library's sources.
@@ -51,11 +49,11 @@ class DataConfig(BaseModel):
     mask_documents: bool | None = None
     streaming: bool = False  # tokenise while training instead of before
     mock: bool = False  # random tokens instead of text: the time it saves is what data costs
-    shard_tokens: int = Field(2**26, ge=1024)  # a shard is closed at the first document past so many tokens
+    shard_tokens: int = Field(2**26, ge=1024, le=2**32)  # a shard is closed at the first document past so many tokens
     cache: str | None = None  # default: $XDG_CACHE_HOME/ironlaw/data or ~/.cache/ironlaw/data
-    workers: int | None = Field(None, ge=0)  # tokenising processes; 0: threads of this one; one per core unless given
-    loader_processes: int = Field(0, ge=0)  # processes that make batches; 0: a thread of the training process
-    prefetch: int = Field(4, gt=0)  # batches made ready ahead of the step
+    workers: int | None = Field(None, ge=0, le=4096)  # tokenising processes; 0: threads here; else one per core
+    loader_processes: int = Field(0, ge=0, le=4096)  # processes that make batches; 0: a thread of the training process
+    prefetch: int = Field(4, gt=0, le=2**16)  # batches made ready ahead of the step
     pin_memory: bool = True  # CUDA only: batches wait in page-locked memory and are copied while the step runs
     # A text file is read whole, so one larger than this is left out, and counted as such.
     maximum_file_bytes: int = Field(2**30, gt=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import sysconfig
 from collections import Counter
@@ -16,6 +15,7 @@ from pathlib import Path
 from ironlaw.data import megatron, readers
 from ironlaw.data.config import SourceConfig
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 
 Cursor = tuple[int, int]  # number of a file in the corpus, position in it: where to go on reading
 START: Cursor = (0, 0)
@@ -272,23 +272,26 @@ def _is_saved_dataset(folder: Path) -> bool:
 def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> None:
     """What `datasets.Dataset.save_to_disk` wrote: Arrow streams, in the order of its state.json."""
     if (folder / "dataset_dict.json").is_file():
-        names = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        names = read_json(folder / "dataset_dict.json").get("splits", [])
         wanted = source.split or "train"
-        if wanted not in names:
-            raise UserError(f'{folder} has no split "{wanted}": set data.split to one of {", ".join(names)}')
+        if not isinstance(names, list) or wanted not in names:
+            known = ", ".join(map(str, names)) if isinstance(names, list) else "those it has (it names none)"
+            raise UserError(f'{folder} has no split "{wanted}": set data.split to one of {known}')
         folder = folder / wanted
     elif source.split is not None:
         raise UserError(f"{folder} is a single data set without splits: leave data.split out")
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        files = [entry["filename"] for entry in state["_data_files"]]
+        state = read_json(folder / "state.json")
+        files = [Path(entry["filename"]) for entry in state["_data_files"]]
+        if any(file.is_absolute() or ".." in file.parts for file in files):
+            raise ValueError("files elsewhere")
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}/state.json is missing or unreadable: save the data set again") from None
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise UserError(f"{folder} holds a selection of rows: call flatten_indices() on the data set and save it again")
     arrow = source.model_copy(update={"format": "huggingface"})
     for name in files:
-        _add(corpus, folder / name, name, arrow)
+        _add(corpus, folder / name, str(name), arrow)
 
 
 def tail_cut(text: str, fraction: float) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.errors import UserError
+from ironlaw.files import replacing
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -79,13 +80,13 @@ def write_indexed(prefix: Path, documents: Iterable[np.ndarray], dtype: np.dtype
     """Write PREFIX.bin and PREFIX.idx, a sequence per document; returns how many. Ids up to 65,499 as uint16."""
     kind = np.dtype("<u2") if dtype.itemsize == 2 else np.dtype("<i4")
     lengths = []
-    with open(f"{prefix}.bin", "wb") as file:
+    with replacing(Path(f"{prefix}.bin")) as file:
         for ids in documents:
             file.write(ids.astype(kind).tobytes())
             lengths.append(len(ids))
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) * kind.itemsize
     code = next(code for code, name in _TYPES.items() if np.dtype(name) == kind)
-    with open(f"{prefix}.idx", "wb") as file:
+    with replacing(Path(f"{prefix}.idx")) as file:
         file.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(lengths) + 1))
         file.write(np.array(lengths, "<i4").tobytes() + starts.astype("<i8").tobytes())
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())

@@ -33,6 +33,9 @@ class Record:
     reason: str = ""
 
 
+LINE_LIMIT_BYTES = 2**26
+"""Of a document of JSONL, which is read and tokenised whole in some forty times its size."""
+
 # suffix -> (kind, what opens it)
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
@@ -91,9 +94,12 @@ def _read_jsonl(path: Path, field: str, start: int) -> Iterator[Record]:
     try:
         with path.open("rb") as raw, _decompressed(raw, path) as lines:
             _skip(lines, start, seek=lines is raw)
-            for line in lines:
+            while line := lines.readline(LINE_LIMIT_BYTES):
                 position += len(line)
-                if line.strip():
+                if len(line) == LINE_LIMIT_BYTES and not line.endswith(b"\n"):
+                    position += _rest_of_line(lines)
+                    yield Record(None, position, raw.tell(), f"lines over {LINE_LIMIT_BYTES >> 20} MiB")
+                elif line.strip():
                     yield _from_line(line, path, field, position, raw.tell(), first=position == len(line))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from None
@@ -182,7 +188,17 @@ def _skip(lines: IO[bytes], start: int, seek: bool) -> None:
 def _next_line(path: Path, position: int) -> int:
     with path.open("rb") as file:
         file.seek(position)
-        return position + len(file.readline())
+        return position + _rest_of_line(file)
+
+
+def _rest_of_line(lines: IO[bytes]) -> int:
+    """Pass over it, piece by piece; how many bytes it has."""
+    passed = 0
+    while piece := lines.readline(2**20):
+        passed += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return passed
 
 
 def _damaged(path: Path, error: Exception) -> UserError:

@@ -8,7 +8,6 @@ shard, and the end). Schema 1 had a single shard, `SPLIT.bin` and `SPLIT_documen
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,11 +17,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ironlaw.cores import usable_cores
 from ironlaw.data.corpus import START, Cursor
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import Piece
 from ironlaw.data.tokenizer import file_sha256
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 
 SCHEMA_VERSION = 2
 INDEX = "index.json"
@@ -170,7 +171,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
     Damage to shards alone is a `DamagedShards`, which preparation answers by making them again.
     """
     try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(folder / INDEX)
         schema = index["schema"]
         if schema == 1:
             index = _from_schema_1(index)
@@ -191,7 +192,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
             raise _damaged(folder, "tokenizer.json does not have the checksum it was written with")
     if checksums is None:
         checksums = sum(expected.values()) <= CHECKSUM_LIMIT_BYTES
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor(min(8, usable_cores())) as pool:  # hashing lets go of the interpreter
         found = list(pool.map(lambda shard: damage(folder, shard, width, checksums), shards))
     wrong = {number: what for number, what in enumerate(found) if what is not None}
     if wrong:

@@ -27,6 +27,7 @@ from ironlaw.data.splits import SPLITS
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.data.unigram import loss_of_counts
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 
 Say = Callable[[str], None]
 _SCAN_LINE_SECONDS = 5.0
@@ -180,7 +181,7 @@ def _tokenizer(
 def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
     """The tokenizer that the finished shards of an interrupted call were made with."""
     with suppress(OSError, ValueError, KeyError, TypeError, UserError):
-        described = json.loads((folder / building.PROGRESS).read_text(encoding="utf-8"))["head"]["tokenizer"]
+        described = read_json(folder / building.PROGRESS)["head"]["tokenizer"]
         if tokenizers.file_sha256(folder / "tokenizer.json") == described["sha256"]:
             return tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
     return None

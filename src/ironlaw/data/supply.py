@@ -11,12 +11,12 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ironlaw.data.config import DataConfig
+from ironlaw.files import read_json, write_json
 
 MOST = 256  # settings remembered; the oldest goes first
 # What changes the work per token, where it is done, or how fast the source is read.
@@ -40,11 +40,9 @@ def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
         "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     path = supply_path(config)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
     with suppress(OSError):  # nothing depends on it
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(dict(list(kept.items())[-MOST:]), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        write_json(path, dict(list(kept.items())[-MOST:]))
 
 
 def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
@@ -61,7 +59,7 @@ def _key(config: DataConfig, sequence: int) -> str:
 
 def _read(config: DataConfig) -> dict[str, Any]:
     with suppress(OSError, ValueError):
-        document = json.loads(supply_path(config).read_text(encoding="utf-8"))
+        document = read_json(supply_path(config))
         if isinstance(document, dict):
             return document
     return {}

@@ -9,7 +9,6 @@ The order of the results is the order of the documents, whatever the number of w
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw.cores import usable_cores
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data import worker
 from ironlaw.data.corpus import START, Corpus, Cursor, pieces
@@ -66,7 +66,7 @@ def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iter
 
 def worker_count(asked: int | None, corpus_bytes: int) -> int:
     """Processes to tokenise with; 0: this one's threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if asked is not None:
         return asked
     return cores if cores > _WORTH_PROCESSES_CORES and corpus_bytes >= _WORTH_PROCESSES_BYTES else 0
@@ -91,7 +91,7 @@ class Tokeniser:
         self._chunk_bytes = chunk_bytes
         self._by_block = by_block  # a chunk ends where a piece says where to go on
         # Several cores share a chunk. What the library makes of a text takes some forty times its size.
-        self._here_bytes = chunk_bytes * max(2, os.cpu_count() or 1)
+        self._here_bytes = chunk_bytes * max(2, usable_cores())
         self._workers = workers if tokenizer is not None else 0
 
     def encode(self, source: Iterator[Piece]) -> Generator[list[tuple[Piece, np.ndarray]], None, None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, Remedy, find_remedies, situation
 from ironlaw.explain.roofline import roofline
 from ironlaw.explain.waterfall import waterfall
+from ironlaw.files import read_json_lines, read_text
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile, load_profile
 
@@ -206,7 +206,7 @@ def _config(run_dir: Path) -> tuple[RunConfig, str]:
     if not path.is_file():
         raise UserError(f"{run_dir} has no config.toml, so it is not a run: give the directory `ironlaw train` printed")
     config = load_config(path)
-    return config, path.read_text(encoding="utf-8")
+    return config, read_text(path)
 
 
 def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
@@ -261,19 +261,7 @@ def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | N
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a run. A half-written last line (an interruption) is passed over; a missing file is no steps."""
-    steps = []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(entry, dict) and "step" in entry:
-            steps.append(entry)
-    return steps
+    return [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
 
 
 def _row(totals: dict[str, Row], name: str) -> dict[str, Any]:

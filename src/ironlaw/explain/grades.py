@@ -12,10 +12,12 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ironlaw.files import read_json_lines, write_text
 from ironlaw.machine.host import cache_folder
 
 NEAR = 0.30  # of the measured gain
@@ -57,15 +59,9 @@ def keep(grade: Grade, path: Path | None = None) -> None:
 def read(path: Path | None = None) -> list[Grade]:
     """Every line that is one; none where there is no record."""
     grades = []
-    try:
-        lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        try:
-            grades.append(Grade(**json.loads(line)))
-        except (TypeError, ValueError):
-            continue
+    for entry in read_json_lines(path or record_path()):
+        with suppress(TypeError, ValueError):
+            grades.append(Grade(**entry))
     return grades
 
 
@@ -115,7 +111,7 @@ def write_page(record: Path, page: Path) -> None:
     """Put the table of a record between the marks of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n\n{table(read(record))}\n\n{END}{after}", encoding="utf-8")
+    write_text(page, f"{before}{BEGIN}\n\n{table(read(record))}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

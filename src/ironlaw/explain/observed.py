@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ironlaw.explain.explanation import Explanation, load_ledger, read_metrics
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
+from ironlaw.files import read_json
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
@@ -53,7 +53,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
     variants: dict[str, Ledger] = {}
     operations = run_dir / OPERATIONS_FILE
     if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
-        document = json.loads(operations.read_text(encoding="utf-8"))
+        document = read_json(operations)
         _add_shapes(document, run)
         variants = _variants(document, run, profile)
     return find_observed_remedies(Observed(plan, run, gap, profile, variants))
@@ -125,7 +125,7 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
     if not operations.is_file():
         return empty
     try:
-        plan = _planned(json.loads(operations.read_text(encoding="utf-8")), run, profile)
+        plan = _planned(read_json(operations), run, profile)
     except UserError as error:
         run.facts["not_planned"] = str(error)
         return empty

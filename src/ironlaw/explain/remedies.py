@@ -167,7 +167,7 @@ def _larger_batches(now: Situation) -> Iterable[Settings]:
         settings: Settings = {
             "train.global_batch": config.train.global_batch * factor,
             "train.steps": config.train.steps // factor,
-            "schedule.warmup_steps": config.schedule.warmup_steps // factor,
+            "schedule.warmup_steps": config.warmup_steps // factor,
         }
         if config.train.micro_batch is not None:
             settings["train.micro_batch"] = config.train.micro_batch * factor

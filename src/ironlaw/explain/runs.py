@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json_lines
 from ironlaw.ledger import Ledger
 
 SORTS = ("date", "step_seconds", "tokens_per_second", "mfu", "validation_loss", "peak_bytes")
@@ -56,13 +56,8 @@ def _entry(path: Path) -> dict[str, Any]:
 def losses(path: Path) -> tuple[list[int], list[float]]:
     """Step and training loss of a run, for a plot."""
     steps, values = [], []
-    file = path / "metrics.jsonl"
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(entry.get("loss"), float):
-            steps.append(int(entry["step"]))
+    for entry in read_json_lines(path / "metrics.jsonl"):
+        if isinstance(entry.get("loss"), float) and isinstance(entry.get("step"), int):
+            steps.append(entry["step"])
             values.append(entry["loss"])
     return steps, values

@@ -40,11 +40,6 @@ def is_virtual() -> bool | None:
     return "hypervisor" in flags.split() if flags else None
 
 
-def usable_cores() -> int:
-    """Cores this process may run on (a container often has fewer than the machine)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def memory_bytes() -> int:
     """Memory this process may use: the machine's, or its control group's limit when that is lower."""
     total = int(psutil.virtual_memory().total)

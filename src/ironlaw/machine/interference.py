@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ironlaw.files import read_json_lines
 from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Profile
 
@@ -61,11 +62,10 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     own, anchor = middle(undisturbed(rounds(profile))), anchors(profile)
     seen = [own] if own is not None else []
     now = time.time() if now is None else now
-    for text in reversed(_history()):
+    for entry in reversed(read_json_lines(history_path())):
         if len(seen) > RUNS_COUNTED:
             break
         try:
-            entry = json.loads(text)
             same = (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds))
             if same and now - entry["at"] <= FORGOTTEN_AFTER_SECONDS:
                 # Its ratios are to the best that was known then; today's may be better.
@@ -73,13 +73,6 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
         except (KeyError, TypeError, ValueError):  # torn, or of an earlier version
             continue
     return {kind: float(np.median([s[kind] for s in seen])) if seen else 1.0 for kind in KINDS}
-
-
-def _history() -> list[str]:
-    try:
-        return history_path().read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def middle(looks: Iterable[Mapping[str, float]]) -> dict[str, float] | None:

@@ -14,13 +14,12 @@ adds its latency to every round, and its bytes where they take longer than the c
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Curve
 
@@ -138,17 +137,16 @@ def costs_path() -> Path:
 def save_costs(costs: RankCosts) -> Path:
     path = costs_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(costs.to_json(), indent=1) + "\n", encoding="utf-8")
-    return partial.replace(path)
+    write_json(path, costs.to_json())
+    return path
 
 
 def load_costs() -> RankCosts:
     """UserError where two ranks of this machine have not been measured: nothing is assumed in their place."""
     try:
-        document = json.loads(costs_path().read_text(encoding="utf-8"))
+        document = read_json(costs_path())
         if document["schema_version"] == SCHEMA_VERSION:
             return RankCosts.from_json(document)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
         pass
     raise UserError("what ranks of this machine cost each other has not been measured: run `ironlaw measure`")

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import ironlaw
+from ironlaw.cores import usable_threads
 from ironlaw.machine import host
 from ironlaw.machine.interference import OTHERS
 from ironlaw.machine.kernels import (
@@ -133,7 +134,7 @@ def measure(
     say = progress or (lambda what, fraction: None)
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     host.keep_freed_memory()
-    torch.set_num_threads(threads or host.usable_cores())
+    torch.set_num_threads(threads or usable_threads())
     torch.manual_seed(0)
 
     say("storage and tokenizer", 0.0)

@@ -22,7 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 from ironlaw.machine.links import MEASURED_RANKS, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 
@@ -47,7 +49,7 @@ def measure_links(profile: Profile, timeout_seconds: float = 240.0) -> RankCosts
             timeout=timeout_seconds, check=False,
         )  # fmt: skip
         try:
-            found = [json.loads(Path(folder, f"rank{rank}.json").read_text("utf-8")) for rank in range(MEASURED_RANKS)]
+            found = [read_json(Path(folder, f"rank{rank}.json")) for rank in range(MEASURED_RANKS)]
         except (OSError, json.JSONDecodeError):
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise UserError(f"two processes of this machine could not be timed together: {last}") from None
@@ -117,8 +119,7 @@ def _rank(rank: int, folder: str, threads: int) -> None:
                 if turn == rank:
                     samples[name].append(_timed(call, 3))
                 dist.barrier()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    document = {"samples": samples, "processor": processor, "cores": cores}
+    document = {"samples": samples, "processor": processor, "cores": usable_cores()}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(document), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

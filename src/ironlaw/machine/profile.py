@@ -7,17 +7,17 @@ the same machine keeps the better of the two.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 from ironlaw.machine.host import cache_folder
 from ironlaw.model.config import ModelConfig
 
@@ -118,6 +118,8 @@ class MatmulFit:
 class Profile:
     """This machine's ceilings. Rates are what was attained, not what a data sheet says."""
 
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False, extra="forbid")  # of a file that anything may have written
+
     device: str  # "cpu" or the accelerator's name
     name: str  # of the processor
     created: str  # ISO date and time
@@ -177,30 +179,16 @@ class Profile:
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Profile:
+        """ValueError where a value is missing, of another type or not finite."""
         values = {key: value for key, value in document.items() if key != "schema_version"}
-        values["matmul"] = {precision: _fits(fits) for precision, fits in document["matmul"].items()}
-        values["onednn"] = _fits(document["onednn"])
-        values["curves"] = {
-            precision: {kernel: Curve(tuple(c["elements"]), tuple(c["seconds"])) for kernel, c in curves.items()}
-            for precision, curves in document["curves"].items()
-        }
-        values["attention"] = {
-            precision: {
-                direction: [(int(t), int(d), float(s)) for t, d, s in points]
-                for direction, points in directions.items()
-            }
-            for precision, directions in document["attention"].items()
-        }
-        return Profile(**values)
-
-
-def _fits(document: dict[str, Any]) -> dict[str, MatmulFit]:
-    return {
-        kernel: MatmulFit(
-            **(fit | {"shapes": tuple(map(tuple, fit["shapes"])), "corrections": tuple(fit["corrections"])})
-        )
-        for kernel, fit in document.items()
-    }
+        profile = TypeAdapter(Profile).validate_python(values)
+        by_precision = (profile.matmul, profile.curves, profile.attention, profile.reference_step_seconds)
+        complete = all("fp32" in table for table in by_precision)
+        complete &= {"forward", "backward"} <= profile.tiny_block_seconds.keys()
+        complete &= {"compute", "memory"} <= profile.interference.keys()
+        if not complete or min(profile.best_seconds.values(), default=1.0) <= 0:
+            raise ValueError("it lacks what every machine is measured in")
+        return profile
 
 
 def profile_path(device: str = "this") -> Path:
@@ -210,9 +198,7 @@ def profile_path(device: str = "this") -> Path:
 def save_profile(profile: Profile, path: Path | None = None) -> Path:
     path = path or profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(path, profile.to_json())
     return path
 
 
@@ -222,10 +208,10 @@ def load_profile(path: Path | None = None) -> Profile:
     if not path.is_file():
         raise UserError("this machine has not been measured yet: run `ironlaw measure` (under 30 s)")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         if document["schema_version"] == SCHEMA_VERSION:
             return Profile.from_json(document)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         pass
     raise UserError(f"the machine profile at {path} is from another version: run `ironlaw measure` again")
 

@@ -21,26 +21,27 @@ class ModelConfig(Switches):
     """
 
     name: str = "custom"
-    layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    kv_heads: int | None = Field(None, gt=0)  # fewer than `heads`: grouped-query attention
-    head_size: int | None = Field(None, gt=0)  # hidden / heads unless the model says otherwise (Qwen3)
-    ffn: int | None = Field(None, gt=0)  # inner width of the feed-forward network; 4 x hidden unless given
+    # Upper bounds are some ten times what anybody has built: a plan walks over layers and divisors.
+    layers: int = Field(gt=0, le=10_000)
+    hidden: int = Field(gt=0, le=2**20)
+    heads: int = Field(gt=0, le=2**14)
+    kv_heads: int | None = Field(None, gt=0, le=2**14)  # fewer than `heads`: grouped-query attention
+    head_size: int | None = Field(None, gt=0, le=2**14)  # hidden / heads unless the model says otherwise (Qwen3)
+    ffn: int | None = Field(None, gt=0, le=2**24)  # inner width of the feed-forward network; 4 x hidden unless given
     gated_ffn: bool = False  # three matrices (SwiGLU) instead of two
     activation: Literal["gelu", "gelu_tanh", "silu", "relu", "relu2", "clamped_swiglu"] = "gelu_tanh"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = 1e-5
+    norm_eps: float = Field(1e-5, ge=0, lt=1)
     qk_norm: bool = False  # RMSNorm on each head's query and key (Qwen3)
     qk_norm_whole: bool = False  # that norm runs over all heads at once (OLMoE)
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
-    rope_theta: float = 10_000.0
+    rope_theta: float = Field(10_000.0, gt=0)
     rope_scaling: dict[str, float] | None = None  # Llama 3.1's: factor, low_freq_factor, high_freq_factor, original;
     # or YaRN's (yarn.py)
     bias: bool = True  # on every linear layer of the blocks
     qkv_bias: bool | None = None  # on the query, key and value projections only (Qwen2); same as `bias` unless given
-    vocab: int = Field(gt=0)
-    context: int = Field(gt=0)
+    vocab: int = Field(gt=0, le=2**28)
+    context: int = Field(gt=0, le=2**30)
     tied: bool = True  # the output layer shares the embedding
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     moe: MoEConfig | None = None  # experts in place of the dense feed-forward network

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ironlaw.schema import Section
 
 
-class LatentConfig(BaseModel):
+class LatentConfig(Section):
     """Widths in elements. Defaults are those of DeepSeek-V2 and of all that followed it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    query_rank: int | None = Field(None, gt=0)  # q_lora_rank; None: queries straight from the residual stream (V2-Lite)
-    key_value_rank: int = Field(512, gt=0)  # kv_lora_rank
-    plain_size: int = Field(128, gt=0)  # qk_nope_head_dim: of a head's query and key, the part without positions
-    rotary_size: int = Field(64, gt=0)  # qk_rope_head_dim: the part that is rotated
-    value_size: int = Field(128, gt=0)  # v_head_dim
-    norm_eps: float = 1e-6  # of the norms of the two narrow vectors
+    query_rank: int | None = Field(
+        None, gt=0, le=2**20
+    )  # q_lora_rank; None: straight from the residual stream (V2-Lite)
+    key_value_rank: int = Field(512, gt=0, le=2**20)  # kv_lora_rank
+    plain_size: int = Field(128, gt=0, le=2**14)  # qk_nope_head_dim: of a query and key, the part without positions
+    rotary_size: int = Field(64, gt=0, le=2**14)  # qk_rope_head_dim: the part that is rotated
+    value_size: int = Field(128, gt=0, le=2**14)  # v_head_dim
+    norm_eps: float = Field(1e-6, ge=0, lt=1)  # of the norms of the two narrow vectors
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ironlaw.schema import Section
 
 
-class MoEConfig(BaseModel):
+class MoEConfig(Section):
     """Which layers have experts, how many, how wide, and how their load is kept even. Defaults are Mixtral's."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    experts: int = Field(gt=1)  # routed ones, in each layer that has any
-    experts_per_token: int = Field(gt=0)
-    expert_ffn: int | None = Field(None, gt=0)  # inner width of one expert; the model's ffn unless given
-    shared_experts: int = Field(0, ge=0)  # that every token visits (DeepSeekMoE); computed as one network
-    shared_ffn: int | None = Field(None, gt=0)  # inner width of them together; shared_experts x expert_ffn unless given
+    experts: int = Field(gt=1, le=2**16)  # routed ones, in each layer that has any
+    experts_per_token: int = Field(gt=0, le=2**16)
+    expert_ffn: int | None = Field(None, gt=0, le=2**24)  # inner width of one expert; the model's ffn unless given
+    shared_experts: int = Field(0, ge=0, le=2**16)  # that every token visits (DeepSeekMoE); computed as one network
+    shared_ffn: int | None = Field(
+        None, gt=0, le=2**24
+    )  # inner width of them together; else shared_experts x expert_ffn
     shared_gate: bool = False  # a learned sigmoid scales what the shared experts give (Qwen2-MoE)
     bias: bool = False  # of the router and of every expert's matrices (gpt-oss)
     dense_layers: int = Field(0, ge=0)  # so many first layers keep the dense network, `ffn` wide (DeepSeekMoE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ironlaw.schema import Section
 
 
-class Switches(BaseModel):
+class Switches(Section):
     """The less common fields of `ModelConfig`, which adds the dimensions; model names are examples."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     # Norms stand before each branch of a block, after it (OLMo 2), or both (Gemma 2, GLM 4).
     norm_place: Literal["pre", "post", "sandwich"] = "pre"

@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from ironlaw.errors import UserError
+from ironlaw.files import write_json, write_text
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import typical, warmup_steps
@@ -45,8 +46,7 @@ class Observed:
 
 def write_observed(out: Path, observed: Observed) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "metrics.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in observed.metrics)
+    write_text(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in observed.metrics))
     reason = _write_operations(out / OPERATIONS_FILE, observed)
     ledger = observed_ledger(observed)
     if reason is not None:
@@ -72,7 +72,7 @@ def _write_operations(path: Path, observed: Observed) -> str | None:
         return str(error)
     document = trace_to_json(traced)
     document["variants"] = {name: trace_to_json(v) for name, v in _variants(observed, precision).items()}
-    path.write_text(json.dumps(document), encoding="utf-8")
+    write_json(path, document)
     if observed.facts["device"] == "cpu":
         observed.facts["fused_attention_seconds"] = fused_seconds(
             score_products(document), observed.facts.get("precision")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from ironlaw.errors import UserError
+from ironlaw.files import open_file
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
 
 _CHUNK = 1 << 20
+_LARGEST_EVENT = 64 * _CHUNK
 _WHERE = {
     "cpu_op": CPU, "user_annotation": CPU, "python_function": CPU, "operator": CPU,
     "kernel": DEVICE, "gpu_memcpy": DEVICE, "gpu_memset": DEVICE, "privateuse1_runtime": RUNTIME,
@@ -43,17 +47,20 @@ class TraceFile:
 
 def read_trace(path: Path) -> TraceFile:
     """Raises UserError when it is no trace of the profiler."""
-    opener: Any = gzip.open if path.suffix == ".gz" else open
     result = TraceFile([])
     try:
-        with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+        with open_file(path) as raw_file:
+            stream: Any = gzip.GzipFile(fileobj=raw_file) if path.suffix == ".gz" else raw_file
+            file = io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
             for raw in _raw_events(file, result.header):
                 event = _event(raw)
                 if event is None:
                     result.unread += 1
                 else:
                     result.events.append(event)
-    except (OSError, EOFError, ValueError) as error:
+    except UserError:
+        raise
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(f"{path} cannot be read as a trace ({error}): export it with export_chrome_trace") from None
     if not result.events:
         raise UserError(
@@ -88,7 +95,9 @@ def _raw_events(file: IO[str], header: dict[str, Any]) -> Iterator[dict[str, Any
         try:
             value, position = decoder.raw_decode(buffer, position)
         except json.JSONDecodeError:
-            more = file.read(_CHUNK)
+            if len(buffer) - position > _LARGEST_EVENT:
+                raise UserError(f"it is no trace: it has an event of over {_LARGEST_EVENT >> 20} MiB") from None
+            more = file.read(max(_CHUNK, len(buffer) - position))
             if not more:  # a trace that was cut off: what came before it counts
                 return
             buffer, position = buffer[position:] + more, 0
@@ -120,9 +129,17 @@ def _event(raw: dict[str, Any]) -> Event | None:
     where = _WHERE.get(str(raw.get("cat", "")).lower())
     if raw.get("ph") != "X" or where is None or "dur" not in raw:
         return None
+    try:
+        return _parsed(raw, where)
+    except (TypeError, ValueError, OverflowError, AttributeError):  # no number where one belongs
+        return None
+
+
+def _parsed(raw: dict[str, Any], where: str) -> Event:
     args = raw.get("args") or {}
     start = round(float(raw["ts"]) * 1e3)
     lane = args.get("stream", raw.get("tid", 0)) if where == DEVICE else raw.get("tid", 0)
+    hash(lane)
     return Event(
         str(raw.get("name", "")), start, start + round(float(raw["dur"]) * 1e3), where, lane,
         int(args.get("Sequence number", -1)), int(args.get("External id", args.get("correlation", 0)) or 0),

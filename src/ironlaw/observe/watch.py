@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw import __version__
+from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
@@ -317,7 +318,7 @@ class Watch:
             "machine": torch.cuda.get_device_name() if self.device.type == "cuda" else host.cpu_name(),
             "device": self.device.type,
             "threads": torch.get_num_threads(),
-            "cores": host.usable_cores(),
+            "cores": usable_cores(),
             "memory_bytes": host.memory_bytes(),
             "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": platform.python_version()},
             "compile": _compiled(self.model),
@@ -344,7 +345,7 @@ class Watch:
             "virtual": host.is_virtual(),
             "host": platform.node(),
             "thread_gain": threads_too_many(
-                _inner(self.model), torch.get_num_threads(), host.usable_cores(),
+                _inner(self.model), torch.get_num_threads(), usable_cores(),
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),
             )
             if self.device.type == "cpu" else None,

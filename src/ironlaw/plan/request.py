@@ -7,14 +7,12 @@ measured machine, or a catalogued cluster such as `64xh100-sxm-80gb`.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from ironlaw.catalog.models import model_names
-from ironlaw.config import RunConfig, TrainConfig, build_config, load_config
+from ironlaw.catalog.models import is_model, model_names, released_names
+from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config, load_config
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
@@ -56,27 +54,24 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:
         return Subject(config.model, config)
     if is_config_file(path):
         return Subject(_overridden(read_config(path), overrides), left_out=left_out(path))
-    if what in model_names():
+    if is_model(what):
         return Subject(_overridden(ModelConfig.named(what), overrides))
     if path.suffix == ".json" or path.is_dir() or "/" in what:
         raise UserError(f"no config at {what}: give a .toml run config, a config.json, or a directory that holds one")
-    raise UserError(f"unknown model '{what}': {did_you_mean(what, model_names())}")
+    raise UserError(f"unknown model '{what}': {did_you_mean(what, [*model_names(), *released_names()])}")
 
 
 def _overridden(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
     """The model with `--set model.KEY=VALUE`; other sections belong to a config file."""
     if not overrides:
         return model
-    values: dict[str, Any] = model.model_dump(exclude_none=True)
+    document = {"model": model.model_dump(exclude_none=True)}
     for override in overrides:
-        key, _, text = override.partition("=")
-        if not key.startswith("model."):
+        if not override.startswith("model."):
             raise UserError(f"--set {override}: only model.KEY=VALUE can be set without a config file")
-        try:
-            values[key.removeprefix("model.")] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            values[key.removeprefix("model.")] = text
-    return build_config({"model": values | {"name": f"{model.name} changed"}}, where="--set").model
+        apply_override(document, override)
+    document["model"]["name"] = f"{model.name} changed"
+    return build_config(document, where="--set").model
 
 
 def plan_on_this(config: RunConfig) -> Answer:

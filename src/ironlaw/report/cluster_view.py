@@ -59,6 +59,7 @@ def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) 
     _title(console, ledger, more)
     _verdict(console, ledger, fits, more)
     _caution(console, more["engine"])
+    _other_software(console, more)
     _totals(console, ledger)
     if len(more["candidates"]) > 1:
         _candidates(console, more)
@@ -151,6 +152,15 @@ def _caution(console: Console, engine: More) -> None:
     words = f"Unchecked: no run of engine {engine['name']} on {engine['generation']} has been compared with its plan"
     others = ", ".join(f"{name} ({runs} runs)" for name, runs in list(engine["checked_there"].items())[:3])
     paragraph(console, words + (f"; checked there: {others}." if others else "."), style="yellow")
+
+
+def _other_software(console: Console, more: More) -> None:
+    """What the same work would take under other software, where none was said."""
+    for other in more["engine"].get("others") or []:
+        words = f"Under {other['engine']} instead: {units.seconds(other['step_seconds'])} a step"
+        if other["layout"] != more["layout"]["text"]:
+            words += f", {other['layout']}"
+        paragraph(console, words + ("" if other["fits"] else "; it would not fit") + ".", style="dim")
 
 
 def _totals(console: Console, ledger: Ledger) -> None:

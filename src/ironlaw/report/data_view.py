@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from ironlaw import units
 
@@ -50,7 +50,9 @@ class DataProgress:
         from rich.progress import BarColumn, Progress, TextColumn
 
         if self._bar is None:
-            columns = (TextColumn(self._label), BarColumn(), TextColumn("{task.description}"))
+            columns = (
+                TextColumn(self._label, markup=False), BarColumn(), TextColumn("{task.description}", markup=False),
+            )  # fmt: skip
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
             self._bar.add_task("", total=1.0)
@@ -77,7 +79,7 @@ def show_stats(console: Console, stats: dict[str, Any]) -> None:
                 f"{sizes['p90']:,.0f} at 90%, {sizes['p99']:,.0f} at 99%, {sizes['longest']:,} the longest"
             )
     tokenizer, train = stats["tokenizer"], stats["splits"]["train"]
-    end = f", documents end in {escape(tokenizer['end_of_text_token'])}" if tokenizer["end_of_text_token"] else ""
+    end = f", documents end in {tokenizer['end_of_text_token']}" if tokenizer["end_of_text_token"] else ""
     used = units.percent(train["vocabulary_used"] / tokenizer["vocab"])
     console.print(f"vocabulary  {units.count(tokenizer['vocab'])} entries, {used} occur{end}")
     if stats["unigram_loss"] is not None:
@@ -112,13 +114,12 @@ def show_rows(console: Console, rows: Iterable[dict[str, Any]]) -> None:
     """Rows of a batch: each document's text behind its number."""
     for row in rows:
         padded = f", {row['padding']} of padding" if row["padding"] else ""
-        console.print(
-            f"[bold]row {row['row']}[/bold]  {row['tokens']} tokens, {len(row['documents'])} documents{padded}"
-        )
+        rest = f"  {row['tokens']} tokens, {len(row['documents'])} documents{padded}"
+        console.print(Text.assemble((f"row {row['row']}", "bold"), rest))
         for document in row["documents"]:
             text = document["text"] if document["text"] is not None else " ".join(map(str, document["ids"][:24]))
-            shown = escape(_shortened(text))
-            console.print(f"  [dim]{document['document']:>3}  {document['tokens']:>6} tokens[/dim]  {shown}")
+            head = f"  {document['document']:>3}  {document['tokens']:>6} tokens"
+            console.print(Text.assemble((head, "dim"), "  ", _shortened(text)))
 
 
 def _shortened(text: str, length: int = 160) -> str:
@@ -230,6 +231,6 @@ def show_cache(console: Console, folder: Path, entries: Sequence[Cached]) -> Non
         source = f" of {entry.source}" if entry.source else ""
         now = ", being made now: it stays" if entry.busy else f", unused for {entry.days:.0f} days"
         console.print(
-            f"  {units.bytes_(entry.bytes):>9}  {entry.name}  [dim]{entry.kind}{escape(source)}{now}[/dim]",
+            Text.assemble(f"  {units.bytes_(entry.bytes):>9}  {entry.name}  ", (f"{entry.kind}{source}{now}", "dim")),
             soft_wrap=True,
         )

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ironlaw import units
+from ironlaw.files import write_text
 from ironlaw.report import run_charts, svg, words
 from ironlaw.report.data_view import loaded_words, supply_words
 
@@ -50,9 +51,8 @@ def render_run(document: Document, metrics: Sequence[Document], config_text: str
 
 def write_run(path: Path, document: Document, metrics: Sequence[Document], config_text: str) -> Path:
     """Render and write the page whole: an old report stays until the new one is complete."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(render_run(document, metrics, config_text), encoding="utf-8")
-    return partial.replace(path)
+    write_text(path, render_run(document, metrics, config_text))
+    return path
 
 
 def _ticks(text: str) -> Markup:

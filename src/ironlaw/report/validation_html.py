@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ironlaw import units
+from ironlaw.files import write_text
 from ironlaw.report.scatter import Cloud, Point, legend_mark, scatter, short_bytes, short_seconds
 from ironlaw.report.validation_view import EXPLAINED, over_limit, percent, with_all, worst_rows
 
@@ -47,9 +48,8 @@ def render_validation(document: Document) -> str:
 
 def write_validation(path: Path, document: Document) -> Path:
     """Render and write the page whole."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(render_validation(document), encoding="utf-8")
-    return partial.replace(path)
+    write_text(path, render_validation(document))
+    return path
 
 
 def _plot(document: Document, key: str, colours: Mapping[str, int]) -> Any:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_text
 from ironlaw.model.config import ModelConfig
-from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder, write_atomically
+from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
 from ironlaw.train.state import Stateful, host_copy, unique_weights
 from ironlaw.workload.optimizers import state_bytes
 from ironlaw.workload.parameters import model_parameters
@@ -149,7 +150,10 @@ def newest_of(run: Path) -> Checkpoint:
 def read_index(path: Path) -> Checkpoint:
     """Check a checkpoint's files against its checksums; UserError if anything is missing or changed."""
     try:
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+        try:
+            index = read_json(path / INDEX)
+        except UserError:
+            raise UserError(f"the checkpoint {path} is damaged") from None
         intact = index["index_sha256"] == _index_sha256(index)
         if intact and index["schema_version"] > SCHEMA_VERSION:
             raise UserError(f"the checkpoint {path} was written by a newer Ironlaw")
@@ -178,7 +182,7 @@ def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The index vouches for the files, and its own checksum for the index, whose step decides where a run goes on."""
     index = {"schema_version": SCHEMA_VERSION, **about}
     index["index_sha256"] = _index_sha256(index)
-    write_atomically(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
     return index
 
 

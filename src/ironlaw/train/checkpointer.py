@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import sys
@@ -29,6 +28,7 @@ from torch import nn
 
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
@@ -226,7 +226,7 @@ def _free_bytes(folder: Path) -> float:
 
 def _validation_loss(path: Path) -> float | None:
     try:
-        loss = json.loads((path / disk.INDEX).read_text(encoding="utf-8"))["validation_loss"]
+        loss = read_json(path / disk.INDEX)["validation_loss"]
         return None if loss is None or loss != loss else float(loss)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ironlaw.files import open_file, parse_json
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PENDING_LIMIT = 100_000  # lines held back while the disk is full, some 50 MB: then the disk has the last word
 
@@ -26,7 +28,7 @@ class JsonLines:
         self.pending: list[bytes] = []
         self._lock = threading.Lock()  # the checkpoint's thread syncs what the loop appends
         self._say = say or (lambda message: None)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
 
     def append(self, entry: dict[str, Any]) -> None:
@@ -75,10 +77,12 @@ class JsonLines:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Every complete line of a file that may not be there; half a last line is what a killed process leaves."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    with open_file(path) as file:
+        return [
+            parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.endswith(b"\n")
+        ]
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,9 @@ A step is: wait for the batch, forward and backward over its micro-batches, clip
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
+from ironlaw.cores import usable_threads
 from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
@@ -82,6 +85,9 @@ class StepReport:
     attention: str | None = None  # the kernel that runs
 
 
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How the run ended: `interrupted` is the signal's name when one ended it early."""
@@ -129,7 +135,7 @@ class Trainer:
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
         config = self.config
         host.keep_freed_memory()
-        torch.set_num_threads(self.profile.threads)
+        torch.set_num_threads(min(self.profile.threads, usable_threads()))
         self.loader = Loader(self.dataset, config.data, config.sequence)
         self.batches = self.loader.training(config.train.global_batch, config.train.seed)
         self.to_device = Transfer(self.device, config.data.pin_memory)
@@ -201,7 +207,8 @@ class Trainer:
         accelerated = self.device.type == "cuda"
         energy = EnergyMeter(accelerated=accelerated, board=find_board(self.device.index or 0) if accelerated else None)
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
-        previous = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        previous = {number: signal.signal(number, self._on_signal) for number in heard}
         self._warm_until = self.step + warmup_steps(config.train.steps)
         first_step = self.step
         try:
@@ -415,6 +422,8 @@ class Trainer:
         if self._interrupted is not None:
             raise KeyboardInterrupt
         self._interrupted = signal.Signals(number).name
+        if self._interrupted == "SIGHUP":
+            _forget_terminal()
         self.say(f"{self._interrupted}: finishing the step and saving; once more to stop without saving")
 
     def _finish(self) -> Ledger:
@@ -466,6 +475,13 @@ class Trainer:
                 self.dataset.unigram_loss, Origin.CALCULATED, "token frequencies of the training text alone"
             )
         return ledger
+
+
+def _forget_terminal() -> None:
+    """After its end a terminal fails whoever writes to it, and that must not be the one who saves."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _due(step: int, every: int) -> bool:

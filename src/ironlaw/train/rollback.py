@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint
 from ironlaw.train.recovery import Recovery, Rollback, Spike
@@ -66,7 +66,7 @@ def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[Rollback, C
     steps = {}
     for path in disk.complete(folder):
         try:
-            index = json.loads((path / disk.INDEX).read_text(encoding="utf-8"))
+            index = read_json(path / disk.INDEX)
             if recovery.usable(int(index["step"]), int(index.get("turns", 0))):
                 steps[int(index["step"])] = path
         except (OSError, ValueError, KeyError, TypeError):

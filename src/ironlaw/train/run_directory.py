@@ -14,6 +14,7 @@ import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
+from ironlaw.files import as_name, write_text
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import LOCK
 
@@ -68,17 +69,21 @@ class RunDirectory:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Complete lines only: a run that was killed may have left half of its last one."""
-        return read_lines(self.metrics_file)
+        entries = read_lines(self.metrics_file)
+        for number, entry in enumerate(entries, 1):
+            if not isinstance(entry.get("step"), int) or not isinstance(entry.get("seconds"), float | int):
+                raise UserError(f"line {number} of {self.metrics_file} is of no step: remove it, or give a new --out")
+        return entries
 
     def forget_after(self, step: int) -> None:
         """Drop the metrics of steps that a resumed run will take again."""
         kept = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= step]
-        write_atomically(self.metrics_file, "".join(kept))
+        write_text(self.metrics_file, "".join(kept))
 
 
 def default_name(model: str) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{model}-{stamp}"
+    return Path("runs") / f"{as_name(model)}-{stamp}"
 
 
 def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
@@ -106,7 +111,7 @@ def create_run(run: RunDirectory, config: RunConfig) -> None:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         remove_torn(run.path)
         remove_torn(run.checkpoints)
-        write_atomically(run.config_file, config.to_toml())
+        write_text(run.config_file, config.to_toml())
     except OSError as error:
         raise UserError(
             f"cannot write to {run.path}: {error.strerror}; give --out a directory you can write to"
@@ -160,16 +165,3 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Either the old content or the new, never half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -5,6 +5,17 @@ from __future__ import annotations
 import math
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+
+
+def check_warmup(config: RunConfig) -> None:
+    """UserError where the learning rate would never reach its peak."""
+    steps, warmup = config.train.steps, config.warmup_steps
+    if warmup > steps:
+        raise UserError(
+            f"schedule.warmup_steps = {warmup} is longer than the run, train.steps = {steps}: the learning rate would "
+            f"never reach optimizer.lr; use schedule.warmup_steps = {steps // 10}"
+        )
 
 
 def peak_rate(config: RunConfig) -> float:
@@ -19,7 +30,7 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
     The first step already learns a little, so that no batch is wasted.
     """
-    peak, warmup = peak_rate(config), config.schedule.warmup_steps
+    peak, warmup = peak_rate(config), config.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     span = max(1, config.train.steps - warmup)
@@ -38,7 +49,7 @@ def _after_warmup(config: RunConfig, peak: float, steps: int, progress: float) -
         case "exponential":
             return peak * schedule.min_lr_fraction**progress
         case "inverse_sqrt":
-            start = max(1, schedule.warmup_steps)
+            start = max(1, config.warmup_steps)
             return max(floor, peak * math.sqrt(start / (start + steps)))
         case "step":
             return float(max(floor, peak * schedule.step_factor ** (steps // schedule.step_every)))

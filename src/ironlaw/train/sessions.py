@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
@@ -144,12 +145,15 @@ def read_sessions(path: Path) -> list[Session]:
     """By number; of several ends of one session the last holds."""
     found: dict[int, Session] = {}
     for line in read_lines(path):
-        if "started" in line:
-            found[line["session"]] = Session(line["session"], line["started"], line["from_step"], line["setting"])
-        elif line["session"] in found:
-            session = found[line["session"]]
-            for name in ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps"):
-                setattr(session, name, line[name])
+        try:
+            if "started" in line:
+                found[line["session"]] = Session(line["session"], line["started"], line["from_step"], line["setting"])
+            elif line["session"] in found:
+                session = found[line["session"]]
+                for name in ("ended", "how", "to_step", "wall_seconds", "joules", "repeated_steps"):
+                    setattr(session, name, line[name])
+        except (KeyError, TypeError):
+            raise UserError(f"{path} has a line of no session: remove it, or give a new --out") from None
     return [found[number] for number in sorted(found)]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from ironlaw.schema import Section
 
 
-class CommunicationConfig(BaseModel):
+class CommunicationConfig(Section):
     """What replicas tell each other, where links are slower than that (train/parallel/savers.py, outer.py)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # How gradients travel. bf16 halves them, in sums too; powersgd (arXiv 1905.13727) sends two thin matrices for each
     # matrix that shrinks at least twofold by it, and keeps what it left out for the next step.

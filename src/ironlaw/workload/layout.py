@@ -34,6 +34,9 @@ _SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "du
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
+MOST = 2**20
+"""Of anything in a layout: more than anybody has."""
+
 SPLIT_BACKWARD = ("zb", *V_SHAPED)  # gradients of inputs and of weights in passes of their own
 
 
@@ -236,6 +239,8 @@ def _recompute(word: str) -> str:
     if match := re.fullmatch(r"every[:\-]?(\d+)", word):
         if int(match[1]) < 1:
             raise UserError("layout: recompute=every:K counts blocks: K is at least 1")
+        if int(match[1]) > MOST:
+            raise UserError(f"layout: recompute=every:K counts blocks: K is at most {MOST:,}")
         return "full" if int(match[1]) == 1 else f"every:{int(match[1])}"
     if word.startswith("budget:"):
         budget_bytes(word)
@@ -279,6 +284,8 @@ def _value(key: str, text: str) -> Any:
         number = int(text)
     except ValueError:
         raise UserError(f"layout: {key} must be a whole number, not '{text}'") from None
+    if number > MOST:
+        raise UserError(f"layout: {key} is at most {MOST:,}")
     if number < (0 if key == "zero" else 1):
         raise UserError(f"layout: {key} must be at least {0 if key == 'zero' else 1}, not {number}")
     return number

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Phase
+from ironlaw.schema import Section
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.parameters import Parameter
 
@@ -34,20 +35,16 @@ QUANTIZED_CPU_FACTOR = 16
 MUON_ITERATIONS = 5  # of Newton and Schulz, in bf16 (PyTorch's Muon)
 
 
-class ParameterGroup(BaseModel):
+class ParameterGroup(Section):
     """Tensors whose name matches `pattern` (as in a shell: `blocks.*.attention.*`) and what is different for them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pattern: str
     lr_scale: float = Field(1.0, ge=0)  # times the learning rate; 0 freezes
     weight_decay: float | None = Field(None, ge=0)  # instead of the optimizer's
 
 
-class OptimizerConfig(BaseModel):
+class OptimizerConfig(Section):
     """How gradients become a new model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: OptimizerName = "adamw"
     lr: float = Field(1e-3, gt=0)  # the schedule's peak. AdamW: small models take 1e-3, 100M 6e-4, 7B 3e-4

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.schema import Section
 from ironlaw.units import parse_bytes
 from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
@@ -32,10 +33,8 @@ AGAIN = " again"  # ends the name of an operation that is run a second time
 GENERATOR_BYTES = 5056  # state of torch's CPU generator, kept per block where dropout must draw the same noise twice
 
 
-class RecomputeConfig(BaseModel):
+class RecomputeConfig(Section):
     """What the forward pass does not keep for the backward pass. Memory for time; the loss changes by no bit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     # full: every block keeps only its input. every: only every k-th block does. selective: by operation, see `keep`.
     # budget: for each block the choice with which the whole step fits in `budget` and takes least time.

@@ -14,6 +14,7 @@ be traced, and says so.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ class Trace:
     buffer_bytes: int
     input_bytes: int
     output_shapes: tuple[tuple[int, ...], ...]
+
+
+# A module that does not fit its inputs is refused here in a line; PyTorch would log a stack before.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 def trace_operations(

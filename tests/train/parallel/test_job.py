@@ -76,7 +76,7 @@ def test_ranks_go_on_from_one_process_and_start_from_its_weights(
     known_links: None,
 ) -> None:  # fmt: skip
     config = tiny_file(
-        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, schedule={"warmup_steps": 100},
+        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, schedule={"warmup_steps": 4},
         evaluation={"every": 4},
     )  # fmt: skip
 
@@ -124,13 +124,13 @@ def test_a_run_goes_on_with_another_layout_and_alone(
     for steps, ranks, layout in ((4, 4, "layout.tp=2"), (8, 2, "layout.pp=2"), (10, 2, "layout.zero=3")):
         done = by_torchrun(
             tmp_path, ranks, "train", config, *out, "--set", f"train.steps={steps}", "--set", layout,
-            "--set", "schedule.warmup_steps=100",
+            "--set", "schedule.warmup_steps=4",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-    last = ironlaw_process("train", config, "--out", tmp_path / "run", "--resume", "--set", "schedule.warmup_steps=100")
+    last = ironlaw_process("train", config, "--out", tmp_path / "run", "--resume", "--set", "schedule.warmup_steps=4")
     assert last.returncode == 0, last.stderr
     assert (
-        ironlaw_process("train", config, "--out", tmp_path / "plain", "--set", "schedule.warmup_steps=100").returncode
+        ironlaw_process("train", config, "--out", tmp_path / "plain", "--set", "schedule.warmup_steps=4").returncode
         == 0
     )
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)

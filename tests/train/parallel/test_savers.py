@@ -144,7 +144,7 @@ def test_a_run_from_the_command_line_goes_on_to_the_bit(
     """Stopped within a round of local steps; losses, and validation losses on the common weights."""
     config = tiny_file(
         {"layers": 2, "heads": 4, "dropout": 0.1}, layout={}, train={"micro_batch": 2}, communication=communication,
-        schedule={"warmup_steps": 100},
+        schedule={"warmup_steps": 4},
     )  # fmt: skip
     for out, steps in (("straight", 12), ("stopped", 8), ("stopped", 12)):
         more = ("--resume", "--set", f"train.steps={steps}") if out == "stopped" else ()

@@ -129,13 +129,22 @@ class Efficiency:
 
     def matmul_for(self, dtype: str, library: str | None = None) -> MatmulConstants:
         """The constants for one format; without measurements, those of a format with the same kernels."""
-        measured = any(key.split("/")[0] == dtype for key in self.matmul)
-        name = dtype if measured else number_format(dtype).kernels_of or dtype
+        name = self._measured(dtype)
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):
             if key in self.matmul:
                 return self.matmul[key]
         raise UserError(f"no matmul constants for {dtype} on {self.generation}; {did_you_mean(dtype, self.matmul)}")
+
+    def _measured(self, dtype: str) -> str:
+        """The format itself where its kernels were measured, else the one that stands in."""
+        measured = any(key.split("/")[0] == dtype for key in self.matmul)
+        return dtype if measured else number_format(dtype).kernels_of or dtype
+
+    def libraries(self, dtype: str) -> tuple[str, ...]:
+        """Libraries whose kernels of a format were measured apart."""
+        name = self._measured(dtype)
+        return tuple(key.split("/")[1] for key in self.matmul if key.startswith(f"{name}/"))
 
     def attention_for(self, kernel: str | None = None) -> AttentionConstants:
         """The constants of an attention kernel, by default the one most training stacks would use."""

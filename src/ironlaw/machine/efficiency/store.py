@@ -6,13 +6,13 @@ inherited is marked as assumed, with a wide interval, and listed by `Efficiency.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_toml
 from ironlaw.machine.efficiency.hardware import (
     AttentionConstants,
     CollectiveConstants,
@@ -72,7 +72,7 @@ def load_efficiency(generation: str) -> Efficiency:
 @lru_cache(maxsize=8)
 def load_network(name: str) -> NetworkConstants:
     """The constants of one kind of network: infiniband, roce, efa, tcpx, ethernet."""
-    networks = tomllib.loads((FOLDER / f"{NETWORKS}.toml").read_text(encoding="utf-8"))
+    networks = read_toml(FOLDER / f"{NETWORKS}.toml")
     if name not in networks:
         raise UserError(f"unknown network {name}; {did_you_mean(name, networks)}")
     constants: NetworkConstants = _group(NetworkConstants, networks[name])
@@ -101,7 +101,7 @@ def _document(generation: str) -> dict[str, Any]:
     path = FOLDER / f"{generation}.toml"
     if generation == NETWORKS or not path.is_file():
         raise UserError(f"no constants for generation {generation}; {did_you_mean(generation, generations())}")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return read_toml(path)
 
 
 def _group(kind: type, values: dict[str, Any]) -> Any:

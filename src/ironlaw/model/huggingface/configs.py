@@ -12,7 +12,6 @@ UserError: a plan of the nearest thing would be a plan of something else.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +19,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.common import Fields, activation, biases, experts, llama_family, refuse, windows
 from ironlaw.model.huggingface.families import FAMILIES, REFUSED, WITH_EXPERTS
@@ -37,12 +37,10 @@ def read_config(path: Path) -> ModelConfig:
     """The model of a `config.json`, or of the directory that holds one."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = read_json(file)
     except FileNotFoundError:
         raise UserError(f"no config.json at {path}: give the file or its directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(document, dict) or "model_type" not in document:
+    if not isinstance(document.get("model_type"), str):
         raise UserError(f"{file} has no model_type: it is not a Hugging Face model config")
     return from_fields(document, where=str(file))
 
@@ -50,7 +48,7 @@ def read_config(path: Path) -> ModelConfig:
 def left_out(path: Path) -> tuple[str, ...]:
     """Parts that a config names and `transformers` builds the model without: DeepSeek-V3's second prediction."""
     file = path / "config.json" if path.is_dir() else path
-    count = json.loads(file.read_text(encoding="utf-8")).get("num_nextn_predict_layers") or 0
+    count = read_json(file).get("num_nextn_predict_layers") or 0
     return (f"{count} of the layers, for predicting tokens further ahead (num_nextn_predict_layers)",) if count else ()
 
 
@@ -73,7 +71,9 @@ def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
         raise UserError(f"{where} has no {error.args[0]}, which a {kind} config needs") from None
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    except ValidationError as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError) as error:
+        if not isinstance(error, ValidationError):
+            raise UserError(f"{where} has a value of another type than a {kind} config has: {error}") from None
         first = error.errors()[0]
         message = first["msg"].removeprefix("Value error, ")
         raise UserError(f"{where}: {'.'.join(str(p) for p in first['loc'])} {message}".replace(":  ", ": ")) from None

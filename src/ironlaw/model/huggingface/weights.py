@@ -10,7 +10,6 @@ turn neighbours there, and rows change places.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.entry import Entry
 from ironlaw.model.huggingface.family_weights import NAMES, family_entries
@@ -145,7 +145,7 @@ class _Files:
         self._files: dict[str, Any] = {}
         try:
             if (folder / SHARDED).is_file():
-                index = json.loads((folder / SHARDED).read_text(encoding="utf-8"))
+                index = read_json(folder / SHARDED)
                 paths = sorted({folder / name for name in index["weight_map"].values()})
             else:
                 paths = [folder / SINGLE]
@@ -181,7 +181,7 @@ class _Files:
 def _kind(folder: Path) -> str | None:
     """The `model_type` that the directory's `config.json` names."""
     try:
-        return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+        return str(read_json(folder / "config.json")["model_type"])
     except (OSError, ValueError, KeyError):
         return None
 
@@ -255,8 +255,12 @@ def write_model(
     for entry in entries(config, str(fields["model_type"])):
         entry.put(weights[entry.ours].detach().to(dtype), tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    try:
+        save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk: half a file would look like a model
+        (folder / SINGLE).unlink(missing_ok=True)
+        raise UserError(f"cannot write {folder / SINGLE}: {error}; give a folder with more space") from None
+    write_json(folder / "config.json", fields)
 
 
 def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: int) -> None:
@@ -264,4 +268,4 @@ def write_tokenizer(folder: Path, tokenizer: Path, end_of_text: str, context: in
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     fields = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     fields |= {"eos_token": end_of_text, "bos_token": end_of_text, "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", fields)

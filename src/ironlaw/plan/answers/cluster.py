@@ -184,7 +184,8 @@ def _work(ask: Ask) -> dict[str, Any]:
 
 
 def _candidate(ask: Ask, candidate: Candidate) -> dict[str, Any]:
-    step = bounded(candidate.step_seconds, "time", ask.engine, ask.cluster, ask.model, f"engine {ask.engine}")
+    words = f"engine {ask.engine}"
+    step = bounded(candidate.step_seconds, "time", ask.engine, ask.cluster, ask.model, words, ask.precision)
     peak = bounded(candidate.peak_bytes, "memory", ask.engine, ask.cluster, ask.model, "highest stage")
     tokens = Estimate(ask.work.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {

@@ -225,12 +225,13 @@ def _totals(
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(jobs.model_flops()[0]))
     engine, generation = where.engine.name, cluster.accelerator.generation
-    known = distance("time", engine, generation, cluster.count, model.parameters, model.moe is not None)
+    experts = model.moe is not None
+    known = distance("time", engine, generation, cluster.count, model.parameters, experts, where.precision)
     basis = (
         "compute of the busiest stage x micro-batches + bubble + exposed communication + optimizer + host, "
         f"engine {engine}; interval of runs left out of the fit: {known}"
     )
-    step = bounded(seconds, "time", engine, cluster, model, basis)
+    step = bounded(seconds, "time", engine, cluster, model, basis, where.precision)
     assert step.low is not None and step.high is not None
     peak_flops = where.hardware.peak(where.precision) * cluster.count
     exact = Origin.CALCULATED
@@ -255,10 +256,12 @@ def _totals(
     }
 
 
-def bounded(value: float, quantity: str, engine: str, cluster: Cluster, model: ModelConfig, basis: str) -> Estimate:
+def bounded(
+    value: float, quantity: str, engine: str, cluster: Cluster, model: ModelConfig, basis: str, precision: str = ""
+) -> Estimate:
     """A planned "time" or "memory" with its interval."""
     generation, experts = cluster.accelerator.generation, model.moe is not None
-    low, high = interval_factors(quantity, engine, generation, cluster.count, model.parameters, experts)
+    low, high = interval_factors(quantity, engine, generation, cluster.count, model.parameters, experts, precision)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 

@@ -3,9 +3,11 @@
 The error of a run, ln(measured / planned), has a part that it shares with the other runs of its group (the cluster, the
 version, the habits of who ran it) and one of its own. The shared part is the smaller the more comparable groups the
 constants were checked on (same engine, same accelerator generation, models within a factor `COMPARABLE` in size), and
-larger for software or hardware nobody checked. No checked run had experts, so none is comparable to a mixture:
+larger for software, hardware or a number format nobody checked. No checked run had experts, so none is comparable to a
+mixture:
 
-    spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + doubling^2 x doublings
+    spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + unknown_format^2
+               + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
 
 `doublings`: of the number of accelerators beyond the largest that was checked. Skewed because runs are disturbed more
@@ -15,12 +17,13 @@ often than helped. `interval_factors.toml` holds the constants; `benchmarks/fit_
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ironlaw.catalog.formats import number_format
+from ironlaw.files import read_toml
 from ironlaw.plan.cluster.setting import matmul_is_assumed
 from ironlaw.plan.engines.named import GENERIC, engines
 
@@ -38,12 +41,14 @@ class Distance:
     unknown_engine: bool
     assumed_hardware: bool  # nothing was measured on this generation, not even single matmuls
     doublings: float
+    unknown_format: bool = False  # 8- or 4-bit numbers that no checked run of the engine computed in
 
     def __str__(self) -> str:
         words = [f"{self.groups} groups of comparable runs" if self.groups else ""]
         words += ["an engine that no runs are known of" if self.unknown_engine else ""]
         words += ["no comparable runs of this engine" if not (self.groups or self.unknown_engine) else ""]
         words += ["hardware that nothing was measured on" if self.assumed_hardware else ""]
+        words += ["a number format that none of them computed in" if self.unknown_format else ""]
         words += [f"{2**self.doublings:.0f} times the accelerators of any checked run" if self.doublings >= 1 else ""]
         return ", ".join(word for word in words if word)
 
@@ -52,15 +57,16 @@ class Distance:
 def factors() -> dict[str, dict[str, Any]]:
     """Quantity ("time", "memory") to the constants above, and `checked`: engine to generation to its groups.
 
-    A group is [fewest parameters, most parameters, most accelerators, runs].
+    A group is [fewest parameters, most parameters, most accelerators, runs]. `formats`: engine to those of its runs.
     """
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return read_toml(_FILE)
 
 
 @lru_cache(maxsize=4096)
 def distance(
-    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False
-) -> Distance:
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False,
+    precision: str = "",
+) -> Distance:  # fmt: skip
     """An engine that is none of the shipped ones was calibrated by its user: one group, of unknown size."""
     if engine not in engines():
         return Distance(1, False, False, 0.0)
@@ -70,7 +76,13 @@ def distance(
     most = max((group[2] for groups_ in checked.values() for group in groups_), default=accelerators)
     doublings = max(0.0, math.log2(accelerators / most))
     assumed = quantity == "time" and not here and matmul_is_assumed(generation)
-    return Distance(groups, engine == GENERIC, assumed, doublings)
+    unknown = engine == GENERIC or engine not in factors()["time"]["checked"]
+    narrow = (
+        bool(precision)
+        and number_format(precision).narrow
+        and precision not in factors()[quantity].get("formats", {}).get(engine, [])
+    )
+    return Distance(groups, unknown, assumed, doublings, narrow and quantity == "time")
 
 
 def comparable(parameters: float, low: float, high: float) -> bool:
@@ -83,14 +95,16 @@ def spread_factors(known: dict[str, Any], where: Distance) -> tuple[float, float
     squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
     squared += known["unknown_engine"] ** 2 * where.unknown_engine
     squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
+    squared += known["unknown_format"] ** 2 * where.unknown_format
     squared += known["doubling"] ** 2 * where.doublings
     spread = math.sqrt(squared)
     return -spread / known["skew"], spread * known["skew"]
 
 
 def interval_factors(
-    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False
-) -> tuple[float, float]:
+    quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False,
+    precision: str = "",
+) -> tuple[float, float]:  # fmt: skip
     """The same for a plan of one engine on so many accelerators of one generation."""
-    where = distance(quantity, engine, generation, accelerators, parameters, experts)
+    where = distance(quantity, engine, generation, accelerators, parameters, experts, precision)
     return spread_factors(factors()[quantity], where)

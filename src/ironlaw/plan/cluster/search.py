@@ -21,6 +21,7 @@ import numpy as np
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster import abilities
 from ironlaw.plan.cluster.allocator import usable_bytes
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
 from ironlaw.plan.cluster.intervals import interval_factors
@@ -103,9 +104,11 @@ def search(
     walls: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
     table = layout_table(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds)
-    if excluded is not None and len(table):
+    if len(table):
         refused: dict[str, int] = {}
-        table = _permitted(table, excluded, refused)
+        table = _able(table, chosen, refused)
+        if excluded is not None:
+            table = _permitted(table, excluded, refused)
         walls |= refused
         if not len(table):
             reasons = "; or ".join(refused)
@@ -124,7 +127,7 @@ def search(
         return hunt.found()
     bound = np.concatenate([hunt.plan(part) for part in _chunks(table, CHUNK)])
     hunt.plan_savings(table, bound, savings(model, offload=False))
-    if not hunt.best and where.host is not None:
+    if not hunt.best and hunt.may_offload:
         hunt.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
     return hunt.found()
 
@@ -167,7 +170,7 @@ class _Hunt:
         parts = _chunks(table, MANY)
         least = np.concatenate([least_seconds(self._jobs(part), self.where) for part in parts]) * (1 - hiding(table))
         order = np.argsort(least, kind="stable")
-        for offload in (False, True) if self.where.host is not None else (False,):
+        for offload in (False, True) if self.may_offload else (False,):
             start, step = 0, FEW
             while start < len(order) and not (self.best and least[order[start]] >= self.best[0][0]):
                 index = order[start : start + step]
@@ -182,6 +185,10 @@ class _Hunt:
         return jobs_of_table(
             self.model, columns, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
         )
+
+    @property
+    def may_offload(self) -> bool:
+        return self.where.host is not None and "offload" not in self.where.engine.lacks
 
     @property
     def memory_upper(self) -> float:
@@ -289,6 +296,16 @@ def _fastest(outcome: Outcome, among: np.ndarray, part: np.ndarray, keep: int) -
 
 def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
     return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
+
+
+def _able(rows: np.ndarray, engine: Engine, ruled_out: dict[str, int]) -> np.ndarray:
+    """The layouts that this software can run."""
+    kept = np.ones(len(rows), dtype=bool)
+    for words, needed in abilities.walls(engine, dict(zip(COLUMNS, rows.T, strict=True))).items():
+        if count := int((kept & needed).sum()):
+            ruled_out[f"{engine.name} has no {words}"] = count
+        kept &= ~needed
+    return rows[kept]
 
 
 def _permitted(rows: np.ndarray, excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]) -> np.ndarray:

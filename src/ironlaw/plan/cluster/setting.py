@@ -147,8 +147,8 @@ def hardware_of(acc: Accelerator) -> Hardware:
         memory_bytes_per_second=acc.memory_bytes_per_second.value,
         compute_units=int(units),
         # Without a known limit nothing is throttled.
-        power_watts=effective_power_watts(acc.generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
-        efficiency=_efficiency(acc.generation),
+        power_watts=effective_power_watts(acc.measured_generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
+        efficiency=_efficiency(acc.measured_generation),
         l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
         clock_hertz=acc.clock_hz.value if acc.clock_hz else None,
     )
@@ -173,7 +173,7 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
     link = acc.link_bytes_per_second or acc.pcie_bytes_per_second
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
-    efficiency = _efficiency(acc.generation)
+    efficiency = _efficiency(acc.measured_generation)
     island = efficiency.collectives or provisional_efficiency(acc.generation).collectives
     assert island is not None
     ranks, rate, topology = max(node.scale_up_accelerators, 1), link.value, "mesh"

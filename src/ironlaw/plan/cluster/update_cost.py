@@ -13,7 +13,7 @@ operations move more or less.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
@@ -50,7 +50,7 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
     parameters = model_parameters(model.model_copy(update={"layers": 1}))
     block = [p for p in parameters if p.name.startswith("blocks.")]
     ends = [p for p in parameters if not p.name.startswith("blocks.")]
-    config = OptimizerConfig(name=name)
+    config = OptimizerConfig(name=cast(OptimizerName, name))
     products = [op for op in update_operations(block, config, cuda=True) if op.matmul is not None]
     return UpdateCost(
         name,

@@ -8,7 +8,7 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.ask import Ask
-from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, budget_bytes, undivided
 from ironlaw.workload.sharding import expert_holders
 
 IRONLAW_OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "rmsprop", "adafactor", "adam8bit", "galore", "muon")
@@ -41,6 +41,10 @@ def ironlaw_cannot(layout: Layout, model: ModelConfig) -> str | None:
 
 def recomputation(layout: Layout) -> dict[str, Any]:
     """A layout's recomputation as a section of a config, or nothing."""
+    if layout.recompute == "selective":
+        return {"recompute": {"mode": "selective"}}
+    if layout.recompute.startswith("budget:"):
+        return {"recompute": {"mode": "budget", "budget": str(int(budget_bytes(layout.recompute)))}}
     if layout.recompute == "full":
         return {"recompute": {"mode": "full"}}
     return {"recompute": {"mode": "every", "every": layout.every}} if layout.recompute.startswith("every") else {}

@@ -26,6 +26,7 @@ class Engine:
     source: str = ""
     frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
     attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
+    lacks: tuple[str, ...] = ()  # what it cannot run: words of plan/cluster/abilities.py
     by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
 
     # host: seconds of the launching processor
@@ -89,6 +90,8 @@ class Engine:
     default_sp: bool = False
     default_recompute: str = "none"
     narrows_own_tokens: bool = False  # latent attention under sequence parallelism: gathers what was narrowed
+    interleaves: bool = False  # pipelines whose bubble would be long, where a run does not say
+    tp_overlap: float = 0.0  # of tensor parallel collectives, hidden by an option that runs do not tell; 0: none such
     recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
 
     cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first

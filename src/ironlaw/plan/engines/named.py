@@ -8,13 +8,13 @@ engine_of_framework("Megatron-LM")         # as people write the name of a frame
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_toml
 from ironlaw.machine.host import cache_folder
 from ironlaw.plan.engines.engine import Engine
 
@@ -75,13 +75,13 @@ def profile_path(name: str) -> Path:
 
 
 def _shipped(path: Path) -> Engine:
-    data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    data: dict[str, Any] = read_toml(path)
     known = {f.name for f in fields(Engine)}
     values: dict[str, Any] = {"name": path.stem}
     for key, entry in data.items():
         assert key in known, f"{path.name}: unknown key {key}"
         values[key] = entry
-    for key in ("frameworks", "cp_kinds"):
+    for key in ("frameworks", "cp_kinds", "lacks"):
         if key in values:
             values[key] = tuple(values[key])
     return Engine(**values)
@@ -89,8 +89,8 @@ def _shipped(path: Path) -> Engine:
 
 def _own(name: str, path: Path) -> Engine:
     try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        data: dict[str, Any] = read_toml(path)
+    except (OSError, UserError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     kinds = {field.name: type(getattr(Engine(""), field.name)) for field in fields(Engine)}
     for key, value in data.items():

@@ -71,6 +71,7 @@ MEANING: dict[str, tuple[str, str]] = {
     "context_bytes": ("B", "workspaces that the allocator sees"),
     "reporting_stage": ("", "whose peak the engine's log speaks of: the first stage's rank, or the highest"),
     "partition": ("", "layers per stage: equal, or cost where the output layer counts as layers"),
+    "lacks": ("", "what it cannot run"),
     "cp_kinds": ("", "ways of context parallel attention that it has, its default first"),
     "low_precision": ("", "library of 8- and 4-bit linear layers, which decides what they keep; none: as bf16"),
     "narrow_parameters": ("", "weights of blocks stored as that library quantises them (fp8-param-gather)"),
@@ -79,6 +80,8 @@ MEANING: dict[str, tuple[str, str]] = {
     "default_sp": ("", "assumed where a run does not say"),
     "default_recompute": ("", "assumed where a run does not say"),
     "narrows_own_tokens": ("", "latent attention under sequence parallelism gathers narrow vectors, not the stream"),
+    "interleaves": ("", "pipelines whose bubble would cost more than a tenth, where a run does not say"),
+    "tp_overlap": ("1", "of tensor parallel collectives that its option to overlap them hides, in NeMo's runs"),
     "recomputes_by_block": ("", "as few blocks as fit, where a run does not say and would not fit without"),
     "attention": ("", "runs of the same framework name with the other kind of attention are another engine"),
 }

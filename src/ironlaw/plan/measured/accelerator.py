@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import re
 
-from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
+from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names, taken_for
+from ironlaw.catalog.devices import lines
 from ironlaw.errors import UserError
 
 USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
 """Of a chip sold in several forms, the one that most published runs used; the first that agrees with what is said."""
 
-SAME_CHIP = {
-    "h800": ("h100", "with half of its NVLink"),
-    "a800": ("a100", "with two thirds of its NVLink"),
-    "gh200": ("h100", "beside an Arm processor"),
-    "mi250": ("mi250x", "with 208 of its 220 compute units"),
-}
+SAME_CHIP = {"a800": ("a100", "with two thirds of its NVLink")}
 """Chips without figures of their own that differ from a catalogued one in the way named."""
+
+IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
+"""Chips of eight in a node, and what they are called in a rack of 72: more power, another clock, beside an Arm
+processor. Tables of racks often give the chip's name alone."""
 
 _MAKERS = {"nvidia", "amd", "intel", "google", "tesla", "geforce", "instinct", "gpu", "tensor", "core", "cloud"}
 _BRANDS = {"rtx", "tpu", "apple", "jetson"}  # a brand alone names no chip
@@ -33,12 +33,24 @@ _MEMORY = re.compile(r"(\d+)(gb|gib|g)")
 def accelerator_of(cell: str) -> tuple[Accelerator, str]:
     """The accelerator, and what was assumed to find it; the catalogue's UserError where nothing comes near."""
     try:
-        return accelerator(cell), ""
+        found, other = accelerator(cell), taken_for(cell)
+        if other is None:
+            return found, ""
+        return found, f"accelerator = {found.name} (for '{cell.strip()}'{': ' + other[1] if other[1] else ''})"
     except UserError as error:
         name, note = _nearest(cell)
         if name is None:
             raise error
         return accelerator(name), note
+
+
+def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
+    """The accelerator as a rack holds it, where the words of its network say that it is in one, and a note."""
+    name = IN_RACK.get(acc.name)
+    rack = re.search(r"nvl\s*(?:36|72)\b", interconnect, re.IGNORECASE)
+    if name is None or rack is None:
+        return acc, ""
+    return accelerator(name), f"accelerator = {name} ({acc.name} in a rack of 72 is that: '{rack[0]}')"
 
 
 def _nearest(cell: str) -> tuple[str | None, str]:
@@ -76,7 +88,7 @@ def _names_of(chip: str) -> list[str]:
     """Catalogue names of one chip: its name alone, or followed by form and memory."""
     if chip in _BRANDS:
         return []
-    return [name for name in accelerator_names() if name == chip or name.startswith(chip + "-")]
+    return [name for name in (*accelerator_names(), *lines()) if name == chip or name.startswith(chip + "-")]
 
 
 def _agrees(name: str, form: str, memory: str) -> bool:

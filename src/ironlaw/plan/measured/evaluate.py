@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ironlaw.plan.cluster.setting import Setting, setting
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.read import Run
+from ironlaw.plan.measured.read import Otherwise, Run
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,18 @@ def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag:
 def _fit(runs: Sequence[Run], where: Setting) -> np.ndarray:
     jobs = jobs_of_columns([run.columns for run in runs])
     return peak_memory(jobs, where.engine).total <= usable_bytes(where)
+
+
+def as_otherwise(run: Run, other: Otherwise) -> Run:
+    """The run as it may have been instead."""
+    engine = run.engine
+    if other.constants:  # named apart: runs of one engine are planned together
+        values: dict[str, Any] = dict(other.constants)
+        on = {g: dict(of) | values for g, of in engine.by_generation.items()}
+        engine = replace(engine, name=f"{engine.name} otherwise", by_generation=on, **values)
+    return replace(
+        run, engine=engine, columns=run.columns | dict(other.columns), precision=other.precision or run.precision
+    )
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

@@ -6,12 +6,12 @@ known_experts("Mixtral 8x7B", hidden=4096, layers=32)     # {"experts": 8.0, "ex
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ironlaw.files import read_toml
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.plan.cluster.launches import usual_latent_launches
 
@@ -63,7 +63,7 @@ def _latent(rank: int, query_rank: int) -> dict[str, float]:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("known_experts.toml").read_text(encoding="utf-8"))
+    return read_toml(Path(__file__).with_name("known_experts.toml"))
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,6 @@
 """A node as somebody describes it: how many accelerators it holds, what network leaves it.
 
-    described_node(node("dgx-h100"), "8x 200 Gb/s RoCE per node, 2:1")
+    described_node(node("dgx-h100"), "8x 200 Gb/s RoCE per node, 2:1")[0]
     resized(node("dgx-h100"), 4)
 
 For rows of measured runs (`interconnect`, `per_node`) and for `ironlaw plan --network --per-node`.
@@ -8,41 +8,80 @@ For rows of measured runs (`interconnect`, `per_node`) and for `ironlaw plan --n
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import Node
+from ironlaw.errors import UserError
 
 FABRIC_WORDS = {
     "efa": "efa", "efav": "efa", "roce": "roce", "rocev": "roce", "ethernet": "roce", "gbe": "roce", "tcp": "tcpx",
-    "tcpx": "tcpx", "tcpxo": "tcpx", "ib": "infiniband", "infiniband": "infiniband", "edr": "infiniband",
-    "hdr": "infiniband", "ndr": "infiniband", "xdr": "infiniband", "slingshot": "slingshot", "ici": "ici",
-    "rdma": "infiniband", "connectx": "infiniband", "nic": "infiniband", "nics": "infiniband",
+    "tcpx": "tcpx", "tcpxo": "tcpx", "fastrak": "tcpx", "ib": "infiniband", "infiniband": "infiniband",
+    "edr": "infiniband", "hdr": "infiniband", "ndr": "infiniband", "xdr": "infiniband", "quantum": "infiniband",
+    "slingshot": "slingshot", "ici": "ici", "rdma": "infiniband", "connectx": "infiniband", "cx": "infiniband",
+    "nic": "infiniband", "nics": "infiniband", "hca": "infiniband", "hcas": "infiniband",
 }  # fmt: skip
 """Words of an `interconnect` column, and the kind of network they mean."""
 
-VAGUE = {"rdma", "connectx", "nic", "nics"}
-"""Of these the words that any better one overrules."""
+PLAIN = {"ethernet", "gbe", "tcp"}
+"""Words that also stand for what joins a node to the rest of the house: a kind named beside them is the better one."""
+
+CARDS = {"rdma", "connectx", "cx", "nic", "nics", "hca", "hcas"}
+"""Words that say no kind: any other overrules them."""
 
 NAMED_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 """One InfiniBand port of a generation, where only the generation is named."""
 
-_COUNT = re.compile(r"(?P<count>\d+)\s*(?:x|×|\*)\s*", re.IGNORECASE)
+GBITS_PER_ACCELERATOR = {"tcpxo": 200, "fastrak": 200, "tcpx": 100}
+"""Of networks that one kind of instance has (Google Cloud's A3 Mega and A3 High), where only they are named."""
+
+FASTEST_PORT = 800e9  # bit/s: XDR, and Ethernet of 2025
+LEAST, MOST = 1e9, 1e14  # bit/s that one description of a node may come to
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_COUNT = re.compile(r"(\d+)\s*(?:x|×|\*)\s*", re.IGNORECASE)
+_PORTS = re.compile(r"(\d+)\s*(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b", re.IGNORECASE)
+_PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
+_WORD_COUNT = {"dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
 _RATE = re.compile(
-    r"(?P<rate>\d+(?:\.\d+)?)\s*(?P<unit>tb/s|tbps|tbit/s|gb/s|gbps|gbit/s|gbit|gbe|gib/s|gbytes/s|g\b)?", re.IGNORECASE
+    rf"(?P<rate>{_NUMBER})\s*-?(?P<unit>[TGM](?:i?[bB](?:(?:it|yte)s?)?)?(?:\s*/\s*s(?:ec)?|\s*ps)?(?:[eE]\b)?\b)?",
+    re.IGNORECASE,
 )
-_RATIO = re.compile(r"\b(\d+(?:\.\d+)?)\s*:\s*([1-9]\d*(?:\.\d+)?)\b")
+_RATIO = re.compile(rf"(?<![\d:])({_NUMBER})\s*:\s*({_NUMBER})(?![\d:])", re.IGNORECASE)
+_SIGN = re.compile(r"(?:^|[\s(=:,;*×]|\dx\s?)[-−]\d", re.IGNORECASE)
+_INSIDE = re.compile(
+    r"nvlink|nvswitch|nvl\s*\d|xgmi|infinity fabric|pci|c2c|hbm|in[\s-]*node|intra|within|chip[\s-]*to", re.IGNORECASE
+)
+_OTHERS = re.compile(
+    r"manage|mgmt|storage|front[\s-]?end|north|in[\s-]?band|out[\s-]?of|bmc|ipmi|idrac|login|internet|uplink|"
+    r"\bhost\b|control|file\s?system|lustre",
+    re.IGNORECASE,
+)
+_COMPUTE = re.compile(r"comput|back[\s-]?end|east|scale[\s-]?out|training|gpu\s?direct|\bgdr", re.IGNORECASE)
+_VERSIONS = re.compile(
+    r"(nvlink|nvl|efa\s*v|roce\s*v?|connectx|\bcx|slingshot|quantum|spectrum|bluefield|pcie\s*(?:gen)?|gen)[\s-]*\d+"
+    r"(?![\d.]*\s*(?:g|x))|"
+    r"\b(?:gb|gh|h|a|b|v|mi|l|p|dgx|hgx|tpu|gaudi|p\d+[a-z]*)[\s-]*\d{1,4}[a-z]*(?:\.\w+)?\b(?!\s*g)",
+    re.IGNORECASE,
+)
+"""`NVLink4`, `EFAv2`, `ConnectX-7` and `H100` hold digits that are no rates."""
 
 
 def resized(usual: Node, accelerators: int) -> Node:
     """The node with so many accelerators; an island that ends at the node ends with it, one of a rack does not.
 
-    What people call a node of a rack is some of its trays, each with its own network cards.
+    What people call a node of a rack is some of its trays, each with its own network cards. Boards with a switch come
+    whole or in parts of it: UserError for a size that is neither, nor a multiple.
     """
     if accelerators == usual.accelerators:
         return usual
-    inside, cards = usual.scale_up_accelerators, usual.nics
+    inside, cards, whole = usual.scale_up_accelerators, usual.nics, usual.accelerators
+    divides = not (whole % accelerators and accelerators % whole)
+    if inside > 2 and not divides and "v100" not in (usual.name + usual.product).lower():
+        parts = ", ".join(str(part) for part in range(1, whole) if whole % part == 0)
+        raise UserError(f"{accelerators} accelerators per node: {usual.name} holds {whole}: use {parts} or {whole}")
     if inside > usual.accelerators and cards is not None:
         cards = replace(cards, value=cards.value * accelerators / usual.accelerators)
         return replace(usual, accelerators=accelerators, nics=cards)
@@ -51,59 +90,141 @@ def resized(usual: Node, accelerators: int) -> Node:
     return replace(usual, accelerators=accelerators, scale_up_accelerators=inside)
 
 
-def described_node(usual: Node, interconnect: str) -> Node:
-    """The node with the network of a description such as `8x HDR200 IB per node` or `8x 400 Gb/s RoCE, 2:1`.
+@dataclass(frozen=True)
+class _Network:
+    """One of the networks that a description lists. `bits`: of all its ports on a node, None where none is named."""
 
-    A clause that names a kind of network and a rate describes it; rates are bits unless written GiB/s or GBytes/s.
-    `per GPU` and `per node` say what a rate is of; without either, and without a count, a rate that one port has is
-    taken for each of the node's usual ports, save for plain Ethernet. `2:1` says that the upper level of the network
-    carries half of what the nodes can send. Anything else leaves the usual node as it is.
+    fabric: str
+    bits: float | None
+    plain: bool  # Ethernet, and no word that says more
+    rank: int  # 2: said to be for computing; 1: not said; 0: for something else
+    cards_only: bool  # how many cards, and neither kind nor rate: what follows may say that
+
+
+def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
+    """The node with the network of a description such as `8x HDR200 IB per node`, and what had to be assumed.
+
+    Of several networks that one counts which computing is said to use, else the fastest; one for management or storage
+    never does, nor links inside the node. Gb/s and Gbps are bits, GB/s are bytes where a port can be so fast. `per GPU`
+    and `per node` say what a rate is of; without either, and without a count, a rate that one port has is taken for
+    each of the node's usual ports, save for plain Ethernet. `2:1` says that the upper level of the network carries half
+    of what the nodes can send. A kind of network without a rate has that of the usual node; words that name none leave
+    it as it is. UserError for figures that no network has.
     """
-    if ratio := _RATIO.search(interconnect):
-        usual = replace(usual, oversubscription=max(float(ratio[1]) / float(ratio[2]), 1.0))
-        interconnect = _RATIO.sub(" ", interconnect)
-    for clause in re.split(r"[;+,&]|\band\b", interconnect):
-        words = re.findall(r"[a-z]+", clause.lower())
-        telling = sorted((word for word in words if word in FABRIC_WORDS), key=VAGUE.__contains__)
-        fabric = FABRIC_WORDS[telling[0]] if telling else None
-        bits = _bits_per_second(clause, words)
-        if fabric is None or bits is None:
-            continue
-        if re.search(r"per[\s-]*(gpu|accelerator|chip|device)|/\s*gpu", clause, re.IGNORECASE):
-            bits *= usual.accelerators
-        elif _one_port(clause, bits, words):
-            bits *= usual.nics.value if usual.nics else 1
-        total = Figure(bits / 8, "the run's own description")
-        name = usual.name if fabric == usual.fabric else f"{usual.name}, {fabric}"
-        return replace(usual, name=name, fabric=fabric, nics=Figure(1, "sum of all"), nic_bytes_per_second=total)
-    return usual
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", interconnect)
+    text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` is four of HDR
+    if _SIGN.search(text):
+        raise UserError(f"network '{interconnect}': a count or a rate is above 0")
+    for ratio in _RATIO.findall(text):
+        up, down = float(ratio[0]), float(ratio[1])
+        if not 0 < down < math.inf or not 0 < up < math.inf:
+            raise UserError(f"network '{interconnect}': write how oversubscribed it is as 2:1")
+        usual = replace(usual, oversubscription=max(up / down, 1.0))
+    found = _networks(_RATIO.sub(" ", text), usual, interconnect)
+    known = [network for network in found if network.bits is not None]
+    best = max(known, key=lambda n: (n.rank, n.bits or 0.0), default=None)
+    kinds = [network for network in found if not network.plain and network.rank]
+    if kinds and (best is None or best.plain or best.rank < max(n.rank for n in kinds)):
+        best = max(kinds, key=lambda n: (n.rank, n.bits or 0.0))
+    if best is None and found:
+        best = found[0]
+    words = interconnect.strip()[:80]
+    if best is None or best.rank == 0:
+        return usual, f"network = that of {usual.name} ('{words}' names none)" if words else ""
+    name = usual.name if best.fabric == usual.fabric else f"{usual.name}, {best.fabric}"
+    if best.bits is None:
+        note = f"network = {best.fabric} at the rate of {usual.name} ('{words}' says none)"
+        return replace(usual, name=name, fabric=best.fabric), note
+    total = Figure(best.bits / 8, "the run's own description")
+    return replace(usual, name=name, fabric=best.fabric, nics=Figure(1, "sum of all"), nic_bytes_per_second=total), ""
 
 
-def _one_port(clause: str, bits: float, words: list[str]) -> bool:
-    """Whether a clause speaks of a port: `InfiniBand HDR`, `400G RoCE`; not `2x 100 Gb/s IB`, `800 Gb/s per node`."""
-    counted = _COUNT.search(clause) or re.search(r"node|\d+\s*(nics?|rails|ports|hcas?|cards)\b", clause.lower())
-    plain = {"ethernet", "gbe", "tcp"} & set(words)
-    return not counted and not plain and bits <= 400e9
+def _networks(text: str, usual: Node, whole: str) -> list[_Network]:
+    """The networks of a description, clause by clause; `8x ConnectX-7, 400 Gb/s InfiniBand` is one of two clauses."""
+    found: list[_Network] = []
+    before = ""
+    for clause in re.split(r"[;+,&|\n]|\band\b|\bplus\b|\bwith\b", text):
+        joined = f"{before} {clause}" if before else clause
+        network = _network(joined, usual, whole)
+        waits = network is not None and (network.cards_only or (network.bits is None and not network.plain))
+        before = joined if waits else ""
+        if found and before != joined and joined != clause and network is not None:
+            found.pop()  # the clause before it was its beginning
+        if network is not None:
+            found.append(network)
+    return found
 
 
-def _bits_per_second(clause: str, words: list[str]) -> float | None:
-    """Rate of one clause, all its ports together; None where it names none between 1 Gbit/s and 100 Tbit/s."""
-    # `NVLink4` and `EFAv2` hold digits that are versions; `ConnectX-7` too.
-    plain = re.sub(
-        r"(nvlink|nvl|efa\s*v|roce\s*v|connectx-?|cx-?|slingshot-?|pcie\s*(gen)?)\s*\d+", " ", clause.lower()
-    )
-    count = _COUNT.search(plain)
-    ports = int(count["count"]) if count else 1
-    if not count and (several := re.search(r"(\d+)\s*(nics?|rails|ports|hcas?|cards)\b", plain)):
-        ports = int(several[1])
-        plain = plain.replace(several[0], " ")
-    rest = _COUNT.sub(" ", plain, count=1)
+def _network(clause: str, usual: Node, whole: str) -> _Network | None:
+    if _INSIDE.search(clause):
+        return None
+    words = re.findall(r"[a-z]+", clause.lower())
+    kinds = [word for word in words if word in FABRIC_WORDS]
+    if not kinds and not _PORTS_OF_A_RATE.search(clause):
+        return None
+    telling = sorted(kinds, key=lambda word: 2 * (word in CARDS) + (word in PLAIN))
+    rank = 0 if _OTHERS.search(clause) else 2 if _COMPUTE.search(clause) else 1
+    telling = telling or ["nic"]
+    bits, counted = _bits_per_second(clause, words, telling[0], usual, whole)
+    if not kinds:
+        return _Network(usual.fabric, bits, False, rank, False)
+    fabric, plain = FABRIC_WORDS[telling[0]], telling[0] in PLAIN
+    if PLAIN & set(words) and not plain and telling[0] not in CARDS and bits is not None and not counted:
+        # `100GbE InfiniBand`: the rate is of another port than the kind.
+        bits = None if "gbe" in words else bits
+    if telling[0] in CARDS and PLAIN & set(words):
+        fabric, plain = "roce", not counted
+    return _Network(fabric, bits, plain, rank, bits is None and counted)
+
+
+def _bits_per_second(
+    clause: str, words: list[str], kind: str, usual: Node, whole: str
+) -> tuple[float | None, bool]:  # fmt: skip
+    """Rate of one clause, all ports of a node together, None where it names none; and whether it counts ports."""
+    plain = _VERSIONS.sub(" ", clause)
+    counts = [int(number) for number in _COUNT.findall(plain)[:1]] or [int(n) for n, _ in _PORTS.findall(plain)[:1]]
+    counts = counts or [_WORD_COUNT[word] for word in words if word in _WORD_COUNT][:1]
+    ports = counts[0] if counts else 1
+    rest = _PORTS.sub(" ", _COUNT.sub(" ", plain, count=1))
+    one = None
     for match in _RATE.finditer(rest):
-        rate, unit = float(match["rate"]), (match["unit"] or "").lower()
-        factor = {"t": 1e12, "g": 1e9, "": 1e9}[unit[:1]]
-        factor *= 8 if unit in ("gib/s", "gbytes/s") else 1
-        bits = rate * factor * ports
-        if (unit or rate >= 10) and 1e9 <= bits <= 1e14:
-            return bits
-    named = next((NAMED_GBITS[word] for word in words if word in NAMED_GBITS), None)
-    return None if named is None else named * 1e9 * ports
+        rate, unit = float(match["rate"]), match["unit"] or ""
+        if unit or rate >= 10:
+            one = rate * _unit(unit, rate, words)
+            if counts and "B" in unit and one > FASTEST_PORT:
+                one /= 8  # no port is so fast: bits were meant
+            break
+    per_accelerator = re.search(r"per[\s-]*(gpu|accelerator|chip|device)|/\s*(gpu|chip|accelerator)", clause, re.I)
+    if one is None and kind in GBITS_PER_ACCELERATOR:
+        one, per_accelerator = GBITS_PER_ACCELERATOR[kind] * 1e9, re.match("", "")
+    if one is None:
+        one = next((NAMED_GBITS[word] * 1e9 for word in words if word in NAMED_GBITS), None)
+    if one is None:
+        return None, bool(counts)
+    bits = one * ports
+    if per_accelerator:
+        bits *= usual.accelerators
+    elif not counts and _of_one_port(clause, one, kind):
+        bits *= usual.nics.value if usual.nics else 1
+    if not LEAST <= bits <= MOST:
+        raise UserError(f"network '{whole}': a node sends {LEAST / 1e9:g} Gb/s to {MOST / 1e12:g} Tb/s")
+    return bits, bool(counts)
+
+
+def _unit(unit: str, rate: float, words: list[str]) -> float:
+    """Bit/s of one of the unit: a large B is a byte where a port can be as fast as that, and no port is named."""
+    factor = {"t": 1e12, "g": 1e9, "m": 1e6, "": 1e9}[unit[:1].lower()]
+    spelled = unit.lower()
+    byte = "byte" in spelled or ("B" in unit[1:] and "bit" not in spelled and not re.search(r"[eE]$", unit))
+    if byte and "byte" not in spelled and any(word in NAMED_GBITS for word in words):
+        byte = rate * factor * 8 <= max(NAMED_GBITS[word] * 1e9 for word in words if word in NAMED_GBITS)
+    return factor * 8 if byte else factor
+
+
+def _of_one_port(clause: str, bits: float, kind: str) -> bool:
+    """Whether a rate is of a port: `InfiniBand HDR`, `400G RoCE`; not `800 Gb/s per node`, and not of plain Ethernet or
+    EFA, whose instances are sold by their sum."""
+    if re.search(r"per[\s-]*(port|nic|rail|card|hca|adapter|link)|each|/\s*(port|nic)", clause, re.IGNORECASE):
+        return True
+    of_all = re.search(r"node|server|instance|total|aggregate|per[\s-]*(vm|host|machine)", clause.lower())
+    return not of_all and kind not in PLAIN and kind not in ("efa", "efav") and bits <= FASTEST_PORT / 2

@@ -9,6 +9,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+from ironlaw.files import write_text
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import profile_path
 from ironlaw.plan.engines.words import MEANING
@@ -19,9 +20,8 @@ def save_profile(name: str, found: Calibration, runs: str) -> Path:
     """Write the calibrated engine as a readable file; a profile of that name is replaced."""
     path = profile_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(_text(found, runs), encoding="utf-8")
-    return partial.replace(path)
+    write_text(path, _text(found, runs))
+    return path
 
 
 def _text(found: Calibration, runs: str) -> str:

@@ -17,16 +17,18 @@ from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.files import read_bytes
 from ironlaw.plan.cluster.jobs import RECOMPUTE, jobs_of_columns
 from ironlaw.plan.cluster.launches import usual_expert_launches
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured import words
-from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
 from ironlaw.plan.measured.known_experts import known_experts
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.words import Row
+from ironlaw.workload.pipeline import ends_lighter
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns without which no row can be planned."""
@@ -34,11 +36,20 @@ REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
 """Node of a row that does not describe its network, where published runs differ from what is usually rented."""
 
-"""The engine of software that no measured runs are known of."""
 
 HEAD_SIZE = 128  # where a row gives no heads: what most models of the last years have
 USUAL_VOCAB = 50304  # GPT-2's, padded
 SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and a tied model from a plain one
+
+
+@dataclass(frozen=True)
+class Otherwise:
+    """What a row that does not say may have been instead of what is assumed of it."""
+
+    columns: tuple[tuple[str, float], ...] = ()
+    precision: str = ""
+    constants: tuple[tuple[str, float], ...] = ()  # of the engine
+    weight: float = 1.0  # how much of the difference counts: less for what is seldom
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Run:
     assumed: tuple[str, ...]
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
     open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
+    otherwise: tuple[Otherwise, ...] = ()
 
 
 def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -85,13 +97,14 @@ def _rows(path: Path) -> Iterable[Row]:
     """Rows as column -> text; a UserError when the file is no table of this schema."""
     if not path.is_file():
         raise UserError(f"{path} is not a file: give a CSV of measured runs")
-    content = path.read_bytes()
+    content = read_bytes(path, "table of runs")
     if b"\0" in content[:4096]:
         raise UserError(f"{path} is not a CSV file: it holds binary data")
     stream = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
     first = stream.readline()
     stream.seek(0)
     separator = max(",;\t", key=first.count)
+    csv.field_size_limit(len(content) + 1)  # a note may be as long as the file
     reader = csv.DictReader(stream, delimiter=separator)
     names = [(name or "").strip().lower() for name in reader.fieldnames or []]
     missing = [name for name in REQUIRED if name not in names]
@@ -130,7 +143,8 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     engine = engine or _engine(row, attention, cells)
     count = cells.needed("accelerators")
     acc, note = accelerator_of(words.text(row, "accelerator"))
-    cells.assumed += [note] if note else []
+    acc, rack = in_rack(acc, words.text(row, "interconnect"))
+    cells.assumed += [said for said in (note, rack) if said]
     columns = _model(cells) | {"sequence": cells.needed("seq"), "flash": float(attention == "flash")}
     columns |= _layout(cells, engine, count, columns.get("experts", 0.0) > 0)
     recompute = words.recompute(row)
@@ -138,12 +152,13 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     if recompute is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
     status = words.text(row, "status").lower()
+    cluster, precision = _cluster(cells, acc, int(count)), _precision(cells, acc, engine)
     return Run(
         id=identity,
         group=group_of(row),
         engine=engine,
-        cluster=_cluster(row, acc, int(count)),
-        precision=_precision(cells, acc, engine),
+        cluster=cluster,
+        precision=precision,
         columns=columns,
         step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, columns, count),
         peak_bytes=_measured(row, "peak_bytes"),
@@ -152,7 +167,49 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
         assumed=tuple(cells.assumed),
         open_recompute=recompute is None and engine.default_recompute == "none",
         open_zero=words.zero_stage(row) is None and engine.name == GENERIC,
+        otherwise=_otherwise(cells, columns, precision, acc, engine),
     )
+
+
+def _otherwise(
+    cells: _Cells, columns: dict[str, float], precision: str, acc: Accelerator, engine: Engine
+) -> tuple[Otherwise, ...]:
+    """What else the row's software is used with, of what the row leaves open and time hangs on."""
+    row, found = cells.row, []
+    if words.precision(row) is None:
+        sixteen = "bf16" if "bf16" in acc.peak_flops_per_second else "fp16"
+        others = [name for name in (sixteen, "fp8") if name != precision and name in acc.peak_flops_per_second]
+        found += [Otherwise(precision=name) for name in others]
+    if words.whole(row, "virtual_stages") is None and columns["pp"] > 1:
+        other = 1.0 if columns["virtual"] > 1 else _most_virtual(columns) if "virtual" not in engine.lacks else 1.0
+        found += [Otherwise((("virtual", other),))] if other != columns["virtual"] else []
+    if words.whole(row, "micro_batch") is None:
+        per_replica = columns["global_batch"] / columns["dp"]
+        found += [
+            Otherwise((("micro_batch", size),))
+            for size in (1.0, 2.0, 4.0)
+            if size != columns["micro_batch"] and per_replica % size == 0
+        ]
+    if words.recompute(row) is None and not engine.recomputes_by_block:
+        again = "none" if engine.default_recompute == "full" else "full"
+        found.append(Otherwise((("recompute", float(RECOMPUTE[again])),), weight=0.5))
+    if engine.tp_overlap and columns["tp"] > 1:
+        hidden = engine.on(acc.generation).tp_hidden
+        found.append(Otherwise(constants=(("tp_hidden", 0.0 if hidden else engine.tp_overlap),)))
+    return tuple(found)
+
+
+LONG_BUBBLE = 0.1
+"""Of a step's compute: a bubble that software with virtual stages is taken to be used with them to shorten."""
+
+
+def _most_virtual(columns: dict[str, float]) -> float:
+    """Virtual stages of two layers or more that a pipeline can have, as many as it can; 1 where it can have none."""
+    layers, pp = int(columns["layers"]), int(columns["pp"])
+    if columns["global_batch"] / (columns["dp"] * columns["micro_batch"]) % pp:
+        return 1.0
+    most = max(layers // pp // 2, 1)
+    return float(max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None))
 
 
 def _measured(row: Row, name: str) -> float | None:
@@ -196,9 +253,6 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
             raise UserError(reason)
         dp = cells.assume("dp", count / model_parallel, f"{reason}: cp taken out of dp")
     layers = cells.needed("layers")
-    virtual = cells.given("virtual_stages", 1)
-    if pp * virtual > layers:
-        cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
     etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
     imbalance = words.number(cells.row, "imbalance", 1)
     if imbalance is None and ep > 1 and engine.default_imbalance:
@@ -212,6 +266,11 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
         micro = cells.assume("micro_batch", 1 if pp > 1 else max(batch // dp, 1) if batch / dp <= 4 else 1, "assumed")
     if batch is None:
         batch = cells.assume("global_batch", dp * micro, "one micro-batch")
+    virtual = _virtual(cells, engine, {
+        "layers": layers, "pp": pp, "dp": dp, "micro_batch": micro, "global_batch": batch,
+    })  # fmt: skip
+    if pp * virtual > layers:
+        cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
     if batch < dp * micro:
         raise UserError(f"global_batch {batch:g} is less than dp {dp:g} x micro_batch {micro:g}")
     zero = words.zero_stage(cells.row)
@@ -224,6 +283,17 @@ def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> d
         "ep": ep, "etp": etp, "imbalance": imbalance or 0.0,
         "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
     }  # fmt: skip
+
+
+def _virtual(cells: _Cells, engine: Engine, columns: dict[str, float]) -> float:
+    """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
+    said = words.whole(cells.row, "virtual_stages")
+    if said is not None:
+        return said
+    bubble = (columns["pp"] - 1) * columns["dp"] * columns["micro_batch"] / columns["global_batch"]
+    most = _most_virtual(columns) if engine.interleaves and bubble > LONG_BUBBLE else 1.0
+    why = f"without any the bubble would cost {bubble:.0%}, and this software has them" if most > 1 else "assumed"
+    return cells.assume("virtual_stages", most, why)
 
 
 def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float, usual: int) -> float:
@@ -343,10 +413,13 @@ def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
     return other
 
 
-def _cluster(row: Row, acc: Accelerator, count: int) -> Cluster:
+def _cluster(cells: _Cells, acc: Accelerator, count: int) -> Cluster:
     """The accelerator's usual node, with the size and the network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
-    per_node = words.whole(row, "per_node")
+    per_node = words.whole(cells.row, "per_node")
     if per_node:
         usual = resized(usual, int(per_node))
-    return Cluster(acc, count, described_node(usual, words.text(row, "interconnect")))
+    described, note = described_node(usual, words.text(cells.row, "interconnect"))
+    if note and count > usual.scale_up_accelerators:
+        cells.assumed.append(note)
+    return Cluster(acc, count, described)

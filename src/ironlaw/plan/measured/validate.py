@@ -21,7 +21,7 @@ import numpy as np
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.jobs import Array, Jobs, jobs_of_columns
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.evaluate import Prediction, evaluate, plannable, settled
+from ironlaw.plan.measured.evaluate import Prediction, as_otherwise, evaluate, plannable, settled
 from ironlaw.plan.measured.read import Run, read_runs
 
 BASELINE_FRACTION = 0.45
@@ -90,7 +90,7 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
         prediction=prediction,
         baseline_seconds=baseline_seconds(jobs, prediction.peak_flops_per_second) if runs else np.zeros(0),
         baseline_bytes=baseline_bytes(jobs) if runs else np.zeros(0),
-        step_interval=interval("time", runs, prediction.step_seconds),
+        step_interval=widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds)),
         peak_interval=interval("memory", runs, prediction.reported_bytes),
         rejected=rejected,
     )
@@ -240,9 +240,21 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
     pairs = [
         interval_factors(
             quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
-            run.columns.get("experts", 0.0) > 0,
+            run.columns.get("experts", 0.0) > 0, run.precision,
         )
         for run, size in zip(runs, parameters, strict=True)
     ]  # fmt: skip
     bounds = np.exp(np.array(pairs, dtype=float).reshape(-1, 2))
     return planned * bounds[:, 0], planned * bounds[:, 1]
+
+
+def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The interval with what hangs on what the rows leave open: each alternative is an error of its own, one-sided."""
+    low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
+    for number in range(max((len(run.otherwise) for run in runs), default=0)):
+        index = [i for i, run in enumerate(runs) if len(run.otherwise) > number]
+        seconds = evaluate([as_otherwise(runs[i], runs[i].otherwise[number]) for i in index]).step_seconds
+        swing = np.log(seconds / planned[index]) * [runs[i].otherwise[number].weight for i in index]
+        low[index] += np.minimum(swing, 0.0) ** 2
+        high[index] += np.maximum(swing, 0.0) ** 2
+    return planned * np.exp(-np.sqrt(low)), planned * np.exp(np.sqrt(high))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from ironlaw.files import read_json_lines
 from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Profile
 
@@ -37,15 +39,9 @@ def remember(profile_created: str, planned_seconds: float, measured_seconds: flo
 def past_ratios() -> list[float]:
     """Measured / planned of the runs remembered; unreadable lines are passed over."""
     ratios = []
-    try:
-        for text in record_path().read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(text)
-                ratios.append(float(entry["measured_step_seconds"]) / float(entry["planned_step_seconds"]))
-            except (ValueError, KeyError, TypeError, ZeroDivisionError):
-                continue
-    except OSError:
-        pass
+    for entry in read_json_lines(record_path()):
+        with suppress(ValueError, KeyError, TypeError, ZeroDivisionError):
+            ratios.append(float(entry["measured_step_seconds"]) / float(entry["planned_step_seconds"]))
     return ratios
 
 

@@ -3,17 +3,26 @@
 Every one starts `torchrun` once per node with a rendezvous on the first, restarts a job whose ranks die, and goes on
 from the last checkpoint (`--resume` starts a run that is not there yet). The run directory must be on storage that all
 nodes see. PyTorch's flight recorder is on: after a timeout each rank leaves its last collectives beside the run.
+
+Names of hosts, images and the like must have the form that their launcher gives them (`GRAMMAR`); whatever else a user
+wrote is quoted for the shell that reads it, and YAML is written by way of JSON, which is a part of it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import shlex
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_text, write_text
 
 KINDS = {"slurm": "job.sbatch", "kubernetes": "job.yaml", "ssh": "job.sh"}
 SUBMIT = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f"), "ssh": ("sh",)}
@@ -26,11 +35,29 @@ VARIABLES = {
     "OMP_NUM_THREADS": "4",
 }
 
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL})*|\[[0-9A-Fa-f:.]+\]"
+GRAMMAR = {  # option -> what it must match as a whole, and how to write it
+    "--hosts": (rf"([A-Za-z0-9_][A-Za-z0-9_.-]{{0,31}}@)?({_HOST})", "names or addresses such as node0,user@10.0.0.2"),
+    "--image": (
+        r"[A-Za-z0-9][A-Za-z0-9._-]*(:\d+)?(/[a-z0-9][a-z0-9._-]*)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?"
+        r"(@[a-z0-9]+:[0-9a-fA-F]{32,})?",
+        "an image such as registry.example/ironlaw:1",
+    ),
+    "--claim": (r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "the name of a volume claim: lower case, digits, - and ."),
+    "--partition": (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", "the name of a partition"),
+    "--account": (r"[A-Za-z0-9_][A-Za-z0-9_.,-]*", "the name of an account"),
+    "--time": (
+        r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}",
+        "minutes, hours:minutes:seconds or days-hours",
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Request:
-    """`hosts` are for ssh, `image` and `claim` (a shared volume) for Kubernetes. A job that loses nodes goes on with
-    `min_nodes` or more."""
+    """`hosts` are for ssh, `image` and `claim` (a shared volume) for Kubernetes, `time`, `partition` and `account` for
+    Slurm. A job that loses nodes goes on with `min_nodes` or more. UserError for what is no host, image and so on."""
 
     name: str
     config: Path
@@ -42,23 +69,46 @@ class Request:
     image: str | None = None
     claim: str | None = None
     min_nodes: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+
+    def __post_init__(self) -> None:
+        for option, (grammar, usual) in GRAMMAR.items():
+            given = getattr(self, option[2:])
+            for value in given if isinstance(given, tuple) else (given,):
+                if value is not None and not re.fullmatch(grammar, value):
+                    raise UserError(f"{option} {value!r} cannot be used: write {usual}")
+        texts = (str(self.config), str(self.out), *self.overrides)
+        if any(not text.isprintable() for text in texts):
+            raise UserError("paths and --set of a job take printable characters only: a line break ends a command")
 
 
 def script(kind: str, request: Request) -> str:
-    """The text of the job. UserError for what a launcher needs and nobody gave."""
+    """The text of the job. UserError for what a launcher needs and nobody gave, or does not have."""
+    of_slurm = [f"--{name}" for name in ("time", "partition", "account") if getattr(request, name) is not None]
+    if of_slurm and kind != "slurm":
+        raise UserError(f"{of_slurm[0]} is for --on slurm: leave it out")
     return {"slurm": _slurm, "kubernetes": _kubernetes, "ssh": _ssh}[kind](request)
 
 
 def torchrun(request: Request, endpoint: str, run_id: str) -> str:
     """The command of one node; `endpoint` and `run_id` may be variables of the shell."""
     nodes = f"{request.min_nodes}:{request.nodes}" if request.min_nodes else request.nodes
+    config, out = (_as_path(path) for path in (request.config, request.out))
     words = [
         f"torchrun --nnodes {nodes} --nproc-per-node {request.per_node} --max-restarts {RESTARTS}",
         f'--rdzv-backend c10d --rdzv-endpoint "{endpoint}" --rdzv-id "{run_id}"',
-        f"-m ironlaw train {shlex.quote(str(request.config))} --out {shlex.quote(str(request.out))} --resume",
+        f"-m ironlaw train {config} --out {out} --resume",
     ]
     words += [f"--set {shlex.quote(override)}" for override in request.overrides]
     return " \\\n  ".join(words)
+
+
+def _as_path(path: Path) -> str:
+    """A path that no program takes for an option."""
+    text = str(path)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def _exports() -> str:
@@ -66,12 +116,14 @@ def _exports() -> str:
 
 
 def _slurm(request: Request) -> str:
+    wishes = {"time": request.time, "partition": request.partition, "account": request.account}
+    wished = "".join(f"#SBATCH --{name}={value}\n" for name, value in wishes.items() if value is not None)
     return f"""#!/bin/bash
 #SBATCH --job-name={request.name}
 #SBATCH --nodes={request.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={request.per_node}
-#SBATCH --exclusive
+{wished}#SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --signal=TERM@120
 #SBATCH --output={request.name}-%j.log
@@ -89,13 +141,16 @@ def _ssh(request: Request) -> str:
         raise UserError(
             f"--on ssh needs the {request.nodes} hosts: add --hosts node0,node1,... ({len(request.hosts)} given)"
         )
+    first = request.hosts[0].rpartition("@")[2]
     command = f"{'; '.join(_exports().splitlines())}; cd {shlex.quote(str(Path.cwd()))} && "
-    command += torchrun(request, f"{request.hosts[0]}:{PORT}", request.name)
-    lines = [f'ssh -tt {host} {shlex.quote(command)} < /dev/null & pids="$pids $!"' for host in request.hosts]
+    command += torchrun(request, f"{first}:{PORT}", request.name)
+    lines = [
+        f'ssh -tt -- {shlex.quote(host)} {shlex.quote(command)} < /dev/null & pids="$pids $!"' for host in request.hosts
+    ]
     started = "\n".join(lines)
     return f"""#!/bin/sh
 # One torchrun per node; the first is where they meet. With a terminal (-tt) a node's processes end with its ssh.
-trap 'kill $pids' INT TERM
+trap 'kill $pids' INT TERM HUP
 {started}
 status=0
 for pid in $pids; do wait "$pid" || status=$?; done
@@ -109,18 +164,20 @@ def _kubernetes(request: Request) -> str:
             what = "an image with ironlaw in it" if option == "--image" else "a shared volume claim for the run"
             raise UserError(f"--on kubernetes needs {what}: add {option} NAME")
     command = torchrun(request, f"{request.name}-0.{request.name}:{PORT}", request.name).replace(" \\\n  ", " ")
-    variables = "".join(f"\n            - {{name: {name}, value: '{value}'}}" for name, value in VARIABLES.items())
+    variables = "".join(
+        f"\n            - {{name: {_yaml(name)}, value: {_yaml(value)}}}" for name, value in VARIABLES.items()
+    )
     return f"""apiVersion: v1
 kind: Service
-metadata: {{name: {request.name}}}
+metadata: {{name: {_yaml(request.name)}}}
 spec:
   clusterIP: None  # so that the pods have names: {request.name}-0.{request.name}
   publishNotReadyAddresses: true  # from the start: all look for the first
-  selector: {{job-name: {request.name}}}
+  selector: {{job-name: {_yaml(request.name)}}}
 ---
 apiVersion: batch/v1
 kind: Job
-metadata: {{name: {request.name}}}
+metadata: {{name: {_yaml(request.name)}}}
 spec:
   completions: {request.nodes}
   parallelism: {request.nodes}
@@ -128,13 +185,13 @@ spec:
   backoffLimit: {RESTARTS * request.nodes}
   template:
     spec:
-      subdomain: {request.name}
+      subdomain: {_yaml(request.name)}
       restartPolicy: OnFailure
       containers:
         - name: train
-          image: {request.image}
+          image: {_yaml(request.image)}
           workingDir: /work
-          command: [sh, -c, {_quoted(command)}]
+          command: [sh, -c, {_yaml(command)}]
           env:{variables}
           resources: {{limits: {{nvidia.com/gpu: {request.per_node}}}}}
           volumeMounts:
@@ -142,22 +199,58 @@ spec:
             - {{name: memory, mountPath: /dev/shm}}
       volumes:
         - name: work
-          persistentVolumeClaim: {{claimName: {request.claim}}}
+          persistentVolumeClaim: {{claimName: {_yaml(request.claim)}}}
         - name: memory  # NCCL and data loading share memory between the ranks of a node
           emptyDir: {{medium: Memory}}
 """
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
+_OTHER_THAN_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # to a reader of YAML 1.1
 
 
-def submit(kind: str, path: Path) -> str:
-    """Hand the written job to its launcher; returns what that said."""
-    words = SUBMIT[kind]
-    if shutil.which(words[0]) is None:
-        raise UserError(f"{words[0]} is not on this machine: run `{' '.join(words)} {path}` where it is")
-    done = subprocess.run([*words, str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{words[0]} refused {path}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-    return done.stdout.strip()
+def _yaml(value: Any) -> str:
+    """A scalar of YAML, plain where nobody could read it as anything but these words."""
+    text = str(value)
+    plain = re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", text) and text not in _OTHER_THAN_TEXT
+    return text if plain else json.dumps(text)
+
+
+SEAL = "# written by `ironlaw launch`; as long as nobody edits it: "
+
+
+def keep(path: Path, text: str, force: bool = False) -> str:
+    """Write the job, and return what was written: sealed, so that an edited one is known and kept unless `force`."""
+    text += f"{SEAL}{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}\n"
+    if not force and (path.is_symlink() or path.exists()) and not _sealed(path):
+        what = "is a link" if path.is_symlink() else "is not as `ironlaw launch` wrote it"
+        raise UserError(f"{path} {what}: move it away, or add --force to replace it")
+    write_text(path, text)
+    return text
+
+
+def _sealed(path: Path) -> bool:
+    """Whether a job is still what `keep` wrote."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    text, seal, digest = read_text(path).rpartition(SEAL)
+    return bool(seal) and hashlib.sha256(text.encode()).hexdigest()[:16] == digest.strip()
+
+
+def submit(kind: str, path: Path) -> str | None:
+    """Hand the written job to its launcher; returns what that said. Over ssh it runs here, and shows its output."""
+    words = (*SUBMIT[kind], str(path))
+    if shutil.which(words[0]) is None or (kind == "ssh" and shutil.which("ssh") is None):
+        missing = words[0] if shutil.which(words[0]) is None else "ssh"
+        raise UserError(f"{missing} is not on this machine: run `{' '.join(words)}` where it is")
+    if kind == "ssh":
+        sys.stdout.flush()
+        # Progress belongs to stderr, as everywhere; --json has stdout for itself.
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
+        if done.returncode:
+            raise UserError(f"the job ended with {done.returncode}: what the nodes said is above")
+        return None
+    told = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    if told.returncode:
+        said = (told.stderr or told.stdout).strip().splitlines() or [f"exit code {told.returncode}"]
+        raise UserError(f"{words[0]} refused {path}: {said[-1]}")
+    return told.stdout.strip()

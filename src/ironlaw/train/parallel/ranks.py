@@ -197,8 +197,16 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
 
 def micro_batch_of(config: RunConfig, share: int) -> int:
     """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
-    below it, so that a job that goes on with fewer ranks need not be configured anew."""
-    return next(size for size in range(min(config.micro_batch, share), 0, -1) if share % size == 0)
+    below it, so that a job that goes on with fewer ranks need not be configured anew.
+
+    Where it is not given, pipeline stages get four micro-batches each, or as many as there are: their bubble is then a
+    fifth of the step at most (arXiv 2104.04473, section 2.2).
+    """
+    stages = config.layout.pp if config.layout is not None else 1
+    wanted = config.micro_batch
+    if config.train.micro_batch is None and stages > 1:
+        wanted = max(1, share // (4 * stages))
+    return next(size for size in range(min(wanted, share), 0, -1) if share % size == 0)
 
 
 def usable(config: RunConfig, size: int) -> int:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from ironlaw.config import LayoutConfig, RunConfig, build_config
+from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
@@ -122,7 +122,7 @@ def rehearse(model: ModelConfig, layout: Layout) -> list[Stage]:
     # Forked from a process that has loaded PyTorch and started nothing; each rank once, because groups are remembered.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ironlaw.train.parallel.step", "torch.testing._internal.distributed.fake_pg"])
-    workers = max(1, min(2, os.cpu_count() or 1))
+    workers = max(1, min(2, usable_cores()))
     with context.Pool(workers, maxtasksperchild=1) as pool:
         return pool.map(_rank, arguments, chunksize=1)
 

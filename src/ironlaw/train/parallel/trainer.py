@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.cores import usable_threads
 from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
@@ -368,4 +369,4 @@ def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) ->
 
 def threads_per_rank(threads: int) -> int:
     """Ranks of one machine share its cores."""
-    return max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return min(usable_threads(), max(1, threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -1,0 +1,122 @@
+"""Devices that models are served on beside those with a file of their own: one line each, in `devices/*.toml`.
+
+    device_names()                     # ("a100-80gb", "a100-sxm-80gb-330w", "a30", ...)
+    entry("rtx-3060")                  # what its file in `accelerators/` would hold
+    taken("a100-80gb")                 # ("a100-sxm-80gb", "the form is not said; ...")
+
+A line gives `memory` (GiB), `rate` (of the memory, GB/s), `units` (SMs, CUs, cores), `watts`, `link` (GB/s, one
+direction), and dense peaks in TFLOP/s by dtype; `source` is of all of them. Peaks of matrix units that makers do not
+print card by card are the fp32 rate times the `ratios` of the chip, by the source named there. `like` takes everything
+else from another device. `[taken]` has other names, and why one of several was taken. What nobody prints is absent.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from ironlaw.catalog.figures import read_toml, stems
+
+FOLDER = "devices"
+COLUMNS = {
+    "memory": ("memory_bytes", 2.0**30),
+    "rate": ("memory_bytes_per_second", 1e9),
+    "units": ("compute_units", 1.0),
+    "watts": ("tdp_watts", 1.0),
+    "link": ("link_bytes_per_second", 1e9),
+}
+"""Column of a line: figure of an accelerator, and how much of it one is."""
+
+PCIE_BYTES_PER_SECOND = {"pascal": 15.75e9, "turing": 15.75e9, "volta": 15.75e9, "blackwell": 63e9}
+"""Cards have sixteen lanes of generation 3 or 5; all others of generation 4."""
+
+_PLAIN = {"product", "vendor", "generation", "constants", "memory_kind", "note"}
+_WORDS = {"gtx": "GeForce GTX", "titan": "TITAN", "rx": "Radeon RX", "xt": "XT", "xtx": "XTX", "gre": "GRE"}
+
+
+def device_names() -> tuple[str, ...]:
+    """All names, other names among them, sorted."""
+    return tuple(sorted({*_lines(), *_taken()}))
+
+
+def taken(name: str) -> tuple[str, str] | None:
+    """The device that is taken for this name, and why where it could be another."""
+    return _taken().get(name)
+
+
+def is_device(name: str) -> bool:
+    return name in _lines()
+
+
+def lines() -> tuple[str, ...]:
+    """Names of those with a line of their own."""
+    return tuple(_lines())
+
+
+def entry(name: str) -> dict[str, Any]:
+    """The content of a file of `accelerators/` for this device."""
+    line, ratios = _lines()[name]
+    found: dict[str, Any] = {"product": _product(name), "default_node": line.get("node", "pcie-workstation")}
+    if base := line.get("like"):
+        found = entry(base) if is_device(base) else read_toml("accelerators", f"{base}.toml")
+        found["peak_flops_per_second"] = dict(found["peak_flops_per_second"])
+        if "node" in line:
+            found["default_node"] = line["node"]
+            if not line["node"].startswith("dgx"):  # a card has no links of its own
+                found = {key: value for key, value in found.items() if not key.startswith("link")}
+    found |= {key: line[key] for key in _PLAIN if key in line}
+    if "unified" in line:
+        found["unified_memory"] = line["unified"]
+    source, note = line["source"], "derived from another device" if base else ""
+    for column, (key, scale) in COLUMNS.items():
+        if column in line:
+            found[key] = {"value": line[column] * scale, "source": source, "note": note}
+    peaks = found.setdefault("peak_flops_per_second", {})
+    peaks |= _peaks(line, ratios)
+    if "like" not in line and found["default_node"].startswith("pcie"):
+        rate = PCIE_BYTES_PER_SECOND.get(line["generation"], 31.5e9)
+        found["pcie_bytes_per_second"] = {"value": rate, "source": "pcie-base-specification", "note": "16 lanes"}
+    return found
+
+
+def _peaks(line: dict[str, Any], ratios: dict[str, Any]) -> dict[str, Any]:
+    """Dense peaks that the line gives, and those that follow from fp32."""
+    found = {}
+    kind = line.get("ratio", line.get("generation", ""))
+    if "fp32" in line and kind in ratios:
+        times = dict(ratios[kind])
+        cited = times.pop("source")
+        for dtype, ratio in times.items():
+            note = f"{ratio} x fp32, the rate of the chip's matrix units clock for clock"
+            found[dtype] = {"value": line["fp32"] * ratio * 1e12, "source": cited, "note": note}
+    dtypes = [key for key in line if key in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")]
+    return found | {dtype: {"value": line[dtype] * 1e12, "source": line["source"]} for dtype in dtypes}
+
+
+def _product(name: str) -> str:
+    words = ["(laptop)" if word == "laptop" else _WORDS.get(word, word) for word in name.split("-")]
+    words = [word.upper() if word[0].isdigit() or word in ("rtx", "xt") else word for word in words]
+    if words[0] == "RTX" and words[1][0].isdigit() and "ada" not in words:
+        words[0] = "GeForce RTX"
+    return " ".join(word if word[0].isupper() or word[0] == "(" else word.capitalize() for word in words)
+
+
+@cache
+def _lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Name to its line, defaults filled in, and the ratios of its file."""
+    found = {}
+    for stem in stems(FOLDER):
+        data = read_toml(FOLDER, f"{stem}.toml")
+        for name, line in data["devices"].items():
+            assert name not in found, f"{name} is listed twice"
+            found[name] = (data["defaults"] | line, data.get("ratios", {}))
+    return found
+
+
+@cache
+def _taken() -> dict[str, tuple[str, str]]:
+    return {
+        name: (line["name"], line.get("why", ""))
+        for stem in stems(FOLDER)
+        for name, line in read_toml(FOLDER, f"{stem}.toml").get("taken", {}).items()
+    }

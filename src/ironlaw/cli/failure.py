@@ -1,0 +1,144 @@
+"""Whatever goes wrong in a verb, as one line and an exit code: the only place where errors become words for users."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+import typer
+
+from ironlaw.errors import UserError, printable
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+FAULT = 70  # of our own; EX_SOFTWARE of sysexits.h
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
+_CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # typer may bring its own click along
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+ALONE_SECONDS = 20.0  # after which a rank that refuses says so itself
+
+
+class Interrupted(Exception):
+    """Ctrl-C within a verb: typer would end the process without a word."""
+
+
+def described(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of what a verb raised."""
+    if isinstance(error, UserError):
+        return WRONG_INPUT, str(error)
+    if isinstance(error, _CLICK):
+        context = getattr(error, "ctx", None)
+        see = f"; see {context.command_path} --help" if isinstance(error, _USAGE) and context is not None else ""
+        return WRONG_INPUT, f"{error.format_message().strip().rstrip('.')}{see}"  # type: ignore[attr-defined]
+    if isinstance(error, KeyboardInterrupt | Interrupted | typer.Abort):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, MemoryError):
+        return WRONG_INPUT, "out of memory: give something smaller, or a machine with more"
+    number = _errno(error)
+    name = str(error.filename) if isinstance(error, OSError) and error.filename is not None else None
+    if number in _FULL:
+        where = f" ({name})" if name else ""
+        return WRONG_INPUT, f"the disk is full{where}: free some space; a run goes on with --resume"
+    if number is not None:
+        return WRONG_INPUT, f"{name or 'cannot read or write'}: {os.strerror(number)}"
+    return FAULT, _fault(error)
+
+
+def _errno(error: BaseException) -> int | None:
+    """What the system refused, if it did. Libraries in Rust have it in the words of exceptions of their own."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def _fault(error: BaseException) -> str:
+    """A mistake of Ironlaw's: what and where in a line, the rest in a file to report."""
+    from ironlaw.machine.host import cache_folder
+
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    message = f"a fault of Ironlaw itself: {type(error).__name__}: {error}{where}"
+    path = cache_folder() / "fault.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        return message
+    return f"{message}; please report it with {path}"
+
+
+def fail(error: BaseException, as_json: bool) -> int:
+    """Say what is wrong, once; the exit code. With --json the one document on stdout is the error's."""
+    code, message = described(error)
+    message = " ".join(printable(message).split())
+    if code != INTERRUPTED and _is_another_rank():
+        _leave_it_to_the_first()
+    document = {"schema_version": 1, "error": message, "exit_code": code}
+    if as_json:
+        _write(sys.stdout, json.dumps(document, indent=1))
+    _write(sys.stderr, json.dumps(document) if as_json else f"ironlaw: {message}")
+    if code == WRONG_INPUT:
+        _end_torchrun()
+    return code
+
+
+def _write(stream: TextIO, line: str) -> None:
+    """To whoever still listens: a stream that takes nothing, a full disk's for one, gives up what it holds."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError:
+        silence(stream)
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is written to a stream go nowhere from here on, at the interpreter's end too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_another_rank() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def leave_quietly() -> None:
+    """The end of a rank whose refusal another one says."""
+    if _is_another_rank():
+        _leave_it_to_the_first()
+    _end_torchrun()
+
+
+def _leave_it_to_the_first() -> None:
+    """Ranks refuse alike, and the first of the node says it. Here only when it does not, within the time it needs."""
+    started = time.monotonic()
+    while time.monotonic() - started < ALONE_SECONDS:
+        if "TORCHELASTIC_RUN_ID" in os.environ and _torchrun() is None:  # the first has spoken
+            os._exit(WRONG_INPUT)
+        time.sleep(0.05)
+
+
+def _torchrun() -> int | None:
+    """The process id of the torchrun that started this rank; None when there is none, or no more."""
+    parent = os.getppid()
+    try:
+        words = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return parent if any(b"torchrun" in word or b"torch.distributed" in word for word in words) else None
+
+
+def _end_torchrun() -> None:
+    """End the torchrun that started this rank, without a word.
+
+    It would start a job again that is refused again, as often as it may, and print its own stack and a table of ranks
+    under every refusal. It answers to no exit code and no gentler signal without those.
+    """
+    agent = _torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    if agent is not None:
+        os.kill(agent, signal.SIGKILL)

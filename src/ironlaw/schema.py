@@ -1,0 +1,41 @@
+"""What all tables of a config have in common: what is not known, not of its type or not finite is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from ironlaw.errors import LARGEST
+
+LONGEST = 4096  # characters, as the longest path
+
+
+class Section(BaseModel):
+    """A table of a config. Types are strict: `true` is no number, 1 is no switch, "3" is text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, values: Any) -> Any:
+        """What every type shares is looked at here, before any other."""
+        if not isinstance(values, dict):
+            return values
+        return {key: _as_meant(key, value) for key, value in values.items()}
+
+
+def _as_meant(key: str, value: Any) -> Any:
+    """TOML and JSON have lists for tuples, and people write 1e6 for a whole number."""
+    if isinstance(value, list):
+        return tuple(_as_meant(key, item) for item in value)
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{key} is out of range: whole numbers go to {LARGEST:,}")
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
+        return int(value)
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{key} is empty: give a value or leave it out")
+        if len(value) > LONGEST or "\0" in value:
+            raise ValueError(f"{key} is no text that can be used: {len(value):,} characters, at most {LONGEST:,}")
+    return value

@@ -1,0 +1,238 @@
+"""What every verb does alike: one line or one document for an error, no markup, no escapes, exit codes, completion."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ironlaw.cli.console import output
+from ironlaw.config import RunConfig, load_config
+from ironlaw.cores import usable_threads
+from ironlaw.data.readers import LINE_LIMIT_BYTES, read
+from ironlaw.errors import UserError, printable
+from ironlaw.explain.runs import list_runs
+from ironlaw.files import write_text
+from ironlaw.plan.request import resolve
+from ironlaw.train.parallel.ranks import micro_batch_of
+from ironlaw.train.run_directory import default_name
+from ironlaw.train.schedule import check_warmup
+
+Here = Callable[..., tuple[int, str, str]]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def test_under_json_an_error_is_the_document_on_stdout_and_a_line_of_json_on_stderr(ironlaw_here: Here) -> None:
+    for words in (("plan", "nothing.toml"), ("plan", "gpt2", "--steps", "x"), ("nonsense",)):
+        code, out, err = ironlaw_here(*words, "--json")
+        document = json.loads(out)
+        assert (code, document["exit_code"], document["schema_version"]) == (2, 2, 1) and document["error"]
+        assert json.loads(err) == document
+    code, out, err = ironlaw_here("plan", "nothing.toml")
+    assert (code, out) == (2, "") and err.startswith("ironlaw: no config file")
+
+
+def test_a_fault_of_our_own_is_one_line_and_keeps_the_rest_for_a_report(
+    ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch, user_cache: Path
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("what")
+
+    monkeypatch.setattr("ironlaw.catalog.entries.entry_names", broken)
+    code, _, err = ironlaw_here("catalog")
+    assert code == 70 and err.count("\n") == 1 and "a fault of Ironlaw itself: KeyError: 'what'" in err
+    assert "Traceback" in (user_cache / "ironlaw" / "fault.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["[bold]x[/bold]", "[/x]", "a\x1b[31m\x1b]0;tb", "a\u202eb", ":smile:", "a\x9bb"])
+def test_names_reach_a_terminal_as_they_are_spelt(
+    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    config = tiny_file({"name": name})
+    code, out, _ = ironlaw_here("plan", config)
+    assert code == 0 and printable(name) in " ".join(out.split())
+    code, _, err = ironlaw_here("plan", name + "/x")
+    assert code == 2 and printable(name) in err
+    for text in (out, err):
+        assert not any(character in text for character in "\x1b\x07\x9b\u202e")
+
+
+def test_styles_survive_what_is_spelt_out(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Console] = []
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    made.append(output())
+    made[0]._color_system = None  # type: ignore[attr-defined]
+    made[0].print("[x]", style="bold")
+    assert "[x]" in capsys.readouterr().out
+
+
+def test_a_model_s_name_leads_out_of_no_folder() -> None:
+    for name in ("../../x", "/etc/x", "..", "a/b\\c", "-rf", "\x1b[0m", "é" * 300, ""):
+        path = default_name(name)
+        assert path.parent == Path("runs") and ".." not in path.parts and len(path.name) < 100
+        assert not path.name.startswith(("-", "."))
+
+
+def test_a_damaged_run_hides_no_other(ironlaw_here: Here, tmp_path: Path) -> None:
+    for name, content in {"deep": b"[" * 100_000, "binary": bytes(range(256)), "list": b"[]", "empty": b""}.items():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "ledger.json").write_bytes(content)
+    (tmp_path / "runs" / "loop").symlink_to("loop")
+    found = list_runs(tmp_path / "runs")
+    assert {Path(run["run"]).name for run in found} == {"deep", "binary", "list", "empty"}
+    assert all(run["state"].startswith("unreadable") for run in found)
+    code, out, _ = ironlaw_here("runs")
+    assert code == 0 and "unreadable" in out
+
+
+def test_writing_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine", encoding="utf-8")
+    (tmp_path / "link").symlink_to("mine")
+    write_text(tmp_path / "link", "other")
+    assert (tmp_path / "mine").read_text(encoding="utf-8") == "mine"
+    assert (tmp_path / "link").read_text(encoding="utf-8") == "other" and not (tmp_path / "link").is_symlink()
+
+
+def test_set_reaches_any_depth(ironlaw_here: Here, tiny_file: Callable[..., Path]) -> None:
+    experts = ["model.moe.experts=4", "model.moe.experts_per_token=2", "model.bias=false"]
+    config = load_config(tiny_file(), experts)
+    assert config.model.moe is not None and config.model.moe.experts == 4
+    moe = resolve("mixtral-8x7b", ["model.moe.experts=4"]).model.moe
+    assert moe is not None and (moe.experts, moe.experts_per_token) == (4, 2)
+    code, _, err = ironlaw_here("plan", "mixtral-8x7b", "--set", "model.moe.expers=4")
+    assert code == 2 and "did you mean model.moe.experts" in err
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "optimizer.lr=inf", "model.layers=true", "data.path=", "model.tied=1", "train.steps=true",
+        "model.layers=1000000", "model.layers=1000000000", "train.seed=99999999999999999999999", "optimizer.lr=nan", "train.steps='3'",  # noqa: E501
+    ],
+)  # fmt: skip
+def test_a_config_is_strict_and_bounded(tiny_file: Callable[..., Path], setting: str) -> None:
+    with pytest.raises(UserError, match=setting.partition("=")[0].replace(".", r"\.") + "|out of range|empty"):
+        load_config(tiny_file(), [setting])
+    assert load_config(tiny_file(), ["train.steps=1e3", "train.clip=inf"]).train.steps == 1000
+
+
+def test_a_warmup_longer_than_the_run_is_refused(tiny_config: Callable[..., RunConfig]) -> None:
+    with pytest.raises(UserError, match=r"schedule\.warmup_steps = 13 is longer than the run, train\.steps = 12"):
+        check_warmup(tiny_config(schedule={"warmup_steps": 13}))
+    document = tiny_config().model_dump(exclude_none=True)
+    del document["schedule"]["warmup_steps"]
+    assert RunConfig(**document).warmup_steps == 12  # not given: 100, or all of a shorter run
+
+
+def test_a_byte_order_mark_is_no_text(ironlaw_here: Here, tiny_file: Callable[..., Path]) -> None:
+    config = tiny_file()
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert ironlaw_here("plan", config)[0] == 0
+
+
+def test_a_line_of_half_a_gigabyte_is_left_out_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "')
+        for _ in range(2 * LINE_LIMIT_BYTES >> 20):
+            file.write(b"a" * 2**20)
+        file.write(b'"}\n{"text": "the next"}\n')
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    records = list(read("jsonl", path, "text"))
+    assert [record.content for record in records] == [None, "the next"]
+    assert "64 MiB" in records[0].reason
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * LINE_LIMIT_BYTES
+    assert [record.content for record in read("jsonl", path, "text", start=records[0].next)] == ["the next"]
+
+
+def test_threads_are_those_of_the_environment_and_of_the_affinity_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)))
+    for said, threads in {"4": 4, "8": 6, "": 6, "x": 6, "0": 6, "2,3": 2, "1": 1}.items():
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert usable_threads() == threads
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun sets 1 where nobody has
+    assert usable_threads() == 6
+
+
+def test_stages_get_micro_batches_where_none_is_said(tiny_config: Callable[..., RunConfig]) -> None:
+    config = tiny_config(layout={"pp": 2}, train={"global_batch": 16})
+    assert micro_batch_of(config, 16) == 2  # four each
+    assert micro_batch_of(config, 4) == 1
+    assert micro_batch_of(tiny_config(layout={"pp": 2}, train={"global_batch": 16, "micro_batch": 8}), 16) == 8
+
+
+@pytest.mark.parametrize(("words", "expected"), [("ironlaw la", "launch"), ("ironlaw plan --net", "--network")])
+def test_the_shell_completes_verbs_and_options(ironlaw_process: Callable[..., object], words: str, expected: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    for name, value in {
+        "_IRONLAW_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    done = ironlaw_process()
+    assert expected in done.stdout.split(), done  # type: ignore[attr-defined]
+
+
+def torchrun(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*launcher, "-m", "ironlaw", "train", *map(str, arguments)], cwd=folder, capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=150, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_refusal_on_ranks_is_one_line(tiny_file: Callable[..., Path], tmp_path: Path, user_cache: Path) -> None:
+    """Of a config that all read, and of a layout that is checked once they are ranks."""
+    for words in (("nothing.toml",), (tiny_file(), "--layout", "dp=3")):
+        done = torchrun(tmp_path, *words, "--out", "run")
+        assert done.returncode not in (0, 1)
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("ironlaw: "), done.stderr
+
+
+@pytest.mark.slow
+def test_the_layout_of_the_flag_is_that_of_the_ranks(
+    tiny_file: Callable[..., Path], tmp_path: Path, user_cache: Path
+) -> None:
+    config = tiny_file({"layers": 2}, layout={"tp": 2}, train={"steps": 2})
+    done = torchrun(tmp_path, config, "--layout", "pp=2", "--out", "run", "--json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    layout = load_config(tmp_path / "run").layout
+    assert layout is not None and (layout.pp, layout.tp) == (2, 1)
+    assert json.loads(done.stdout)["steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_terminal_that_goes_away_loses_nothing(
+    tiny_file: Callable[..., Path], tmp_path: Path, user_cache: Path
+) -> None:
+    """The session's terminal is closed: SIGHUP, and every further word to it fails."""
+    import pty
+
+    config = tiny_file(train={"steps": 100_000}, checkpoint={"every": 0}, evaluation={"every": 0})
+    leader, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ironlaw", "train", str(config), "--out", "run"], cwd=tmp_path, stdin=terminal,
+        stdout=terminal, stderr=terminal, start_new_session=True,
+    )  # fmt: skip
+    os.close(terminal)
+    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 20) and time.monotonic() < until:
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    os.close(leader)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 129
+    steps = metrics.read_bytes().count(b"\n")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
