@@ -33,6 +33,7 @@ VERBS = {
     "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",
+    "compress": "A run or a Hugging Face model in fewer bits or weights: bytes, speed, loss before and after.",
     "export": "Write a run's model as Hugging Face safetensors.",
     "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
     "generate": "Continue a prompt with a trained run.",

@@ -40,12 +40,26 @@ class Quantized:
         parts = (self.codes, self.scales, self.tensor_scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns: a tensor's last dimension is a row's."""
+        return _matrix_shape(self.shape)
+
+    @property
+    def row_codes(self) -> int:
+        """Codes of a row, which ends with its last block."""
+        width = self.block[1] if self.block else 1
+        return -(-self.matrix_shape[1] // width) * width
+
+    def zero_code(self) -> Tensor:
+        """The code that means 0; a scalar."""
+        return encode(torch.zeros(1), self.format.element)[0]
+
     def dequantize(self) -> Tensor:
         """fp32, of the shape that was quantised."""
         element = self.format.element
-        rows, columns = _matrix_shape(self.shape)
-        width = self.block[1] if self.block else 1
-        values = decode(unpack(self.codes, element.bits, -(-columns // width) * width), element)
+        rows, columns = self.matrix_shape
+        values = decode(unpack(self.codes, element.bits, self.row_codes), element)
         if self.block is not None and self.scales is not None:
             scale = _decode_scale(self.scales, number_format(self.format.scale))
             scale = scaled_up(scale, self.tensor_scale)

@@ -10,8 +10,17 @@ from torch import nn
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.checkpoint import STORES, Checkpoint, WholeFiles, check_model, newest
+from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles, check_model, newest
+from ironlaw.train.quantized_store import QuantizedFiles, no_training
 from ironlaw.train.state import Stateful
+
+STORES: dict[str, Store] = {store.name: store for store in (WholeFiles(), QuantizedFiles({}))}  # by name in the index
+
+
+def check_resumable(checkpoint: Checkpoint) -> None:
+    """UserError when it holds nothing to go on training from."""
+    if checkpoint.index.get("store") == QuantizedFiles.name:
+        raise UserError(no_training(checkpoint.path))
 
 
 def load(

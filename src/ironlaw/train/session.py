@@ -25,6 +25,7 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.recovery import Recovery
+from ironlaw.train.restore import check_resumable
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
 from ironlaw.train.start import check_first_weights
 from ironlaw.train.tracking import check_installed
@@ -121,6 +122,7 @@ def check_start(
         check_first_weights(config.train.start_from, config.model)
     if start is not None:
         checkpoint.check_model(start, config.model)
+        check_resumable(start)
     policy = config.checkpoint
     kept = policy.keep + policy.keep_best + (config.train.steps // policy.keep_every if policy.keep_every else 0)
     checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config), kept)

@@ -10,6 +10,7 @@ turn neighbours there, and rows change places.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from ironlaw.model.huggingface.family_weights import NAMES, family_entries
 from ironlaw.model.huggingface.fields import family, to_fields
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
 # What older files hold beside the weights: attention masks and rotary tables, which are calculated.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
@@ -172,6 +174,15 @@ class _Files:
         stored = self._stored(name)
         return tuple(self._files[stored].get_slice(stored).get_shape())
 
+    def types(self) -> dict[torch.dtype, int]:
+        """Numbers held in each type."""
+        counts: dict[torch.dtype, int] = {}
+        for name, file in self._files.items():
+            part = file.get_slice(name)
+            kind = _TYPES.get(part.get_dtype(), torch.float32)
+            counts[kind] = counts.get(kind, 0) + math.prod(part.get_shape())
+        return counts
+
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
         tensor: Tensor = self._files[stored].get_tensor(stored)
@@ -184,6 +195,13 @@ def _kind(folder: Path) -> str | None:
         return str(read_json(folder / "config.json")["model_type"])
     except (OSError, ValueError, KeyError):
         return None
+
+
+def stored_type(folder: Path) -> torch.dtype:
+    """What most of the numbers of a directory are kept in: bf16, fp16, or fp32 for anything else."""
+    with ExitStack() as stack:
+        counts = _Files(folder, stack).types()
+    return max(counts, key=lambda kind: counts[kind])
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
