@@ -19,7 +19,7 @@ PACKAGE = Path(ironlaw.__file__).parent
 BASE = ("catalog", "config", "cores", "data", "errors", "files", "ledger", "model", "schema", "units")
 ROOMS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
-    "cli": ("explain", "train", "observe", "plan", "workload", "machine", "report", *BASE),
+    "cli": ("explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan

@@ -21,7 +21,8 @@ from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
 from ironlaw.train.restore import load_for_inference
 from ironlaw.train.run_directory import RunDirectory
-from tests.conftest import TINY_GPT, TINY_LLAMA
+
+from ..conftest import TINY_GPT, TINY_LLAMA
 
 Here = Callable[..., tuple[int, str, str]]
 
@@ -127,7 +128,7 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
 ) -> None:
     small = tmp_path / "small"
     compress_run(run, read_target("int4"), small)
-    with pytest.raises(UserError, match="train.start_from"):
+    with pytest.raises(UserError, match=r"train\.start_from"):
         train(tiny_config(TINY_LLAMA, train={"steps": 20}), small, resume=True)
     assert not (small / "plan.json").exists() and not (small / "metrics.jsonl").exists()
     train(tiny_config(TINY_LLAMA, train={"steps": 2, "start_from": str(small)}), tmp_path / "next")
