@@ -149,6 +149,29 @@ def test_a_hugging_face_directory_is_compressed_too(
     assert ironlaw_here("generate", "small", "--tokens", "2")[0] == 0
 
 
+@pytest.mark.parametrize("to", ["int4", "int4,2:4"])
+def test_a_run_in_int4_becomes_q4_0_without_another_rounding(
+    to: str, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], ironlaw_here: Here, tmp_path: Path
+) -> None:  # fmt: skip
+    gguf = pytest.importorskip("gguf")
+    config = tiny_config(TINY_LLAMA | {"ffn": 64}, train={"steps": 2})
+    train(config, tmp_path / "run")
+    words = ("compress", "run", "--to", to, "--method", "gptq", "--out", "small")
+    assert ironlaw_here(*words)[0] == 0
+    code, out, err = ironlaw_here("export", "small", "llama.cpp", "--to", "gguf", "--dtype", "q4_0", "--json")
+    assert code == 0, err
+    assert json.loads(out)["folder"] == "llama.cpp"
+    ours = load_for_inference(RunDirectory(tmp_path / "small").checkpoints, config.model).state_dict()
+    tensors = gguf.GGUFReader(tmp_path / "llama.cpp" / "model.gguf").tensors
+    there = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+    for layer in range(2):
+        for mine, other in (("ffn.up", "ffn_up"), ("ffn.down", "ffn_down"), ("attention.out", "attn_output")):
+            weight = ours[f"blocks.{layer}.{mine}.weight"]
+            assert torch.equal(torch.from_numpy(there[f"blk.{layer}.{other}.weight"]), weight)
+        value = ours[f"blocks.{layer}.attention.qkv.weight"][-16:]
+        assert torch.equal(torch.from_numpy(there[f"blk.{layer}.attn_v.weight"]), value)
+
+
 REFUSED = [
     (["--to", "int5"], "int4"),
     (["--to", "fp4_e2m1"], "no format that holds weights"),

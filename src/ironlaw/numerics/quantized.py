@@ -60,11 +60,20 @@ class Quantized:
         element = self.format.element
         rows, columns = self.matrix_shape
         values = decode(unpack(self.codes, element.bits, self.row_codes), element)
-        if self.block is not None and self.scales is not None:
-            scale = _decode_scale(self.scales, number_format(self.format.scale))
-            scale = scaled_up(scale, self.tensor_scale)
-            values = _joined(_divided(values, self.block) * scale[:, None, :, None])
+        if self.block is not None:
+            values = _joined(_divided(values, self.block) * self._scale()[:, None, :, None])
         return values[:rows, :columns].reshape(self.shape)
+
+    def scale_of_each(self) -> Tensor:
+        """What each number's code is multiplied by; fp32, of the tensor's shape."""
+        assert self.block is not None
+        rows, columns = self.matrix_shape
+        each = self._scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
+        return each[:rows, :columns].reshape(self.shape)
+
+    def _scale(self) -> Tensor:
+        assert self.scales is not None
+        return scaled_up(_decode_scale(self.scales, number_format(self.format.scale)), self.tensor_scale)
 
 
 def quantize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.pruning import Sparse
 from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles, check_model, newest
-from ironlaw.train.quantized_store import QuantizedFiles, no_training
+from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.state import Stateful
 
 STORES: dict[str, Store] = {store.name: store for store in (WholeFiles(), QuantizedFiles({}))}  # by name in the index
@@ -49,3 +50,12 @@ def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
     model = Transformer(config)
     load(found, model, config)
     return model.eval()
+
+
+def int4_scales(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Of a compressed checkpoint's int4 weights, by their names: what each number is a whole multiple of."""
+    if checkpoint.index.get("store") != QuantizedFiles.name:
+        return {}
+    held = {name: weight for name, weight in read_held(checkpoint.path) if not isinstance(weight, Tensor)}
+    dense = {name: weight.dense() if isinstance(weight, Sparse) else weight for name, weight in held.items()}
+    return {name: weight.scale_of_each() for name, weight in dense.items() if weight.format.name == "int4"}
