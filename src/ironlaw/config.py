@@ -46,6 +46,9 @@ class TrainConfig(Section):
     precision: Precision = "auto"
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
+    # blocked: as batched products of some queries at a time (on a CPU, causal, one process). auto: what takes less time
+    # here, forward and backward, as measured; its scores wait for the backward pass, so only where memory holds them.
+    attention: Literal["auto", "fused", "blocked"] = "auto"
     # torch.compile per block; auto: on CUDA only. graphs: and CUDA graphs, for steps that the host cannot keep up with.
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
     average_decay: float | None = Field(None, gt=0, lt=1)  # keep an exponential average of the weights, such as 0.999
@@ -275,13 +278,14 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
     if not isinstance(model, dict):
         raise UserError(f'{where}: model must be a table; for a catalogued model write [model] and name = "gpt2"')
     try:
-        if "from" in model:
+        started = "from" in model
+        if started:
             document = _started_from(document, model, where)
             model = document["model"]
         name = model.get("name")
         if name is not None and not isinstance(name, str):
             raise UserError(f'{where}: model.name = {name!r} is no name: write it in quotes, such as name = "gpt2"')
-        if name is not None and (name in model_names() or "layers" not in model):
+        if not started and name is not None and (name in model_names() or "layers" not in model):
             overrides = {key: value for key, value in model.items() if key != "name"}
             _check_keys(overrides, ModelConfig, "model")
             document = document | {"model": _named_model(name, overrides)}
@@ -295,7 +299,8 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     folder = Path(str(model["from"])).expanduser()
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
-    if (folder / "config.toml").is_file():
+    is_run = (folder / "config.toml").is_file()
+    if is_run:
         there = load_config(folder).model
     elif is_config_file(folder):
         there = read_config(folder)
@@ -303,8 +308,12 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
         raise UserError(f"{where}: model.from = {model['from']!r} is neither a Hugging Face directory nor a run")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
+    if tables["model"]["name"] in model_names():  # a catalogued name would bring its own figures, now or when resumed
+        tables["model"]["name"] += "-here"
+    # A new tokenizer would make other tokens than the weights know. A run without one was on mock data.
     tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file() and "tokenizer" not in document.get("data", {}):
+    tokenizer = tokenizer if tokenizer.is_file() else folder
+    if (tokenizer.is_file() or not is_run) and "tokenizer" not in document.get("data", {}):
         tables["data"] = document.get("data", {}) | {"tokenizer": str(tokenizer.absolute())}
     return document | tables
 

@@ -20,7 +20,6 @@ from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
 from ironlaw.train.restore import load_for_inference
-from ironlaw.train.run_directory import RunDirectory
 
 from ..conftest import TINY_GPT, TINY_LLAMA
 
@@ -116,7 +115,7 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert code == 0, err
     from transformers import AutoModelForCausalLM
 
-    ours = load_for_inference(RunDirectory(tmp_path / "small").checkpoints, config)
+    ours = load_for_inference(newest_of(tmp_path / "small"), config)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
     tokens = torch.randint(0, 300, (2, 16))
     with torch.no_grad():
@@ -161,7 +160,7 @@ def test_a_run_in_int4_becomes_q4_0_without_another_rounding(
     code, out, err = ironlaw_here("export", "small", "llama.cpp", "--to", "gguf", "--dtype", "q4_0", "--json")
     assert code == 0, err
     assert json.loads(out)["folder"] == "llama.cpp"
-    ours = load_for_inference(RunDirectory(tmp_path / "small").checkpoints, config.model).state_dict()
+    ours = load_for_inference(newest_of(tmp_path / "small"), config.model).state_dict()
     tensors = gguf.GGUFReader(tmp_path / "llama.cpp" / "model.gguf").tensors
     there = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
     for layer in range(2):

@@ -19,8 +19,9 @@ from torch import Tensor
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.gguf_tokenizer import tokenizer_fields
-from ironlaw.model.huggingface.fields import family
-from ironlaw.model.huggingface.weights import entries
+from ironlaw.model.huggingface.configs import family_of
+from ironlaw.model.huggingface.families import FAMILIES
+from ironlaw.model.huggingface.tensors import entries
 from ironlaw.model.rotary import llama3_frequencies
 
 # `model_type` of Hugging Face -> the package's name of llama.cpp's architecture.
@@ -107,14 +108,14 @@ def write_gguf(
 
 def _family(config: ModelConfig) -> str:
     """As of Hugging Face; GPT-NeoX with one branch after the other computes what StarCoder2 does."""
-    kind = family(config)
+    kind = family_of(config).kind
     return "starcoder2" if kind == "gpt_neox" and not config.parallel_norms else kind
 
 
 def _as_theirs(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Ours by Hugging Face's names, fp32, outputs first and in the order of rows that llama.cpp turns."""
     kind, made = _family(config), dict[str, Tensor]()
-    for entry in entries(config, kind):
+    for entry in entries(config, FAMILIES[kind].names):
         if entry.ours in weights:
             entry.put(weights[entry.ours].detach().float(), made)
     for name, tensor in made.items():

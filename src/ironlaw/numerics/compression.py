@@ -9,7 +9,7 @@ Router, norms, biases and position tables stay as they are, and so do the embedd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -136,6 +136,12 @@ def _compressed(weight: Tensor, target: Target, method: Method, score: Score, mo
     else:
         made = quantize(weight if kept is None else weight * kept, format.name, block=format.weight_block)
     return made if kept is None else sparse(made, kept)
+
+
+def int4_scales(held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """Of weights in int4, by their names, what each number is a whole multiple of; fp32 of the weight's shape."""
+    dense = {name: weight.dense() if isinstance(weight, Sparse) else weight for name, weight in held.items()}
+    return {name: weight.scale_of_each() for name, weight in dense.items() if weight.format.name == "int4"}
 
 
 class _Seen:

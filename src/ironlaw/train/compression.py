@@ -33,7 +33,7 @@ from ironlaw.train import checkpoint as disk
 from ironlaw.train.evaluation import evaluate
 from ironlaw.train.quantized_store import QuantizedFiles
 from ironlaw.train.restore import check_resumable, load
-from ironlaw.train.run_directory import RunDirectory, create_run
+from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 from ironlaw.train.start import check_first_weights, load_first_weights
 
 CALIBRATION_SEQUENCES = 128  # of the training text: the number of the GPTQ paper
@@ -172,17 +172,18 @@ def _write(
     out: Path, config: RunConfig, dataset: Dataset, store: QuantizedFiles, taken: dict[str, Tensor],
     found: disk.Checkpoint | None, result: Compressed, source: Path,
 ) -> None:  # fmt: skip
-    run = RunDirectory(out)
-    create_run(run, config)
-    if dataset.tokenizer_path is not None:
-        shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
-    step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
-    partial = run.checkpoints / f".{disk.name_of(step)}.partial"
-    partial.mkdir()
-    about = {
-        "step": step, "tokens": tokens, "validation_loss": result.loss_after,
-        "model": config.model.model_dump(mode="json"), "store": store.name, "sha256": store.write(partial, taken),
-    }  # fmt: skip
-    disk.write_index(partial, about)
-    disk.publish(partial, run.checkpoints / disk.name_of(step))
-    write_json(run.compression_file, {"schema": 1, "source": str(source), **asdict(result)})
+    with complete_or_nothing(out) as partial:
+        run = RunDirectory(partial)
+        create_run(run, config)
+        if dataset.tokenizer_path is not None:
+            shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+        step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
+        folder = run.checkpoints / f".{disk.name_of(step)}.partial"
+        folder.mkdir()
+        about = {
+            "step": step, "tokens": tokens, "validation_loss": result.loss_after,
+            "model": config.model.model_dump(mode="json"), "store": store.name, "sha256": store.write(folder, taken),
+        }  # fmt: skip
+        disk.write_index(folder, about)
+        disk.publish(folder, run.checkpoints / disk.name_of(step))
+        write_json(run.compression_file, {"schema": 1, "source": str(source), **asdict(result)})

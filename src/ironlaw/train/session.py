@@ -16,8 +16,9 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process import record
-from ironlaw.plan.process.estimate import fits, plan_run
+from ironlaw.plan import record
+from ironlaw.plan.step import plan_run
+from ironlaw.plan.totals import fits
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.journal import write_event
@@ -118,6 +119,8 @@ def check_start(
     start = checkpoint.newest(
         run.checkpoints, warn=say, usable=lambda c: recovery.usable(c.step, int(c.index.get("turns", 0)))
     )
+    if start is None:
+        checkpoint.check_none_lost(run)
     if start is None and config.train.start_from:
         check_first_weights(config.train.start_from, config.model)
     if start is not None:

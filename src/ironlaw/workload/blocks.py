@@ -10,9 +10,10 @@ from typing import Literal
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.switches import score_blocks
+from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import Size, divided, smaller
-from ironlaw.workload.software import OURS, Software
+from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -24,10 +25,15 @@ Policy = frozenset[str] | None  # what a block keeps of its expensive results; N
 class Division:
     """How ranks share one micro-batch, as far as it changes what a rank holds (`division.py`)."""
 
-    tp: int = 1
+    tp: Size = 1
     sp: bool = False  # tp divides the residual stream between its layers, too
-    cp: int = 1
+    cp: Size = 1
     split_qkv: bool = False  # query, key and value are three layers instead of one
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is divided."""
+        return not (several(self.tp) or several(self.cp) or self.split_qkv)
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,9 @@ class Shape:
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
+    blocked: bool = False  # causal attention in blocks (model/blocked.py)
     division: Division = Division()
-    software: Software = OURS
+    conventions: Conventions = OURS
     # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
     cp: Size = 1  # ranks that share each sequence
     stream_shards: Size = 1  # ranks that share the residual stream between layers
@@ -64,7 +71,7 @@ class Shape:
     @property
     def stream_bytes(self) -> int:
         """Of an element of the residual stream and of what norms give."""
-        return FP32 if self.software.autocast else self.matmul_bytes
+        return FP32 if self.conventions.autocast else self.matmul_bytes
 
     @property
     def matmul_bytes(self) -> int:
@@ -72,16 +79,16 @@ class Shape:
 
     @property
     def casts(self) -> bool:
-        return self.precision != "fp32" and self.software.autocast
+        return self.precision != "fp32" and self.conventions.autocast
 
     @property
     def normed_bytes(self) -> Size:
         """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
         held = self.tokens * self.model.hidden
-        if self.software.autocast:
+        if self.conventions.autocast:
             return held * FP32
-        gathered = self.software.gathered_inputs * (self.stream_shards > 1)
-        return held * self.software.held.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
+        gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
+        return held * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -101,6 +108,19 @@ class Shape:
         return (self.model.dropout > 0 or self.model.composes_scores) and not self.fused_rmsnorm
 
     @property
+    def can_block_attention(self) -> bool:
+        """Whether `model/blocked.py` can compute it: plain causal attention of one process that keeps everything."""
+        model = self.model
+        plain = model.latent is None and not self.composes_attention and not self.mask_bytes
+        return plain and not (self.fused_rmsnorm or self.recompute or self.division != Division())
+
+    @property
+    def score_block_bytes(self) -> list[int]:
+        """Of the scores of each block of queries, all heads."""
+        w, rows = self.matmul_bytes, self.micro_batch * self.model.heads
+        return [rows * (end - first) * end * w for first, end in score_blocks(self.sequence, w)]
+
+    @property
     def keeps_qkv(self) -> bool:
         """Fused attention keeps views of the qkv output; composed attention keeps its own copies of them.
 
@@ -116,10 +136,10 @@ class Shape:
     @property
     def pads_values(self) -> bool:
         """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
-        if self.model.latent is None or self.software.fused:
+        if self.model.latent is None or self.conventions.fused:
             return False
         narrower = self.model.size_of_value < self.model.size_of_head
-        return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division != Division())
+        return narrower and not self.composes_attention and (not self.fused_rmsnorm or not self.division.is_whole)
 
     @property
     def value_width(self) -> int:
@@ -142,14 +162,14 @@ def attention_score_pairs(sequence: Size, window: int | None) -> Size:
 
 def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
     """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor."""
-    if shape.software.fused:
+    if shape.conventions.fused:
         return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
         return 2 * rows * FP32
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
 
 
-def attention_saved_bytes(shape: Shape) -> int:
+def attention_saved_bytes(shape: Shape) -> Size:
     """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135).
 
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
@@ -157,11 +177,9 @@ def attention_saved_bytes(shape: Shape) -> int:
     a cap keeps, the softmax, and what of it the second product reads, if that is another tensor.
     """
     model = shape.model
-    if shape.software.fused:
-        # Materialised: softmax, its dropout and a one-byte mask of every score.
-        core = FP32 if not shape.materialised else shape.sequence * (2 * shape.matmul_bytes + 1)
-        output = model.mixed_size * (shape.matmul_bytes + shape.software.held.attention_copy_bytes)
-        return shape.tokens * (output + model.heads * core)
+    if shape.conventions.fused:
+        output = model.mixed_size * (shape.matmul_bytes + shape.conventions.storage.attention_copy_bytes)
+        return shape.tokens * output + attention_core_bytes(shape)
     if shape.composes_attention and model.composes_scores:
         w, rows = shape.matmul_bytes, shape.micro_batch * model.heads * shape.sequence
         weights = rows * (shape.sequence + model.attention_sinks) * FP32
@@ -173,15 +191,23 @@ def attention_saved_bytes(shape: Shape) -> int:
         copies = shape.tokens * (2 * model.query_size + model.mixed_size)
         return (copies + 3 * scores) * FP32 + shape.tokens * model.mixed_size * shape.matmul_bytes
     width = shape.tokens * model.heads * shape.value_width
+    if shape.blocked:  # the output is the next layer's to keep
+        return width * shape.matmul_bytes + sum(shape.score_block_bytes)
     return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
-def rotary_saved_bytes(shape: Shape) -> int:
+def attention_core_bytes(shape: Shape) -> Size:
+    """What attention keeps beside its output; materialised, softmax, its dropout and a one-byte mask of every score."""
+    of_a_query = shape.sequence * (2 * shape.matmul_bytes + 1) if shape.materialised else FP32
+    return shape.tokens * shape.model.heads * of_a_query
+
+
+def rotary_saved_bytes(shape: Shape) -> Size:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
-    if shape.software.fused:
-        return shape.rotated_bytes * shape.software.unrotated_kept
+    if shape.conventions.fused:
+        return shape.rotated_bytes * (shape.conventions.unrotated_kept if shape.model.latent is None else 1)
     tables = 2 * shape.sequence * shape.model.size_of_rotary * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
@@ -221,8 +247,8 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
 
 
 def elementwise(
-    shape: Shape, name: str, kernel: str, elements: int, tensors: int, *, backward: bool = False,
-    saved: int = 0, temporary: int = 0, frees_saved: int = 0, frees_temporary: int = 0,
+    shape: Shape, name: str, kernel: str, elements: Size, tensors: float, *, backward: bool = False,
+    saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
 ) -> Operation:  # fmt: skip
     """`tensors`: how many tensors of `elements` it reads and writes."""
     phase = Phase.BACKWARD if backward else Phase.FORWARD
@@ -231,6 +257,17 @@ def elementwise(
         bytes_moved=tensors * elements * shape.matmul_bytes, saved_bytes=saved, temporary_bytes=temporary,
         frees_saved_bytes=frees_saved, frees_temporary_bytes=frees_temporary,
     )  # fmt: skip
+
+
+def _blocked_working_bytes(shape: Shape, backward: bool) -> int:
+    """Copies of query, key and value with all heads, and one block's scores; on the way back the gradient's copy too,
+    what gradients of keys and values take before heads that share them add up, and the block's scores twice."""
+    model = shape.model
+    copy, block = shape.tokens * model.query_size * shape.matmul_bytes, max(shape.score_block_bytes)
+    if not backward:
+        return 3 * copy + block
+    shared = 2 * shape.tokens * (model.query_size - model.key_value_size) * shape.matmul_bytes
+    return 4 * copy + shared + 2 * block
 
 
 def attention(shape: Shape, phase: Phase) -> Operation:
@@ -247,8 +284,11 @@ def attention(shape: Shape, phase: Phase) -> Operation:
     padded = tokens * values * w if shape.pads_values else 0  # a copy, which waits for the backward pass
     # Composed: scores before the softmax, and their gradients.
     working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
+    if shape.blocked:
+        working = _blocked_working_bytes(shape, backward)
+    kernel = "blocked" if shape.blocked else "attention"
     return Operation(
-        "attention", Kind.ATTENTION, phase, "block", f"attention_{phase}", model.layers,
+        "attention", Kind.ATTENTION, phase, "block", f"{kernel}_{phase}", model.layers,
         attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
         flops=flops, elements=shape.micro_batch * model.heads * pairs // 2,
         bytes_moved=(2 * inputs + 2 * outputs) if backward else inputs + outputs,

@@ -1,0 +1,204 @@
+"""What all jobs of one evaluation share: accelerator, fabric, engine and precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.nodes import Cluster, Node
+from ironlaw.errors import UserError
+from ironlaw.machine.efficiency import (
+    Efficiency,
+    Fabric,
+    Hardware,
+    NetworkConstants,
+    load_efficiency,
+    load_network,
+    reference_accelerators,
+    reference_hardware,
+)
+from ironlaw.plan.cluster.provisional import provisional_efficiency, provisional_network
+from ironlaw.plan.cluster.update_cost import ADAMW, UpdateCost
+from ironlaw.plan.engines.engine import Engine
+
+NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
+"""Fabrics without constants of their own, and whose are used."""
+
+NETWORK_OF_NODE = {
+    "p4d-24xlarge": "efa_v1",
+    "p4de-24xlarge": "efa_v1",
+    "p6-b200-48xlarge": "efa_v4",
+    "p6-b300-48xlarge": "efa_v4",
+}
+"""Nodes whose network is another generation than the usual one of its fabric."""
+
+ASSUMED_NETWORK_BYTES_PER_SECOND = 50e9
+"""Per accelerator, where a node's network is not known: one 400 Gbit/s card each, the rule of current platforms."""
+
+ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND = 25e9
+"""The same per node of PCIe cards without links between them: one 200 Gbit/s card."""
+
+ALL_LINKS_TO_ONE = ("nvidia", "google")
+"""Vendors whose collectives use every link at once: through NVSwitch, or around the rings of a torus."""
+
+POWER_EXPONENT = 0.5
+"""Attained rate over power limit: a lower limit lowers clock and voltage together, so it costs less than it saves.
+Dynamic power grows with the cube of the clock where voltage follows it, less where it does not; between 1/3 and 1."""
+
+UNITS_OF_GENERATION = {
+    "blackwell": 148,
+    "tpu-v4": 8, "tpu-v5e": 4, "tpu-v5p": 8, "tpu-v6e": 2, "gaudi2": 2, "gaudi3": 8,
+}  # fmt: skip
+"""Units that work on tiles of a matmul side by side, of packages whose catalogue entry has no count: compute units of a
+Blackwell package; matrix units of a TPU (tensor cores x matrix units each) and of a Gaudi."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One accelerator's share of its host."""
+
+    link_bytes_per_second: float  # to the accelerator, one direction
+    memory_bytes: float
+    memory_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class System:
+    """`precision` is that of the linear layers of the blocks; attention and output layer stay in 16 bits under fp8."""
+
+    hardware: Hardware
+    fabric: Fabric
+    engine: Engine
+    precision: str
+    memory_bytes: float  # what the device reports
+    update: UpdateCost = ADAMW
+    host: Host | None = None  # where state and activations can be offloaded to; None: not known
+
+    @property
+    def wide_precision(self) -> str:
+        """Precision of attention and of the output layer."""
+        return self.precision if self.precision in ("bf16", "fp16", "fp32", "tf32") else "bf16"
+
+
+def system_of(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> System:
+    """The setting of a catalogued cluster. UserError where it lacks a figure that every plan needs."""
+    acc = cluster.accelerator
+    if acc.memory_bytes is None:
+        raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
+    fabric = fabric_of(acc, cluster.node) if cluster.count > 1 else alone(acc)
+    constants = engine.on(acc.generation).computing_in(precision, acc.generation)
+    if update is not ADAMW:
+        constants = replace(
+            constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes
+        )  # fmt: skip
+    host = host_of(cluster)
+    return System(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
+
+
+HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the data loaders' and the page cache's
+
+
+def host_of(cluster: Cluster) -> Host | None:
+    """What one accelerator may use of its host; None where the catalogue does not know all of it."""
+    acc, node = cluster.accelerator, cluster.node
+    link = acc.host_link_bytes_per_second or acc.pcie_bytes_per_second
+    if acc.unified_memory or link is None or node.host_memory_bytes is None or node.host_memory_rate is None:
+        return None
+    share = 1 / node.accelerators
+    return Host(link.value, HOST_USABLE * node.host_memory_bytes.value * share, node.host_memory_rate.value * share)
+
+
+@lru_cache(maxsize=64)
+def _efficiency(generation: str) -> Efficiency:
+    try:
+        return load_efficiency(generation)
+    except UserError:
+        return provisional_efficiency(generation)
+
+
+def matmul_is_assumed(generation: str) -> bool:
+    """Whether not even the matmuls of a generation were measured alone."""
+    evidence = [constants.evidence for constants in _efficiency(generation).matmul.values()]
+    return all(e is None or e.assumed for e in evidence)
+
+
+@lru_cache(maxsize=16)
+def _network(fabric: str, node: str) -> NetworkConstants:
+    try:
+        return load_network(NETWORK_OF_NODE.get(node) or NETWORK_OF_FABRIC.get(fabric, fabric))
+    except (UserError, FileNotFoundError):
+        return provisional_network()
+
+
+def hardware_of(acc: Accelerator) -> Hardware:
+    """Nominal figures of the catalogue with the fitted constants of the generation."""
+    units = acc.compute_units.value if acc.compute_units else UNITS_OF_GENERATION.get(acc.generation)
+    wanted = {"memory_bytes_per_second": acc.memory_bytes_per_second, "compute_units": units}
+    for name, value in wanted.items():
+        if value is None:
+            raise UserError(f"{name} of {acc.name} is not known: a plan needs it")
+    assert acc.memory_bytes_per_second and units
+    peaks = {dtype: value.value for dtype, value in acc.peak_flops_per_second.items()}
+    return Hardware(
+        name=acc.name,
+        peak_flops_per_second=peaks,
+        memory_bytes_per_second=acc.memory_bytes_per_second.value,
+        compute_units=int(units),
+        # Without a known limit nothing is throttled.
+        power_watts=effective_power_watts(acc.measured_generation, acc.tdp_watts.value) if acc.tdp_watts else math.inf,
+        efficiency=_efficiency(acc.measured_generation),
+        l2_bytes=acc.l2_bytes.value if acc.l2_bytes else 0.0,
+        clock_hertz=acc.clock_hz.value if acc.clock_hz else None,
+    )
+
+
+@lru_cache(maxsize=64)
+def effective_power_watts(generation: str, limit_watts: float) -> float:
+    """The power that the efficiency constants see: the limit they were measured at, scaled by `POWER_EXPONENT`."""
+    measured = [
+        reference_hardware(generation, name).power_watts
+        for name, of in reference_accelerators().items()
+        if of == generation
+    ]
+    if not measured:
+        return limit_watts
+    nearest = min(measured, key=lambda watts: abs(watts - limit_watts))
+    return float(nearest * (limit_watts / nearest) ** POWER_EXPONENT)
+
+
+def fabric_of(acc: Accelerator, node: Node) -> Fabric:
+    """Scale-up island of the node, joined by its network cards; cards without a link of their own talk over PCIe."""
+    link = acc.link_bytes_per_second or acc.pcie_bytes_per_second
+    if link is None:
+        raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
+    efficiency = _efficiency(acc.measured_generation)
+    island = efficiency.collectives or provisional_efficiency(acc.generation).collectives
+    assert island is not None
+    ranks, rate, topology = max(node.scale_up_accelerators, 1), link.value, "mesh"
+    if acc.link_bytes_per_second and acc.vendor in ALL_LINKS_TO_ONE:
+        topology = "switch"
+    if ranks == 1 and node.accelerators > 1 and acc.pcie_bytes_per_second:
+        ranks, rate, topology = node.accelerators, acc.pcie_bytes_per_second.value, "switch"
+    network = node.network_bytes_per_second
+    if network is None:
+        network = ASSUMED_NETWORK_BYTES_PER_SECOND * node.accelerators
+        if not acc.link_bytes_per_second:
+            network = ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND
+    return Fabric(
+        island_ranks=ranks,
+        island_bytes_per_second=rate,
+        island=island,
+        topology=topology,
+        network_bytes_per_second=network / node.accelerators,
+        network=_network(node.fabric, node.name),
+        oversubscription=node.oversubscription,
+    )
+
+
+def alone(acc: Accelerator) -> Fabric:
+    """The fabric of one accelerator: nothing to talk to, so its rate is never used."""
+    island = provisional_efficiency(acc.generation).collectives
+    assert island is not None
+    return Fabric(1, 1e9, island, network_bytes_per_second=1e9, network=provisional_network())

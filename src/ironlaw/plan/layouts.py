@@ -1,0 +1,110 @@
+"""The best layout for so many CPU ranks: every one that divides is planned; there are tens, not thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ironlaw import units
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.machine.links import Fabric
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.step import StepPlan, choose_precision, plan_step
+from ironlaw.workload.layout import Layout
+
+SIMPLER = 0.01
+"""Within so much of the best, the layout with fewer kinds of parallelism: the plan's own error is larger."""
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The plans that fit, the chosen first, then by step time."""
+
+    plans: list[StepPlan]
+    tried: int
+
+    @property
+    def best(self) -> StepPlan:
+        return self.plans[0]
+
+    @property
+    def reason(self) -> str:
+        """In one line, why this layout."""
+        best = self.best
+        said = f"{best.layout}: {units.seconds(best.step_seconds)} per step planned, {_bytes(best)} per rank"
+        fit = f"best of {len(self.plans)} layouts that fit" if len(self.plans) > 1 else "the only layout that fits"
+        if len(self.plans) < 2:
+            return f"{said}; {fit}"
+        other = next((p for p in self.plans[1:] if kinds(p.layout) != kinds(best.layout)), self.plans[1])
+        return f"{said}; {fit}; next of another kind {other.layout}: {units.seconds(other.step_seconds)}"
+
+
+def _bytes(plan: StepPlan) -> str:
+    return units.bytes_(plan.peak_bytes)
+
+
+def kinds(layout: Layout) -> tuple[bool, ...]:
+    return layout.dp > 1, layout.zero > 0, layout.tp > 1, layout.pp > 1, layout.cp > 1
+
+
+def best_layout(
+    config: RunConfig, profile: Profile, ranks: int, fabric: Fabric, runnable: Callable[[Layout], bool]
+) -> LayoutChoice:
+    """UserError where no layout can run, or none fits."""
+    found, tried, precision = [], 0, choose_precision(config, profile)
+    for layout in candidates(config, ranks):
+        if layout.reason_invalid(
+            config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
+        ) or not runnable(layout):
+            continue
+        tried += 1
+        found.append(plan_step(config, profile, layout, fabric, ranks, precision))
+    fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds)
+    if not found:
+        raise UserError(
+            f"no layout divides this model and batch over {ranks} ranks: use a train.global_batch that {ranks} divides"
+        )
+    if not fitting:
+        least = min(plan.peak_bytes for plan in found)
+        raise UserError(
+            f"no layout of {ranks} ranks fits this machine's memory: the smallest needs {units.bytes_(least)} a rank: "
+            "lower train.micro_batch or start fewer ranks per host"
+        )
+    close = [plan for plan in fitting if plan.step_seconds <= fitting[0].step_seconds * (1 + SIMPLER)]
+    best = min(close, key=lambda plan: (sum(kinds(plan.layout)), plan.step_seconds))
+    return LayoutChoice([best, *(plan for plan in fitting if plan is not best)], tried)
+
+
+def candidates(config: RunConfig, ranks: int) -> Iterator[Layout]:
+    """Layouts of `ranks`, one micro-batch size each unless the config leaves it open."""
+    for tp in _divisors(ranks):
+        for pp in _divisors(ranks // tp):
+            for cp in _divisors(ranks // tp // pp):
+                dp = ranks // tp // pp // cp
+                share = config.train.global_batch // dp
+                if not share or config.train.global_batch % dp:
+                    continue
+                for micro_batch in _micro_batches(config, share, pp):
+                    yield from _of(dp, tp, pp, cp, micro_batch)
+
+
+def _of(dp: int, tp: int, pp: int, cp: int, micro_batch: int) -> Iterator[Layout]:
+    for zero in (0, 1, 2, 3) if dp * cp > 1 else (0,):
+        for sp in (False, True) if tp > 1 else (False,):
+            for virtual in (1, 2) if pp > 1 else (1,):
+                yield Layout(
+                    dp=dp, zero=zero, tp=tp, sp=sp, pp=pp, virtual_stages=virtual, cp=cp, micro_batch=micro_batch
+                )
+
+
+def _micro_batches(config: RunConfig, share: int, pp: int) -> list[int]:
+    if config.train.micro_batch is not None:
+        return [min(config.train.micro_batch, share)]
+    whole = max(1, share // pp)
+    sizes = {share, *(size for size in (whole, whole // 2, whole // 4) if size)}
+    return sorted(size for size in sizes if share % size == 0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,494 @@
+"""Bytes of tensors a rank holds over a step: its program walked pass by pass, gathered weights and buffers included.
+
+    peak = peak_memory(step(model, batch, layout, recipe), position=0)
+    peak.total, peak.where, peak.components
+
+What lasts: the rank's weights, its optimizer's state, DDP's buckets, a pipeline's buffers for messages. What comes and
+goes: activations between forward and backward, temporaries, gradients, and what FSDP2 gathers and reduces: a buffer of
+all weights gathered together beside those copied out of it, kept until the next one is there; backward, the next
+weights are gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction. Gloo
+copies both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ironlaw.ledger import Kind, MemoryLine, Phase
+from ironlaw.plan.offload import on_device, stream_bytes
+from ironlaw.workload.blocks import FP32
+from ironlaw.workload.collectives import matrix_elements
+from ironlaw.workload.division import sharded
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import update_temporary_bytes
+from ironlaw.workload.parameters import Parameter
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program
+from ironlaw.workload.schedule import Pass, passes
+from ironlaw.workload.sharding import (
+    EXPERTS,
+    bucket_bytes,
+    expert_holders,
+    of_experts,
+    of_site,
+    parameter_groups,
+    shard_of,
+)
+
+COMPONENTS = (
+    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages", "savers",
+)  # fmt: skip
+ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations", "temporaries", "batch")
+NOTES = {"activations": "saved for the backward pass"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a rank's step, in bytes by component."""
+
+    where: str
+    components: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.components.values())
+
+    def lines(self, notes: dict[str, str]) -> list[MemoryLine]:
+        """For the ledger: what there always is, and what else there is here."""
+        order = [*ALWAYS_SHOWN, *(name for name in self.components if name not in ALWAYS_SHOWN)]
+        return [
+            MemoryLine(name, self.components.get(name, 0), note=notes.get(name, NOTES.get(name, "")))
+            for name in order
+            if name in ALWAYS_SHOWN or self.components.get(name)
+        ]
+
+
+@dataclass(frozen=True)
+class Rise:
+    """Operations in a row, in bytes above where they start: what they leave, and their highest moment."""
+
+    saved: float
+    temporary: float
+    gradients: float
+    highest: tuple[float, float, float]  # the same three at that moment
+    where: str
+
+    @classmethod
+    def of(cls, operations: Iterable[Operation], keeps_gradients: bool) -> Rise:
+        """`keeps_gradients`: new ones stay; else they are freed again, once added to those that are there."""
+        saved = temporary = gradients = 0
+        highest, most, where = (0, 0, 0), -math.inf, ""
+        for op in operations:
+            saved += op.saved_bytes
+            temporary += op.temporary_bytes
+            gradients += op.gradient_bytes if keeps_gradients else 0
+            passing = 0 if keeps_gradients else op.gradient_bytes
+            if (total := saved + temporary + gradients + passing) > most:
+                highest, most, where = (saved, temporary + passing, gradients), total, f"{op.name}, {op.phase}"
+            saved -= op.frees_saved_bytes
+            temporary -= op.frees_temporary_bytes
+        return cls(saved, temporary, gradients, highest, where)
+
+
+@dataclass
+class Walk:
+    """What is held now, and the highest moment so far."""
+
+    now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0))
+    peak: Peak = Peak("start", {})
+    known: dict[tuple[int, bool], tuple[Sequence[Operation], Rise]] = field(default_factory=dict)
+
+    def add(self, component: str, size: float, where: str) -> None:
+        self.now[component] += size
+        if size > 0:
+            self.look(where)
+
+    def look(self, where: str) -> None:
+        if sum(self.now.values()) > self.peak.total:
+            self.peak = Peak(where, dict(self.now))
+
+    def run(self, operations: Sequence[Operation], keeps_gradients: bool = True) -> None:
+        if not operations:
+            return
+        known = self.known.get((id(operations), keeps_gradients))
+        if known is None:  # kept with the operations, whose identity is the key
+            known = self.known[id(operations), keeps_gradients] = operations, Rise.of(operations, keeps_gradients)
+        rise, now = known[1], self.now
+        saved, temporary, gradients = rise.highest
+        if sum(now.values()) + saved + temporary + gradients > self.peak.total:
+            more = {"activations": saved, "temporaries": temporary, "gradients": gradients}
+            self.peak = Peak(rise.where, {name: size + more.get(name, 0) for name, size in now.items()})
+        now["activations"] += rise.saved
+        now["temporaries"] += rise.temporary
+        now["gradients"] += rise.gradients
+
+
+def highest(operations: Sequence[Operation], gradients_held: int = 0) -> Peak:
+    """The peak of one micro-batch by itself. `gradients_held`: bytes that earlier micro-batches left."""
+    walk = Walk(dict.fromkeys(("activations", "temporaries", "gradients"), 0.0))
+    walk.now["gradients"] = gradients_held
+    walk.look("start")
+    walk.run(operations, keeps_gradients=not gradients_held)
+    return walk.peak
+
+
+def peak_memory(program: Program, position: int = 0) -> Peak:
+    """The peak of a rank at a pipeline position."""
+    return _Rank(program, position).peak()
+
+
+class _Rank:
+    def __init__(self, program: Program, position: int) -> None:
+        self.program, self.recipe, self.position = program, program.recipe, position
+        self.micro_batches = program.micro_batches
+        self.layout = layout = of_site(program.layout, program.recipe.communication)
+        self.stages, self.last = program.stages_at(position), program.last_stage
+        self.parameters = {s: list(program.stages[s].parameters) for s in self.stages}
+        self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
+        self.fsdp = sharded(layout)
+        self.ddp = not self.fsdp and layout.dp * layout.cp > 1
+        self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+        self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
+        chunked = bool(self.recipe.loss_chunk)
+        self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
+        self.walk = Walk()
+        self.gathered: set[tuple[int, str]] = set()
+        self.reduced: set[tuple[int, str]] = set()
+        self.has_gradients: set[int] = set()
+        self.waiting_buffer = 0.0  # of the last reduction
+        self.last_gather = 0.0  # buffer of the last gather, forward
+        # PyTorch's schedules of several chunks, or with split passes, wait for what they have sent at the end only.
+        self.sends_late = layout.pp > 1 and not (layout.virtual_stages == 1 and layout.schedule in ("1f1b", "gpipe"))
+        # Once every pass has come by after every other, further micro-batches hold nothing new.
+        steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
+        self.walked = min(self.micro_batches, 2 * layout.pp + 1) if steady else self.micro_batches
+        self.unfinished = 0.0
+        self.waiting: dict[tuple[int, int], float] = {}  # of a split pass: what its gradients of weights need
+        self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
+        self.inputs_only: dict[int, tuple[Operation, ...]] = {}
+
+    # -- sizes -------------------------------------------------------------------------------------------------
+
+    def sharing(self, parameter: Parameter) -> int:
+        """Ranks that FSDP shards a tensor over."""
+        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.ranks
+
+    def padded(self, tensors: list[Parameter]) -> float:
+        """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
+        return float(sum(p.elements * self.sharing(p) for p in map(self.shard_of, tensors)) * FP32)
+
+    def shard_of(self, parameter: Parameter) -> Parameter:
+        """This rank's part."""
+        return shard_of(parameter, self.program.model, self.layout.ep, self.sharing(parameter))
+
+    def whole(self, stage: int) -> float:
+        return float(sum(p.elements for p in self.parameters[stage]) * FP32)
+
+    @property
+    def stream(self) -> float:
+        """One residual stream as stages hand it on."""
+        assert self.program.batch is not None and self.program.model is not None
+        tokens = self.layout.micro_batch * self.program.batch.tokens // self.layout.cp
+        return tokens * self.program.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def peak(self) -> Peak:
+        walk, recipe = self.walk, self.recipe
+        mine = [p for stage in self.stages for p in self.program.stages[stage].shards]
+        for tensor in self.program.tensors[self.position]:
+            walk.now[tensor.component] = tensor.bytes
+        if self.ddp:
+            walk.now["gradients"] = self.whole(self.stages[0])
+        self._savers(mine)
+        walk.look("start")
+        if self.layout.pp > 1:
+            self._pipelined()
+        else:
+            for m in range(self.walked):
+                last = m == self.walked - 1
+                if last and self.program.remainder:
+                    self.layers[0] = self._resident(self.program.remainder)
+                self._forward(0)
+                self._backward(0, last=last, piped=False)
+        self._finish()
+        update = 0
+        if mine and not recipe.offloads_optimizer:
+            update = update_temporary_bytes(mine, recipe.optimizer, cuda=recipe.cuda)
+        walk.add("temporaries", update, f"update, {Phase.OPTIMIZER}")
+        if recipe.communication.local_steps:
+            walk.now["temporaries"] -= update
+            walk.now["gradients"] = self.whole(self.stages[0]) if self.ddp else 0.0
+            self._meeting(mine)
+        return walk.peak
+
+    # -- what savers of communication hold -----------------------------------------------------------------------
+
+    def _resident(self, layers: Sequence[Layer]) -> list[Layer]:
+        """What of them the device sees; the rest is offloaded."""
+        if not self.recipe.offloads_activations:
+            return list(layers)
+        return on_device(layers, stream_bytes(self.program))
+
+    def _savers(self, mine: list[Parameter]) -> None:
+        """Common weights and their momentum; what PowerSGD left out of the last step, and its matrices."""
+        communication, walk = self.recipe.communication, self.walk
+        if communication.local_steps:
+            walk.now["savers"] = 2 * sum(p.elements for p in mine) * FP32
+        if self.ddp and communication.gradients == "powersgd":
+            matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.parameters[0])
+            walk.now["savers"] = self.whole(0) + matrices * FP32
+
+    def _meeting(self, mine: list[Parameter]) -> None:
+        """Differences to the common weights, put together and reduced some at a time, and the outer gradient."""
+        narrow = 0.5 if self.recipe.communication.gradients == "bf16" else 1.0
+        sizes, held = [p.elements * FP32 for p in mine], 0.0
+        while sizes:
+            chunk = 0.0
+            while sizes and chunk < MEETING_ELEMENTS * FP32:
+                chunk += sizes.pop(0)
+            self.walk.add("savers", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
+            self.walk.now["savers"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            held += chunk
+            self.walk.add("savers", 2 * chunk, "sites meet")
+            self.walk.now["savers"] -= chunk
+
+    def _buckets(self, ready: float, reduced: int) -> int:
+        """DDP's hook for the buckets that are full once gradients of so many bytes are ready: copies it makes. Returns
+        how many buckets have been reduced."""
+        communication = self.recipe.communication
+        # Cast to bf16; or the gradient as it was, and what is left out of it.
+        copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
+        buckets = bucket_bytes(self.parameters[0])
+        while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
+            self.walk.add("savers", copies * buckets[reduced], f"bucket {reduced} reduced")
+            self.walk.now["savers"] -= copies * buckets[reduced]
+            reduced += 1
+        return reduced
+
+    def _pipelined(self) -> None:
+        order = self._order()
+        for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
+            # Also for a neighbour on the same rank, whose tensors take the buffers' place.
+            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
+            self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
+        self.walk.look("messages")
+        for p in order:
+            if p.kind == "F":
+                self._forward(p.stage)
+            elif p.stage == 0 and p.kind == "I":
+                pass  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
+            elif p.kind == "B" or p.stage == 0:
+                self._backward(p.stage, last=False, piped=True)
+            elif p.kind == "I":
+                self._inputs(p.stage, p.micro_batch)
+            else:
+                self._weights(p.stage, p.micro_batch)
+        self.walk.now["messages"] -= self.unfinished
+        for stage in self.stages if self.fsdp else ():
+            self._reduce_all(stage)
+
+    def _order(self) -> list[Pass]:
+        layout = self.layout
+        return passes(layout.schedule, layout.pp, layout.virtual_stages, self.walked)[self.position]
+
+    def _blocks(self, stage: int) -> list[Layer]:
+        return [layer for layer in self.layers[stage] if layer.name not in (EMBEDDING, HEAD)]
+
+    def _forward(self, stage: int) -> None:
+        walk = self.walk
+        self._gather(stage, "root")
+        for layer in self.layers[stage]:
+            self._gather(stage, layer.name)
+            walk.run(layer.forward)
+            self._release(stage, layer.name)
+        # Autocast remembers its copies of weights until the pass is over; where nothing runs again they are kept.
+        walk.now["activations"] -= sum(layer.cast_weight_bytes for layer in self.layers[stage])
+        walk.add("gathered", -self.last_gather, "")
+        self.last_gather = 0.0
+
+    def _backward(self, stage: int, last: bool, piped: bool) -> None:
+        walk = self.walk
+        adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
+        # DDP copies gradients into its buckets with the last micro-batch; until then they are tensors of their own.
+        keeps = not (adding or (self.ddp and self.micro_batches == 1))
+        order = self.layers[stage][::-1]
+        if stage != self.last:
+            walk.add("temporaries", self.stream, "gradient of the output")
+        ready, reduced = 0.0, 0
+        for index, layer in enumerate(order):
+            backward = layer.backward
+            if layer.name == HEAD and HEAD in self.groups[stage]:  # the loss is the root's, before the output layer
+                self._regather(stage, "root", [HEAD])
+                walk.run([op for op in backward if op.kind is Kind.LOSS], keeps)
+                backward = tuple(op for op in backward if op.kind is not Kind.LOSS)
+            self._regather(stage, layer.name, [following.name for following in order[index + 1 :][:1]])
+            walk.run(layer.recomputed, keeps)
+            walk.run(backward, keeps)
+            if self.ddp and last:
+                ready += sum(p.elements for p in self.groups[stage].get(layer.name, ())) * FP32
+                reduced = self._buckets(ready if index + 1 < len(order) else self.whole(stage), reduced)
+            if layer.name != EMBEDDING:
+                self._after_backward(stage, layer.name, last, piped)
+        if stage != 0:
+            walk.now["temporaries"] -= self.stream
+            walk.now["activations"] += self.stream  # the input is a buffer for messages
+            self._sent(stage, stage - 1)
+        if stage != self.last:
+            walk.now["activations"] -= self.stream  # the output
+            self._sent(stage, stage + 1)
+        self.has_gradients.add(stage)
+        if self.fsdp and not piped:
+            self._after_backward(stage, "root", last, piped)
+            self._after_backward(stage, EMBEDDING, last, piped)  # tokens have no gradient that would tell
+            if last:  # else the buffer of the last reduction stays until the next one
+                walk.now["reducing"] -= self.waiting_buffer
+                self.waiting_buffer = 0.0
+
+    def _sent(self, stage: int, to: int) -> None:
+        if self.sends_late and to not in self.stages:
+            self.unfinished += self.stream
+            self.walk.add("messages", self.stream, "messages")
+
+    def _inputs(self, stage: int, micro_batch: int) -> None:
+        """Gradients of inputs alone: nothing that was saved is freed, and gradients of wide layers' outputs stay."""
+        shape, walk = self.program.shape, self.walk
+        assert shape is not None
+        before = walk.now["activations"]
+        saved = self._saved(stage)
+        model = shape.model
+        wide = shape.tokens * (model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)) * FP32
+        ends = shape.tokens * model.vocab * FP32 + self.stream
+        start = walk.now["temporaries"]
+        if stage != self.last:
+            walk.add("temporaries", self.stream, "gradient of the output")
+        for layer in reversed(self._blocks(stage)):
+            self._gather(stage, layer.name)
+        output = [layer for layer in self.layers[stage] if layer.name == HEAD]
+        for layer in [*output, *self._blocks(stage)]:
+            walk.add("activations", ends if layer.name == HEAD else wide, "gradients of inputs")
+            walk.run(self._of_inputs(layer))
+        walk.now["temporaries"] = start
+        self.waiting[stage, micro_batch] = walk.now["activations"] - before + saved
+        if stage != 0:
+            self._sent(stage, stage - 1)
+        if stage != self.last:
+            self._sent(stage, stage + 1)
+
+    def _of_inputs(self, layer: Layer) -> tuple[Operation, ...]:
+        found = self.inputs_only.get(id(layer.backward))
+        if found is None:
+            both = (*layer.recomputed, *layer.backward)
+            found = tuple(replace(op, frees_saved_bytes=0, gradient_bytes=0) for op in both)
+            self.inputs_only[id(layer.backward)] = found
+        return found
+
+    def _weights(self, stage: int, micro_batch: int) -> None:
+        """Gradients of weights: what waited for them goes."""
+        if stage not in self.has_gradients:
+            self.walk.add("gradients", self.whole(stage), "gradients of weights")
+            self.has_gradients.add(stage)
+        self.walk.now["activations"] -= self.waiting.pop((stage, micro_batch))
+
+    def _saved(self, stage: int) -> float:
+        """What a forward pass leaves, its input left out where that is a buffer for messages."""
+        return sum(op.saved_bytes - op.frees_saved_bytes for layer in self.layers[stage] for op in layer.forward)
+
+    # -- what FSDP does ----------------------------------------------------------------------------------------
+
+    def _gather(self, stage: int, unit: str) -> None:
+        if unit + EXPERTS in self.groups[stage]:
+            self._gather(stage, unit + EXPERTS)
+        tensors = self.groups[stage].get(unit)
+        if not self.fsdp or tensors is None or (stage, unit) in self.gathered:
+            return
+        self.gathered.add((stage, unit))
+        size = self.padded(tensors)
+        if self.sharing(tensors[0]) > 1:
+            self.walk.add("gathered", size, f"gathering {unit}")
+            self._copied(size, f"gathering {unit}", tensors)
+            self.walk.now["gathered"] -= self.last_gather
+            self.last_gather = size
+        self.walk.add("gathered", size, f"weights of {unit}")
+
+    def _release(self, stage: int, unit: str) -> None:
+        if unit + EXPERTS in self.groups[stage]:
+            self._release(stage, unit + EXPERTS)
+        if self.layout.zero == 3 and (stage, unit) in self.gathered:
+            self.gathered.remove((stage, unit))
+            self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
+
+    def _regather(self, stage: int, unit: str, following: list[str]) -> None:
+        """Backward: the unit's weights out of the buffer that was gathered ahead, and the next one's buffer."""
+        if not self.fsdp or self.layout.zero != 3:
+            return
+        walk = self.walk
+        for which in [part for one in (unit, *following) for part in (one, one + EXPERTS)]:
+            tensors = self.groups[stage].get(which)
+            if tensors is None or (stage, which) in self.gathered:
+                continue
+            size = self.padded(tensors)
+            if (stage, which) not in self.ahead:
+                self.ahead[stage, which] = size
+                walk.add("gathered", size, f"gathering {which}")
+                self._copied(size, f"gathering {which}", tensors)
+            if which.removesuffix(EXPERTS) == unit:
+                walk.add("gathered", size, f"weights of {which}")
+                walk.now["gathered"] -= self.ahead.pop((stage, which))
+                self.gathered.add((stage, which))
+
+    def _after_backward(self, stage: int, unit: str, last: bool, piped: bool) -> None:
+        if unit + EXPERTS in self.groups[stage]:
+            self._after_backward(stage, unit + EXPERTS, last, piped)
+        tensors = self.groups[stage].get(unit)
+        if not self.fsdp or tensors is None or piped:
+            return
+        zero = self.layout.zero
+        if (last or zero == 3) and (stage, unit) in self.gathered:
+            self.gathered.remove((stage, unit))
+            self.walk.now["gathered"] -= self.padded(tensors)
+        if last or zero >= 2:
+            self._reduce(stage, unit, tensors)
+
+    def _reduce(self, stage: int, unit: str, tensors: list[Parameter]) -> None:
+        walk, size = self.walk, self.padded(tensors)
+        narrow = size * (0.5 if self.recipe.communication.gradients == "bf16" else 1.0)
+        walk.now["reducing"] -= self.waiting_buffer
+        walk.add("reducing", narrow, f"gradients of {unit} copied")
+        self.waiting_buffer = narrow
+        walk.now["gradients"] -= sum(p.elements for p in tensors) * FP32
+        first = (stage, unit) not in self.reduced
+        walk.add("gradients", size / self.sharing(tensors[0]), f"reducing {unit}")
+        self._copied(narrow, f"reducing {unit}", tensors)
+        if not first:
+            walk.now["gradients"] -= size / self.sharing(tensors[0])
+        self.reduced.add((stage, unit))
+
+    def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
+        """Gloo's own copy of what it gathers, or reduces and scatters."""
+        if self.sharing(tensors[0]) > 1 and self.recipe.gloo:
+            self.walk.add("temporaries", size, where)
+            self.walk.now["temporaries"] -= size
+
+    def _reduce_all(self, stage: int) -> None:
+        """A pipeline's gradients, when its passes are through."""
+        for unit in reversed(list(self.groups[stage])):
+            if (stage, unit) in self.gathered:
+                self.gathered.remove((stage, unit))
+                self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
+            self._reduce(stage, unit, self.groups[stage][unit])
+        self.walk.now["reducing"] -= self.waiting_buffer
+        self.waiting_buffer = 0.0
+
+    def _finish(self) -> None:
+        """Gradients of a tied weight are exchanged between the ends of a pipeline."""
+        tied = self.program.model is not None and self.program.model.tied
+        if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
+            table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
+            size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
+            self.walk.add("temporaries", size, "gradient of the tied weight")
+            self.walk.now["temporaries"] -= size
+
+
+MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time
