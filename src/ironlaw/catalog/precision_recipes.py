@@ -22,6 +22,7 @@ class PrecisionRecipe:
     rotation:   numbers per random Hadamard rotation of the weight gradient's operands; 0: none.
     headroom:   factor of gradients before they are rounded, undone after.
     keep_last:  share of the last blocks that compute in `held_as`.
+    library:    what runs it on the device's own units; empty: it is emulated everywhere.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PrecisionRecipe:
     rotation: int = 0
     headroom: float = 1.0
     keep_last: float = 0.0
+    library: str = ""
 
     @property
     def weight_block(self) -> tuple[int, int] | None:

@@ -45,7 +45,7 @@ def prepare(
         if not in_hardware(precision, device):
             raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')
         return None
-    if in_hardware(precision, device) and precision in TORCHAO:
+    if in_hardware(precision, device) and rules.library:
         _quantize(blocks, precision)
         return None
     if any(isinstance(module, ExpertLinear) for module in blocks.modules()):
@@ -53,10 +53,6 @@ def prepare(
     moment = Moment(seed, device=device)
     emulate(blocks, rules, moment)
     return moment
-
-
-# Recipes that torchao runs on the device's own units; the others are emulated there too.
-TORCHAO = ("fp8", "fp8_rowwise", "mxfp8")
 
 
 def _quantize(blocks: nn.ModuleList, precision: str) -> None:

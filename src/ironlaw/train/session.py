@@ -17,6 +17,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.plan import record
+from ironlaw.plan.machines import is_emulated
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.totals import fits
 from ironlaw.train import checkpoint
@@ -136,7 +137,7 @@ def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirector
     """A complete run adds to what the next plan's interval is learned from."""
     measured = outcome.ledger.totals.get("step_seconds")
     others = outcome.ledger.facts.get("other_load") or 0.0  # a run beside other programs says nothing of the planner
-    if others > interference.MOST_OTHERS:
-        return
+    if others > interference.MOST_OTHERS or is_emulated(plan.decided.precision, profile):
+        return  # rounding of emulated products is not planned
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)
