@@ -52,14 +52,14 @@ def export(
     kind = family_of(config).kind  # before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
     if to == "gguf":
-        check_gguf(config)
+        kind = check_gguf(config).lower()
         scales = int4_scales(trained.held) if dtype == "q4_0" else {}
         with complete_or_nothing(folder) as partial:
             write_gguf(
                 partial / "model.gguf", config, model.state_dict(), dtype, scales=scales,
                 tokenizer=tokenizer.path if tokenizer is not None else None, end_of_text=end,
             )  # fmt: skip
-        verified = Verified(reason="transformers computes from other files")
+        verified = Verified(reason="a GGUF file is not read back here")
     else:
         precision = getattr(torch, _TORCH[dtype])
         with complete_or_nothing(folder) as partial:

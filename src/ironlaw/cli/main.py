@@ -34,7 +34,7 @@ VERBS = {
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",
     "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",
     "compress": "A run or a Hugging Face model in fewer bits or weights: bytes, speed, loss before and after.",
-    "export": "Write a run's model as Hugging Face safetensors.",
+    "export": "Write a run's model as Hugging Face safetensors, or as GGUF for llama.cpp.",
     "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
     "generate": "Continue a prompt with a trained run.",
     "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
