@@ -98,8 +98,10 @@ def compress_run(
     taken = store.take(model, {})
     bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
     result = Compressed(
-        str(target), method, loss_before, loss_after,
-        config.model.parameters * wide.itemsize, bytes_wide + sum(weight.bytes for weight in held.values()), *speeds,
+        to=str(target), method=method, loss_before=loss_before, loss_after=loss_after,
+        bytes_before=config.model.parameters * wide.itemsize,
+        bytes_after=bytes_wide + sum(weight.bytes for weight in held.values()),
+        tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[1],
         held_out_tokens=sum(batch.targets.numel() for batch in _held_out(config, dataset)),
         precision_before=_NAMES[wide],
         compressed_weights=sum(weight.shape.numel() for weight in held.values()),

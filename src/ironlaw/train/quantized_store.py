@@ -30,7 +30,7 @@ FILE = "quantized.safetensors"
 _PARTS = ("codes", "scales", "tensor_scale")
 
 
-@dataclass(frozen=True)
+@dataclass
 class QuantizedFiles:
     """A store (`checkpoint.Store`) of weights alone: nothing to go on training from.
 
@@ -86,11 +86,13 @@ def read_held(folder: Path) -> Iterator[tuple[str, Tensor | Held]]:
         for name in sorted(names - parts):
             yield name, file.get_tensor(name)
         for name, fields in about.items():
-            codes, scales, tensor_scale = (
-                file.get_tensor(f"{name}.{part}") if f"{name}.{part}" in names else None for part in _PARTS
+            scales, tensor_scale = (
+                file.get_tensor(f"{name}.{part}") if f"{name}.{part}" in names else None for part in _PARTS[1:]
             )
             block = tuple(fields["block"]) if fields["block"] else None
             format = number_format(fields["format"])
-            held = Quantized(format, torch.Size(fields["shape"]), codes, scales, tensor_scale, block)
+            held = Quantized(
+                format, torch.Size(fields["shape"]), file.get_tensor(f"{name}.codes"), scales, tensor_scale, block
+            )
             bitmap = f"{name}.bitmap"
             yield name, Sparse(held, file.get_tensor(bitmap)) if bitmap in names else held

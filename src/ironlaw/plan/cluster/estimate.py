@@ -27,8 +27,9 @@ from ironlaw.plan.cluster.context_parallel import SAYS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
+from ironlaw.plan.cluster.operation_costs import operation_costs
 from ironlaw.plan.cluster.stages import stage_layers
-from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, operation_costs, step_costs
+from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
 from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.timeline import Times, assemble
 from ironlaw.plan.cluster.update_cost import update_cost

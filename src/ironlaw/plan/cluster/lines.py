@@ -16,7 +16,8 @@ from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import CP_KINDS, RECOMPUTE, Array, Candidates
 from ironlaw.plan.cluster.context_parallel import kinds
-from ironlaw.plan.cluster.step_costs import OperationCost, StepCosts, end_costs, operation_costs
+from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, operation_costs
+from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.cluster.system import System
 from ironlaw.plan.cluster.timeline import Times, accumulated_share, part_factors
 from ironlaw.plan.engines.engine import Engine
