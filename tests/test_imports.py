@@ -19,14 +19,14 @@ PACKAGE = Path(ironlaw.__file__).parent
 BASE = ("catalog", "config", "cores", "data", "errors", "files", "ledger", "model", "schema", "units")
 ROOMS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
-    "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "report", *BASE),
+    "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
     "serve": ("train", "observe", "machine", *BASE),  # runs are loaded as training saved them
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
     "machine": ("config", "cores", "catalog", "model", "data", "ledger", "files", "errors", "units"),
-    "numerics": ("catalog", "errors"),
+    "numerics": ("model", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine

@@ -5,11 +5,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
+from ironlaw.catalog.formats import computing_formats
 from ironlaw.catalog.models import model_figures, model_names
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
@@ -21,7 +22,16 @@ from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
-Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8"]
+
+def _known_precision(name: str) -> str:
+    if name != "auto" and name not in computing_formats():
+        raise ValueError(
+            f"train.precision = {name!r} is not known: {did_you_mean(name, ('auto', *computing_formats()))}"
+        )
+    return name
+
+
+Precision = Annotated[str, AfterValidator(_known_precision)]
 
 
 class TrainConfig(Section):

@@ -40,6 +40,7 @@ RUN_VERBS: dict[str, tuple[list[str], list[str]]] = {
     "explain two": (["explain", "RUN"], []),
     "generate": (["generate"], ["--tokens", "2"]),
     "export": (["export"], ["exported"]),
+    "compress": (["compress"], ["--to", "int4", "--out", "compressed"]),
     "runs": (["runs"], []),
 }
 CSV_VERBS: dict[str, tuple[list[str], list[str]]] = {
@@ -336,6 +337,7 @@ def of_outputs() -> Iterator[Case]:
         yield f"train --out: {what}", ["train", "CONFIG", "--out", path], files
         yield f"tune --out: {what}", ["tune", "CONFIG", "--budget", "1s", "--out", path], files
         yield f"export: to {what}", ["export", "RUN", path], files
+        yield f"compress --out: {what}", ["compress", "RUN", "--to", "int4", "--out", path], files
         if what not in ("a full folder", "a device", "a file", "a dangling link", "a pipe", "a circular link"):
             yield (
                 f"validate --html: {what}",
@@ -370,7 +372,7 @@ def of_runs() -> Iterator[Case]:
         words = ["train", "CONFIG", "--out", "damaged", "--resume", "--set", "train.steps=3"]
         for name in ("config.toml", "metrics.jsonl", "sessions.jsonl"):
             yield f"train --resume: {name} is {what}", words, {"damaged": _copied, f"damaged/{name}": content}
-        for verb in ("generate", "export"):
+        for verb in ("generate", "export", "compress"):
             before, after = RUN_VERBS[verb]
             files: dict[str, Content] = {"damaged": _copied, "damaged/checkpoints/*/checkpoint.json": content}
             yield f"{verb}: checkpoint.json is {what}", [*before, "damaged", *after], files

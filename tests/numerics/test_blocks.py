@@ -88,7 +88,7 @@ def test_a_block_with_nan_or_infinity_is_nan_and_its_neighbours_are_not() -> Non
 
 
 def test_weights_of_blockwise_fp8_share_a_scale_in_squares() -> None:
-    held = quantize(torch.randn(256, 384), "fp8_block", weight=True)
+    held = quantize(torch.randn(256, 384), "fp8_block", block=(128, 128))
     assert held.scales is not None
     assert held.scales.shape == (2, 3)
     assert held.bytes == 256 * 384 + 6 * 4 == 256 * 384 * number_format("fp8_block").bytes_per_element(weight=True)

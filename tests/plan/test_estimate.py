@@ -134,3 +134,12 @@ def test_products_of_experts_by_onednn_are_copied_into_place(machine_profile: Pr
     copied = seconds["onednn", "moe_block"] - seconds["onednn", "block"]
     assert copied == pytest.approx(profile.curve("concatenate", "fp32").at(8 * 64 * 256)) and copied > 0
     assert seconds["other", "moe_block"] == seconds["other", "block"] == seconds["onednn", "block"]
+
+
+def test_the_plan_of_emulated_products_says_that_their_rounding_is_not_planned(plan: Callable[..., Ledger]) -> None:
+    wide, narrow = (plan(train={"precision": precision}) for precision in ("bf16", "mxfp4"))
+    assert "emulated" in narrow.facts["precision_reason"] and "emulated" not in wide.facts["precision_reason"]
+    seconds, planned = narrow.totals["step_seconds"], wide.totals["step_seconds"]
+    assert seconds.high is not None and planned.high is not None
+    assert seconds.high / seconds.value > 5 * planned.high / planned.value
+    assert seconds.low == planned.low and "emulated" in seconds.basis

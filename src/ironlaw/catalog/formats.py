@@ -141,6 +141,11 @@ class NumberFormat:
         return self.peak in peaks and (not self.block_scaled or "fp4" in peaks) and self.vendor in ("", found.vendor)
 
     @property
+    def needs_maximum(self) -> bool:
+        """Whether a scale is of a whole row or tensor, so that all of it is read before the first number is rounded."""
+        return self.tensor_scale or (self.block is not None and 0 in self.block)
+
+    @property
     def narrow(self) -> bool:
         """Products on 8 bits or fewer, of tensors held in 16."""
         return bool(self.held_as) and self.bits <= 8

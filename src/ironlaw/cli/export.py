@@ -10,28 +10,37 @@ import typer
 from ironlaw.cli.console import messages, output, print_json
 from ironlaw.errors import UserError
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"hf": tuple(_TORCH), "gguf": (*_TORCH, "q8_0", "q4_0")}
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint.")],
     folder: Annotated[Path, typer.Argument(help="The directory to write.")],
-    to: Annotated[str, typer.Option(help="hf: config.json and safetensors, as `transformers` reads them.")] = "hf",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    to: Annotated[
+        str, typer.Option(help="hf: config.json and safetensors, as `transformers` reads them; gguf: for llama.cpp.")
+    ] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16, fp16; of gguf also q8_0, q4_0. fp32 unless given, of gguf fp16."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    if to != "hf":
-        raise UserError(f"--to {to!r} is not known: write --to hf")
-    if dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype!r} is not known: write {', '.join(DTYPES)}")
+    if to not in DTYPES:
+        raise UserError(f"--to {to!r} is not known: write --to {' or --to '.join(DTYPES)}")
+    dtype = dtype or ("fp16" if to == "gguf" else "fp32")
+    if dtype not in DTYPES[to]:
+        raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: give a new directory")
 
     import torch
 
+    from ironlaw.model.gguf import check_gguf, write_gguf
     from ironlaw.model.huggingface.configs import family_of
-    from ironlaw.model.huggingface.verify import verify
+    from ironlaw.model.huggingface.verify import Verified, verify
     from ironlaw.model.huggingface.weights import write_model, write_tokenizer
+    from ironlaw.numerics.compression import int4_scales
     from ironlaw.train.restore import load_run
     from ironlaw.train.run_directory import complete_or_nothing
 
@@ -39,19 +48,31 @@ def export(
     for message in trained.passed_over:
         messages().print(message, markup=False)
     model, tokenizer = trained.model, trained.tokenizer
-    config, precision = model.config, getattr(torch, DTYPES[dtype])
+    config = model.config
     kind = family_of(config).kind  # before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
-    with complete_or_nothing(folder) as partial:
-        write_model(partial, config, model.state_dict(), precision, end)
-        if tokenizer is not None:
-            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
-        verified = verify(partial, model, precision)
-        if verified.differs:
-            raise UserError(
-                f"{verified.problem or f'{verified.version} computes another model from what was written'} "
-                f"(largest difference of logits {verified.largest_difference}), so {folder} was not made: report this"
-            )
+    if to == "gguf":
+        kind = check_gguf(config).lower()
+        scales = int4_scales(trained.held) if dtype == "q4_0" else {}
+        with complete_or_nothing(folder) as partial:
+            write_gguf(
+                partial / "model.gguf", config, model.state_dict(), dtype, scales=scales,
+                tokenizer=tokenizer.path if tokenizer is not None else None, end_of_text=end,
+            )  # fmt: skip
+        verified = Verified(reason="a GGUF file is not read back here")
+    else:
+        precision = getattr(torch, _TORCH[dtype])
+        with complete_or_nothing(folder) as partial:
+            write_model(partial, config, model.state_dict(), precision, end)
+            if tokenizer is not None:
+                write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
+            verified = verify(partial, model, precision)
+            if verified.differs:
+                raise UserError(
+                    f"{verified.problem or f'{verified.version} computes another model from what was written'} "
+                    f"(largest difference of logits {verified.largest_difference}), so {folder} was not made: "
+                    "report this"
+                )
     said = {"folder": str(folder), "architecture": kind, "parameters": config.parameters}
     if json:
         print_json(said | trained.about() | {"verification": verified.to_json()})

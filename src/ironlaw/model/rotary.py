@@ -34,7 +34,7 @@ def rotary_tables(config: ModelConfig, local: bool = False, long: bool = False) 
     elif scaling and is_yarn(scaling):
         frequency, scale = _yarn(frequency, config.rope_theta, scaling), cosine_factor(scaling)
     elif scaling and "low_freq_factor" in scaling:
-        frequency = _llama3(frequency, scaling)
+        frequency = llama3_frequencies(frequency, scaling)
     elif scaling:  # all alike: positions as if they were that much closer (arXiv 2306.15595)
         frequency = frequency / scaling["factor"]
     angle = torch.outer(torch.arange(config.context, dtype=torch.float64), frequency)
@@ -49,7 +49,7 @@ def _long_factor(scaling: Mapping[str, float]) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(scaling["original_context"]))
 
 
-def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
+def llama3_frequencies(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
     """By how often a frequency turns within the original context (arXiv 2407.21783, section 3.4)."""
     turns = scaling["original_context"] * frequency / (2 * math.pi)
     keep = (turns - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])

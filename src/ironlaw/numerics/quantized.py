@@ -40,27 +40,54 @@ class Quantized:
         parts = (self.codes, self.scales, self.tensor_scale)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns: a tensor's last dimension is a row's."""
+        return _matrix_shape(self.shape)
+
+    @property
+    def row_codes(self) -> int:
+        """Codes of a row, which ends with its last block."""
+        width = self.block[1] if self.block else 1
+        return -(-self.matrix_shape[1] // width) * width
+
+    def zero_code(self) -> Tensor:
+        """The code that means 0; a scalar."""
+        return encode(torch.zeros(1), self.format.element)[0]
+
     def dequantize(self) -> Tensor:
         """fp32, of the shape that was quantised."""
         element = self.format.element
-        rows, columns = _matrix_shape(self.shape)
-        width = self.block[1] if self.block else 1
-        values = decode(unpack(self.codes, element.bits, -(-columns // width) * width), element)
-        if self.block is not None and self.scales is not None:
-            scale = _decode_scale(self.scales, number_format(self.format.scale))
-            if self.tensor_scale is not None:
-                scale = scale * self.tensor_scale
-            values = _joined(_divided(values, self.block) * scale[:, None, :, None])
+        rows, columns = self.matrix_shape
+        values = decode(unpack(self.codes, element.bits, self.row_codes), element)
+        if self.block is not None:
+            values = _joined(_divided(values, self.block) * self._scale()[:, None, :, None])
         return values[:rows, :columns].reshape(self.shape)
+
+    def scale_of_each(self) -> Tensor:
+        """What each number's code is multiplied by; fp32, of the tensor's shape."""
+        assert self.block is not None
+        rows, columns = self.matrix_shape
+        each = self._scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
+        return each[:rows, :columns].reshape(self.shape)
+
+    def _scale(self) -> Tensor:
+        assert self.scales is not None
+        return scaled_up(_decode_scale(self.scales, number_format(self.format.scale)), self.tensor_scale)
 
 
 def quantize(
-    tensor: Tensor, name: str, *, rounding: Rounding = "nearest", seed: int = 0, weight: bool = False
+    tensor: Tensor,
+    name: str,
+    *,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    block: tuple[int, int] | None = None,
 ) -> Quantized:
     """`tensor` in the format `name`.
 
     rounding: "nearest" (ties to even) or "stochastic", repeatable by `seed`.
-    weight:   blocks as the format has them for weights (fp8_block: 128 x 128).
+    block:    rows and columns that share a scale, 0 for all of them; the format's own unless given.
     UserError: no such format or rounding, no numbers, or a NaN in a format without one and without a scale that has.
     """
     format = number_format(name)
@@ -70,25 +97,76 @@ def quantize(
         what = "nothing" if not tensor.numel() else str(tensor.dtype).removeprefix("torch.")
         raise UserError(f"a tensor of {what} cannot be quantised: give floating-point numbers")
     generator = generator_of(seed, tensor.device) if rounding == "stochastic" else None
-    rows, columns = _matrix_shape(tensor.shape)
-    matrix = tensor.detach().float().reshape(rows, columns)
-    sizes = format.block_of(weight)
-    element = format.element
-    if sizes is None:
+    matrix = tensor.detach().float().reshape(_matrix_shape(tensor.shape))
+    element, size = format.element, resolved_block(format, matrix, block)
+    if size is None:
         codes = encode(round_to(matrix, element, generator), element)
         return Quantized(format, tensor.shape, pack(codes, element.bits))
-    block = (sizes[0] or rows, sizes[1] or columns)
-    padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = _divided(padded, block)
+    rounded = _round_blocks(matrix, format, size, generator)
+    codes = encode(_joined(rounded.values), element)
+    return Quantized(format, tensor.shape, pack(codes, element.bits), rounded.scale_codes, rounded.tensor_scale, size)
+
+
+def rounded(
+    matrix: Tensor,
+    format: NumberFormat,
+    *,
+    generator: torch.Generator | None = None,
+    block: tuple[int, int] | None = None,
+    headroom: float = 1.0,
+) -> Tensor:
+    """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply.
+
+    headroom: factor between scaling and rounding, undone after.
+    """
+    size = resolved_block(format, matrix, block)
+    if size is None:
+        return round_to(matrix, format.element, generator)
+    made = _round_blocks(matrix, format, size, generator, headroom)
+    scale = scaled_up(made.scale, made.tensor_scale)
+    return _joined(made.values * (scale / headroom)[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
+
+
+def resolved_block(
+    format: NumberFormat, matrix: Tensor, block: tuple[int, int] | None = None
+) -> tuple[int, int] | None:
+    """Rows and columns of a block of this matrix; None where the format has no scales."""
+    wanted = block or format.block
+    return wanted and (wanted[0] or matrix.shape[0], wanted[1] or matrix.shape[1])
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    values: Tensor  # (row blocks, rows, column blocks, columns), in units of their scales
+    scale: Tensor  # (row blocks, column blocks) fp32, without the tensor's
+    scale_codes: Tensor
+    tensor_scale: Tensor | None
+
+
+def _round_blocks(
+    matrix: Tensor,
+    format: NumberFormat,
+    block: tuple[int, int],
+    generator: torch.Generator | None,
+    headroom: float = 1.0,
+) -> _Rounded:
+    rows, columns = matrix.shape
+    if rows % block[0] or columns % block[1]:
+        matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = _divided(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format)
-    # Codes of a block without numbers (its scale is NaN) say nothing.
-    scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, _scaled(blocks, scale, tensor_scale))
-    codes = encode(_joined(round_to(scaled, element, generator)), element)
-    return Quantized(format, tensor.shape, pack(codes, element.bits), scale_codes, tensor_scale, block)
+    scaled = _scaled(blocks, scale, tensor_scale) * headroom
+    if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
+        scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
+    return _Rounded(round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale)
 
 
-def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+def block_scales(
+    blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of (row blocks, rows, column blocks, columns): the scales without the tensor's (fp32), their codes, the tensor's.
+
+    `tensor_scale` is given where the blocks are not all of the tensor.
 
     A block that holds NaN or an infinity has the scale NaN.
     """
@@ -107,10 +185,10 @@ def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, 
         wanted = extreme / element.integers[0]
     else:
         wanted = largest / element.largest
-    tensor_scale = None
     if format.tensor_scale:
-        top = torch.where(finite, largest, 0.0).amax()
-        tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
+        if tensor_scale is None:
+            top = torch.where(finite, largest, 0.0).amax()
+            tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
         # The scale stays a normal number: a subnormal one would have lost bits of its own.
         wanted = (wanted / tensor_scale).clamp(2.0**kept.least_exponent, kept.largest)
     wanted = torch.where(finite, torch.where(largest == 0, 1.0, wanted), torch.nan)
@@ -123,6 +201,11 @@ def block_scales(blocks: Tensor, format: NumberFormat) -> tuple[Tensor, Tensor, 
     rounded = torch.where(rounded == 0, torch.copysign(torch.tensor(kept.smallest), wanted), rounded)
     codes = encode(rounded, kept)
     return rounded, codes, tensor_scale
+
+
+def scaled_up(scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
+    """What a code is multiplied by."""
+    return scale if tensor_scale is None else scale * tensor_scale
 
 
 def _scaled(blocks: Tensor, scale: Tensor, tensor_scale: Tensor | None) -> Tensor:

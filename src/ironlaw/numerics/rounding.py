@@ -40,11 +40,17 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
         return _shorten(x, format, generator)
     if format.special == "none" and bool(x.isnan().any()):
         raise UserError(f"{format.name} has no NaN, and the tensor holds one: use bf16, or find where it comes from")
-    exponent = torch.frexp(x).exponent - 1  # of 0 too small a one, which the next line raises
-    shift = format.mantissa_bits - exponent.clamp(min=format.least_exponent)
-    rounded = torch.ldexp(_whole(torch.ldexp(x, shift), generator), -shift)
+    # By the bits of fp32: frexp and ldexp take twenty times as long as a product.
+    exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too small of 0 and subnormals: raised next
+    shift = exponent.clamp_(min=format.least_exponent) - format.mantissa_bits
+    rounded = _whole(x * power_of_two(-shift), generator) * power_of_two(shift)
     saturated = rounded.clamp(-format.largest, format.largest)
     return torch.where(x.isinf(), x, saturated) if format.bits > 8 else saturated
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in fp32, of whole exponents from -126 to 127."""
+    return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
 def _whole(x: Tensor, generator: torch.Generator | None) -> Tensor:

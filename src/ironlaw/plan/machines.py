@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol, cast
 
 from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.links import RankCosts
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
@@ -25,6 +26,13 @@ AS_MATMUL = "compute (as matmul)"
 def measured_precision(precision: str, profile: Profile) -> str:
     """Itself, or where this machine was not measured in it, that of the tensors it multiplies."""
     return next(name for name in (precision, number_format(precision).held_as, "bf16") if name in profile.matmul)
+
+
+def is_emulated(precision: str, profile: Profile) -> bool:
+    """Whether a run here rounds the operands of its products itself: no CPU multiplies few bits, and on CUDA the
+    recipes that no library runs are emulated too."""
+    recipe = precision_recipe(precision)
+    return recipe is not None and (profile.device != "cuda" or not recipe.library)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.attention import AttentionChoice, choose_attention
 from ironlaw.plan.communication import CollectiveCost, Links
 from ironlaw.plan.fold import fold
-from ironlaw.plan.machines import MeasuredMachine, SharedMachine, measured_precision
+from ironlaw.plan.machines import MeasuredMachine, SharedMachine, is_emulated, measured_precision
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import batch_of, recipe_of
@@ -113,6 +113,8 @@ class StepPlan:
         ledger = Ledger("plan", lines=self._lines(), memory=fullest.memory.lines(notes))
         measured = measured_precision(self.precision.value, self.profile)
         system = System.measured(self.profile, measured, self.hosts)
+        if is_emulated(self.precision.value, self.profile):
+            system = system.emulating()
         ledger.decisions = self.decisions
         ledger.facts = self._facts() | {
             "peak_at": fullest.memory.where,
@@ -283,6 +285,8 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
     if wanted != "auto":
         planned = measured_precision(wanted, profile)
         as_other = "" if planned == wanted else f"; planned with the times of {planned}, which was measured"
+        if is_emulated(wanted, profile):
+            as_other = f"; its products are emulated here: planned as {planned}'s, their rounding is not planned"
         return PrecisionChoice(wanted, f"train.precision in the config{as_other}")
     machine = MeasuredMachine(profile, interference.typical(profile))
     seconds = {

@@ -5,13 +5,6 @@ from __future__ import annotations
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 
-ONLY_ON_CUDA = {
-    "tf32": 'a CPU computes fp32 in full: use train.precision = "fp32"',
-    "fp8": 'a CPU has no fp8 products: use train.precision = "bf16"',
-    "mxfp8": 'a CPU has no mxfp8 products: use train.precision = "bf16"',
-}
-
-
 NOT_ON_THE_HOST = ("adam8bit", "galore", "muon")
 
 
@@ -30,8 +23,8 @@ def check_supported(config: RunConfig, device: str) -> None:
         )
     if device == "cuda":
         return
-    if train.precision in ONLY_ON_CUDA:
-        raise UserError(f'train.precision = "{train.precision}" needs an NVIDIA GPU; {ONLY_ON_CUDA[train.precision]}')
+    if train.precision == "tf32":
+        raise UserError('train.precision = "tf32" needs an NVIDIA GPU; a CPU computes fp32 in full: use "fp32"')
     if train.compile == "graphs":
         raise UserError('train.compile = "graphs" needs CUDA graphs, which a CPU has not: use train.compile = "on"')
     if train.offload != "none":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ironlaw import units
 from ironlaw.catalog import cpu_power
@@ -21,6 +21,10 @@ RESIDENT_INTERVAL = 0.05
 
 GUESSED_FACTORS = (0.5, 3.0)
 """80% of a kernel's time over its bytes at copy rate, or over the product that a convolution implies. Assumed."""
+
+EMULATED_FACTOR = 10.0
+"""How much longer than planned a step of emulated products may take. Assumed: forward and backward of gpt-tiny took 3.0
+(fp8) to 3.9 (mxfp4) times bf16's on two CPU cores; the ratio grows where products are faster or narrower."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,12 @@ class System:
             hosts * profile.matmul_peak(precision), f"the measured {precision} matmul rate of {machines}",
             (low, high), f"sum of the operations' measured curves; {basis}",
         )  # fmt: skip
+
+    def emulating(self) -> System:
+        """The same, for a run whose products are emulated."""
+        low, high = self.time_factors
+        basis = f"{self.time_basis}; rounding of emulated products not planned, up to {EMULATED_FACTOR:g} times assumed"
+        return replace(self, time_factors=(low, high * EMULATED_FACTOR), time_basis=basis)
 
 
 def add_totals(ledger: Ledger, system: System, parameters: int, where: str) -> None:

@@ -101,9 +101,6 @@ class WholeFiles:
         return sorted(states.keys() - saved.keys())
 
 
-STORES: dict[str, Store] = {WholeFiles.name: WholeFiles()}  # by the name in the index
-
-
 def checkpoint_bytes(config: RunConfig) -> int:
     """Weights and their average in fp32, and the optimizer's state; the rest is small."""
     copies = 1 if config.train.average_decay is None else 2

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: autocast, TF32, fp8 through torchao, and the loss scale that fp16 needs.
+"""The arithmetic of a run: autocast, TF32, few bits through torchao or emulated, and the loss scale that fp16 needs.
 
 Weights, gradients, optimizer state and reductions are fp32 in every one of them.
 """
@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from ironlaw.catalog.formats import number_format
+from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.config import ScalerConfig
 from ironlaw.errors import UserError
+from ironlaw.model.moe import ExpertLinear
+from ironlaw.numerics.products import Moment, emulate
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,34 +27,47 @@ def autocast(device: torch.device, precision: str) -> Any:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def prepare(model: nn.Module, blocks: nn.ModuleList, device: torch.device, precision: str) -> None:
-    """What has to be set once. UserError where the device lacks the hardware or torchao is missing."""
+def in_hardware(precision: str, device: torch.device) -> bool:
+    """Whether the device multiplies this format itself; formats of 16 bits and more run everywhere but for tf32."""
+    needed = number_format(precision).capability
+    return needed is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= needed)
+
+
+def prepare(
+    model: nn.Module, blocks: nn.ModuleList, device: torch.device, precision: str, seed: int = 0
+) -> Moment | None:
+    """What has to be set once. Of a recipe that the device does not multiply the products are emulated to the bit, and
+    the `Moment` that its rounding is drawn from is returned. UserError where hardware or torchao is missing."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    needed = number_format(precision).capability
-    if needed is None:
-        return
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < needed:
-        raise UserError(
-            f'train.precision = "{precision}" needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} or '
-            'later: use train.precision = "bf16"'
-        )
-    if precision in ("fp8", "mxfp8"):
+    rules = precision_recipe(precision)
+    if rules is None:
+        if not in_hardware(precision, device):
+            raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')
+        return None
+    if in_hardware(precision, device) and rules.library:
         _quantize(blocks, precision)
+        return None
+    if any(isinstance(module, ExpertLinear) for module in blocks.modules()):
+        raise UserError(f'train.precision = "{precision}" does not reach experts yet: use train.precision = "bf16"')
+    moment = Moment(seed, device=device)
+    emulate(blocks, rules, moment)
+    return moment
 
 
 def _quantize(blocks: nn.ModuleList, precision: str) -> None:
-    """The linear layers of the blocks multiply in fp8; the output layer does not, which costs accuracy."""
+    """The linear layers of the blocks multiply in 8 bits; the output layer does not, which costs accuracy."""
     try:
-        if precision == "fp8":
-            from torchao.float8 import convert_to_float8_training
-
-            convert_to_float8_training(blocks, module_filter_fn=_divisible)
-        else:
+        if precision == "mxfp8":
             from torchao.prototype.mx_formats.config import MXLinearConfig
             from torchao.quantization import quantize_
 
             quantize_(blocks, MXLinearConfig(), filter_fn=_divisible)
+        else:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            config = Float8LinearConfig.from_recipe_name("rowwise" if precision == "fp8_rowwise" else "tensorwise")
+            convert_to_float8_training(blocks, module_filter_fn=_divisible, config=config)
     except ImportError:
         raise UserError(f"train.precision = \"{precision}\" needs torchao: pip install 'ironlaw[quant]'") from None
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
@@ -18,9 +18,19 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.checkpoint import STORES, Checkpoint, WholeFiles, check_model, newest_of
+from ironlaw.numerics.compression import Held
+from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles, check_model, newest_of
+from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
+
+STORES: dict[str, Store] = {store.name: store for store in (WholeFiles(), QuantizedFiles({}))}  # by name in the index
+
+
+def check_resumable(checkpoint: Checkpoint) -> None:
+    """UserError when it holds nothing to go on training from."""
+    if checkpoint.index.get("store") == QuantizedFiles.name:
+        raise UserError(no_training(checkpoint.path))
 
 
 def load(
@@ -48,6 +58,13 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transform
     return model.eval()
 
 
+def held_weights(checkpoint: Checkpoint) -> dict[str, Held]:
+    """Of a compressed checkpoint, what its weights in few bits are held as; of others nothing."""
+    if checkpoint.index.get("store") != QuantizedFiles.name:
+        return {}
+    return {name: weight for name, weight in read_held(checkpoint.path) if not isinstance(weight, Tensor)}
+
+
 @dataclass(frozen=True)
 class Trained:
     """A model to use. `step` is that of its checkpoint; `passed_over` says which newer ones are damaged."""
@@ -56,6 +73,7 @@ class Trained:
     tokenizer: Tokenizer | None  # None for a run on mock data
     step: int | None = None
     passed_over: tuple[str, ...] = ()
+    held: Mapping[str, Held] = field(default_factory=dict)  # of a compressed run, its weights in few bits by name
 
     def about(self) -> dict[str, Any]:
         """For JSON: which checkpoint of a run this is."""
@@ -72,7 +90,8 @@ def load_run(path: Path) -> Trained:
     found = newest_of(path, passed_over.append)
     known = run.tokenizer_file.is_file()
     tokenizer = tokenizers.load(run.tokenizer_file, config.data.end_of_text) if known else None
-    return Trained(load_for_inference(found, config.model), tokenizer, found.step, tuple(passed_over))
+    model = load_for_inference(found, config.model)
+    return Trained(model, tokenizer, found.step, tuple(passed_over), held_weights(found))
 
 
 def load_trained(path: Path, needs_text: bool = True) -> Trained:

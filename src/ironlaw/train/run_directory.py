@@ -66,6 +66,10 @@ class RunDirectory:
         return self.path / "report.html"
 
     @property
+    def compression_file(self) -> Path:
+        return self.path / "compression.json"
+
+    @property
     def tokenizer_file(self) -> Path:
         return self.path / "tokenizer.json"
 

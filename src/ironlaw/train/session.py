@@ -17,6 +17,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.plan import record
+from ironlaw.plan.machines import is_emulated
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.totals import fits
 from ironlaw.train import checkpoint
@@ -26,6 +27,7 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.recovery import Recovery
+from ironlaw.train.restore import check_resumable
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
 from ironlaw.train.start import check_first_weights
 from ironlaw.train.tracking import check_installed
@@ -124,6 +126,7 @@ def check_start(
         check_first_weights(config.train.start_from, config.model)
     if start is not None:
         checkpoint.check_model(start, config.model)
+        check_resumable(start)
     policy = config.checkpoint
     kept = policy.keep + policy.keep_best + (config.train.steps // policy.keep_every if policy.keep_every else 0)
     checkpoint.check_space(run.checkpoints, checkpoint.checkpoint_bytes(config), kept)
@@ -134,7 +137,7 @@ def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirector
     """A complete run adds to what the next plan's interval is learned from."""
     measured = outcome.ledger.totals.get("step_seconds")
     others = outcome.ledger.facts.get("other_load") or 0.0  # a run beside other programs says nothing of the planner
-    if others > interference.MOST_OTHERS:
-        return
+    if others > interference.MOST_OTHERS or is_emulated(plan.decided.precision, profile):
+        return  # rounding of emulated products is not planned
     if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
         record.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)

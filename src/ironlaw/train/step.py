@@ -48,7 +48,7 @@ class Step:
         self.model.to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
         block_attention(self.model, plan.decided.blocked_attention)
-        precision.prepare(self.model, self.model.blocks, device, self.precision)
+        self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train.seed)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.decided.loss_chunk
         recompute_blocks(self.model.blocks, plan.decided.recompute)
@@ -100,6 +100,8 @@ class Step:
         losses = []
         for index, rows in enumerate(parts):
             micro = batch.rows(rows)
+            if self.moment is not None:
+                self.moment.step, self.moment.micro_batch = number, index
             with (
                 clock.phase(Phase.FORWARD),
                 phase_scope(recording, Phase.FORWARD),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
 # What older files hold beside the weights: attention masks and rotary tables, which are calculated.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
@@ -73,10 +75,26 @@ class _Files:
         stored = self._stored(name)
         return tuple(self._files[stored].get_slice(stored).get_shape())
 
+    def types(self) -> dict[torch.dtype, int]:
+        """Numbers held in each type."""
+        counts: dict[torch.dtype, int] = {}
+        for name, file in self._files.items():
+            part = file.get_slice(name)
+            kind = _TYPES.get(part.get_dtype(), torch.float32)
+            counts[kind] = counts.get(kind, 0) + math.prod(part.get_shape())
+        return counts
+
     def tensor(self, name: str) -> Tensor:
         stored = self._stored(name)
         tensor: Tensor = self._files[stored].get_tensor(stored)
         return tensor
+
+
+def stored_type(folder: Path) -> torch.dtype:
+    """What most of the numbers of a directory are kept in: bf16, fp16, or fp32 for anything else."""
+    with ExitStack() as stack:
+        counts = _Files(folder, stack).types()
+    return max(counts, key=lambda kind: counts[kind])
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:

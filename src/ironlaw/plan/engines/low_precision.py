@@ -52,7 +52,7 @@ def casts_by(library: str, precision: str, generation: str) -> Casts:
         return Casts()
     width = number_format(precision).bytes_per_element()
     current = library == "torchao" or generation in ONE_ARRANGEMENT
-    maximum = WIDE if precision == "nvfp4" or (precision == "fp8" and current) else 0.0
+    maximum = WIDE if number_format(precision).needs_maximum and (precision != "fp8" or current) else 0.0
     once = maximum + WIDE + width
     if library == "torchao":
         return Casts(once, once, once, once, once)

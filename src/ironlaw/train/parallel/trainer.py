@@ -102,7 +102,10 @@ class DistributedTrainer(Trainer):
         torch.manual_seed(config.train.seed)
         model = shapes(config.model)
         mark_fused(model)
-        precision.prepare(model, model.blocks, self.device, self.precision)
+        if precision.prepare(model, model.blocks, self.device, self.precision) is not None:
+            raise UserError(
+                f'train.precision = "{self.precision}" is emulated here, which several processes do not do: use "bf16"'
+            )
         model.loss_chunk = self.plan.decided.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted

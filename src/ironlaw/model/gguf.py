@@ -1,0 +1,189 @@
+"""A model as a GGUF file, which llama.cpp and what is built on it read. Needs the package `gguf` (ironlaw[gguf]).
+
+Names of tensors are the package's for those of Hugging Face. Differences of form: llama.cpp's `llama` turns neighbours
+of a head where ours (and Qwen, StarCoder2) turn the first half against the second, so rows of queries and keys change
+places; GPT-2's matrices are outputs first again. Vectors stay fp32, as llama.cpp's kernels want them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.gguf_tokenizer import tokenizer_fields
+from ironlaw.model.huggingface.configs import family_of
+from ironlaw.model.huggingface.families import FAMILIES
+from ironlaw.model.huggingface.tensors import entries
+from ironlaw.model.rotary import llama3_frequencies
+
+# `model_type` of Hugging Face -> the package's name of llama.cpp's architecture.
+ARCHITECTURES = {
+    "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gpt2": "GPT2",
+    "starcoder2": "STARCODER2",
+}  # fmt: skip
+# Ours -> type of the matrices, that of embedding and output layer (as llama.cpp keeps them wider), and of the file.
+TYPES = {
+    "fp32": ("F32", "F32", "ALL_F32"), "fp16": ("F16", "F16", "MOSTLY_F16"), "bf16": ("BF16", "BF16", "MOSTLY_BF16"),
+    "q8_0": ("Q8_0", "Q8_0", "MOSTLY_Q8_0"), "q4_0": ("Q4_0", "Q8_0", "MOSTLY_Q4_0"),
+}  # fmt: skip
+BLOCK = 32  # numbers of a row that share a scale in Q8_0 and Q4_0
+WIDE = ("token_embd.weight", "output.weight")
+
+
+def check_gguf(config: ModelConfig) -> str:
+    """The architecture's name in the package. UserError for a model that llama.cpp does not compute."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError("--to gguf needs the package gguf: pip install 'ironlaw[gguf]'") from None
+    kind = _family(config)
+    if kind not in ARCHITECTURES or config.size_of_rotary != config.size_of_head:
+        raise UserError(f"--to gguf writes {', '.join(ARCHITECTURES)}, and this model is {kind}: use --to hf")
+    if config.sliding_window is not None and config.sliding_window < config.context:
+        raise UserError(f"llama.cpp's {kind} has no sliding window: set model.context to {config.sliding_window}")
+    if not config.gated_ffn and config.activation != "gelu_tanh":
+        raise UserError(f"llama.cpp's {kind} computes gelu_tanh, this model {config.activation}: use --to hf")
+    if config.rope_scaling and not _is_linear(config) and "low_freq_factor" not in config.rope_scaling:
+        raise UserError("--to gguf writes positions scaled linearly or as Llama 3.1's: use --to hf")
+    return ARCHITECTURES[kind]
+
+
+def write_gguf(
+    file: Path, config: ModelConfig, weights: Mapping[str, Tensor], dtype: str = "fp16", *,
+    tokenizer: Path | None = None, end_of_text: int | None = None, scales: Mapping[str, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Write `weights` (by their names here) as one GGUF file, its matrices in `dtype` (a key of `TYPES`).
+
+    tokenizer: a Hugging Face tokenizer.json; without one the file has token numbers only.
+    scales:    of weights that are int4 already, the scale of each number: their codes are written as they are.
+    """
+    architecture = check_gguf(config)
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.layers)
+    known = None if tokenizer is None else tokenizer_fields(tokenizer, config.vocab)
+    of_matrices, of_ends, of_file = TYPES[dtype]
+    there, scales_there = _as_theirs(config, weights), _as_theirs(config, scales or {})
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
+    _write_shape(writer, config, architecture)
+    writer.add_file_type(gguf.LlamaFileType[of_file])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _write_tokenizer(writer, known, config.vocab, end_of_text)
+    for theirs, tensor in there.items():
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        wanted = of_ends if name in WIDE else of_matrices
+        if tensor.dim() == 1 or name.startswith("position_embd"):
+            wanted = "F32"
+        elif wanted.startswith("Q") and tensor.shape[1] % BLOCK:
+            wanted = "F16"
+        kind = gguf.GGMLQuantizationType[wanted]
+        if wanted == "Q4_0" and theirs in scales_there:
+            data = _q4_0(tensor, scales_there[theirs])
+        else:
+            data = gguf.quants.quantize(tensor.numpy(), kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    if config.rope_scaling and not _is_linear(config):
+        writer.add_tensor("rope_freqs.weight", _frequency_divisors(config))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        partial.replace(file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}; give a folder with more space") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _family(config: ModelConfig) -> str:
+    """As of Hugging Face; GPT-NeoX with one branch after the other computes what StarCoder2 does."""
+    kind = family_of(config).kind
+    return "starcoder2" if kind == "gpt_neox" and not config.parallel_norms else kind
+
+
+def _as_theirs(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Ours by Hugging Face's names, fp32, outputs first and in the order of rows that llama.cpp turns."""
+    kind, made = _family(config), dict[str, Tensor]()
+    for entry in entries(config, FAMILIES[kind].names):
+        if entry.ours in weights:
+            entry.put(weights[entry.ours].detach().float(), made)
+    for name, tensor in made.items():
+        if kind == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
+            made[name] = tensor.t().contiguous()
+        heads = {"q_proj": config.heads, "k_proj": config.key_value_heads}.get(name.split(".")[-2])
+        if ARCHITECTURES[kind] == "LLAMA" and heads is not None:
+            halves = tensor.unflatten(0, (heads, 2, config.size_of_head // 2))
+            made[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
+    return made
+
+
+def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:
+    """Blocks of llama.cpp's Q4_0 of numbers that are whole multiples of their scales: the scale in fp16, then 16 bytes,
+    byte i holding numbers i (low) and i + 16 (high), each with 8 added."""
+    codes = ((tensor / scale).round().to(torch.int16) + 8).to(torch.uint8).unflatten(1, (-1, BLOCK))
+    packed = codes[..., :16] | codes[..., 16:] << 4
+    kept = scale.unflatten(1, (-1, BLOCK))[..., :1].to(torch.float16).contiguous().view(torch.uint8)
+    blocks: np.ndarray = torch.cat((kept, packed), dim=-1).flatten(1).numpy()
+    return blocks
+
+
+def _write_shape(writer: Any, config: ModelConfig, architecture: str) -> None:
+    import gguf
+
+    writer.add_name(config.name)
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_feed_forward_length(config.ffn_size)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.key_value_heads)
+    writer.add_key_length(config.size_of_head)
+    writer.add_value_length(config.size_of_head)
+    writer.add_vocab_size(config.vocab)
+    (writer.add_layer_norm_rms_eps if config.norm == "rmsnorm" else writer.add_layer_norm_eps)(config.norm_eps)
+    if config.positions == "rope":
+        writer.add_rope_dimension_count(config.size_of_head)
+        writer.add_rope_freq_base(config.rope_theta)
+    if _is_linear(config):
+        assert config.rope_scaling is not None
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling["factor"])
+
+
+def _write_tokenizer(writer: Any, known: Mapping[str, Any] | None, vocab: int, end_of_text: int | None) -> None:
+    if known is None:
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model("gpt2")  # llama.cpp's word for byte-level BPE
+    writer.add_tokenizer_pre(known["split"])
+    writer.add_token_list(known["tokens"])
+    writer.add_token_types(known["types"])
+    writer.add_token_merges(known["merges"])
+    writer.add_add_bos_token(False)
+    if end_of_text is not None:
+        writer.add_bos_token_id(end_of_text)
+        writer.add_eos_token_id(end_of_text)
+
+
+def _is_linear(config: ModelConfig) -> bool:
+    return set(config.rope_scaling or {}) == {"factor"} and not config.rope_short
+
+
+def _frequency_divisors(config: ModelConfig) -> np.ndarray:
+    """What llama.cpp divides the frequencies of positions by."""
+    half = config.size_of_rotary // 2
+    plain = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    assert config.rope_scaling is not None
+    divisors: np.ndarray = (plain / llama3_frequencies(plain, config.rope_scaling)).float().numpy()
+    return divisors

@@ -1,0 +1,196 @@
+"""The linear layers of a trained model in few bits, or with fewer weights.
+
+target = read_target("int4,2:4")                          # a format, a pruning, or both
+held = compress(model, target, method="gptq", batches=calibration)
+held["blocks.0.ffn.up.weight"].dequantize()               # what the model multiplies with from now on
+
+Router, norms, biases and position tables stay as they are, and so do the embedding and the output layer unless asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ironlaw.catalog.formats import NumberFormat, number_format, number_formats
+from ironlaw.errors import UserError, did_you_mean, shortened
+from ironlaw.model.linear import Linear
+from ironlaw.model.moe import ExpertLinear
+from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.gptq import check_gptq, gptq
+from ironlaw.numerics.pruning import Pruning, Score, Sparse, kept_weights, sparse
+from ironlaw.numerics.quantized import Quantized, quantize
+
+Method = Literal["rtn", "gptq"]
+Held = Quantized | Sparse
+TWO_OF_FOUR, SHARE = "2:4", "pruned="
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `--to` names: a format of numbers (fp32 where only weights go), and which weights go."""
+
+    format: NumberFormat
+    pruning: Pruning | None = None
+
+    def __str__(self) -> str:
+        parts = [] if self.pruning and self.format.name == "fp32" else [self.format.name]
+        return ",".join(parts + ([str(self.pruning)] if self.pruning else []))
+
+
+def weight_formats() -> list[str]:
+    """Formats that hold weights: of 16 bits, or narrower with a scale, without which most weights would be 0."""
+    return [n for n, known in number_formats().items() if known.bits == 16 or (known.bits < 16 and known.block)]
+
+
+def read_target(text: str) -> Target:
+    """`int4`, `2:4`, `pruned=50%` or a format and one of the two, with a comma between. UserError for anything else."""
+    format, pruning = None, None
+    for part in (part.strip() for part in text.split(",")):
+        found = _pruning(part)
+        if (format if found is None else pruning) is not None:
+            raise UserError(f"--to {shortened(text)!r} names two of a kind: give one format, one pruning, or both")
+        if found is not None:
+            pruning = found
+        elif part in weight_formats():
+            format = number_format(part)
+        else:
+            known = [*weight_formats(), TWO_OF_FOUR, f"{SHARE}50%"]
+            raise UserError(f"--to {shortened(part)!r} is no format that holds weights: {did_you_mean(part, known)}")
+    return Target(format or number_format("fp32"), pruning)
+
+
+def _pruning(part: str) -> Pruning | None:
+    if part == TWO_OF_FOUR:
+        return Pruning(0.5, of_four=2)
+    if not part.startswith(SHARE):
+        return None
+    try:
+        share = float(part.removeprefix(SHARE).removesuffix("%")) / (100 if part.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise UserError(f"--to {shortened(part)!r}: write the share of weights that go, such as pruned=50%")
+    return Pruning(share)
+
+
+def check_method(model: nn.Module, target: Target, method: Method) -> None:
+    """UserError where a method and a format, or a model, do not go together."""
+    if method == "gptq":
+        check_gptq(target.format)
+    if any(isinstance(module, ExpertLinear) for module in model.modules()):
+        if method == "gptq":
+            raise UserError("gptq does not reach experts, each of which sees few tokens: use --method rtn")
+        if target.pruning is not None:
+            raise UserError("pruning does not reach experts: give a format only")
+
+
+@torch.no_grad()
+def compress(
+    model: Transformer, target: Target, *, method: Method = "rtn", score: Score = "magnitude", whole: bool = False,
+    batches: Iterable[Tensor] = (),
+) -> dict[str, Held]:  # fmt: skip
+    """Compress `model` in place; returns what its weights are held as, by their names.
+
+    method:   "rtn" rounds each to nearest; "gptq" takes the inputs of the layers into account.
+    score:    by which weights are pruned: "wanda" needs inputs too.
+    whole:    the embedding and the output layer too, rounded to nearest and not pruned.
+    batches:  tokens (B, S) that the inputs are measured on. Block by block: a layer's inputs are those that the
+              compressed blocks before it give, as they will be in use.
+    """
+    check_method(model, target, method)
+    measured = method == "gptq" or (target.pruning is not None and score == "wanda")
+    seen = _Seen(model, batches) if measured else None
+    held: dict[str, Held] = {}
+    for number, block in enumerate(model.blocks):
+        layers = {name: module for name, module in block.named_modules() if isinstance(module, Linear | ExpertLinear)}
+        moments = seen.moments(number, block, layers.values()) if seen is not None else {}
+        for name, module in layers.items():
+            made = _compressed(module.weight, target, method, score, moments.get(module))
+            held[f"blocks.{number}.{name}.weight"] = made
+            module.weight.copy_(made.dequantize())
+        if seen is not None:
+            seen.pass_on(number, block)
+    ends: dict[str, Tensor] = {"embedding.weight": model.embedding.weight} if whole and model.embedding else {}
+    if whole and not model.config.tied:
+        ends["head.weight"] = model.head.weight
+    for name, weight in ends.items():
+        held[name] = quantize(weight, target.format.name, block=target.format.weight_block)
+        weight.copy_(held[name].dequantize())
+    return held
+
+
+def _compressed(weight: Tensor, target: Target, method: Method, score: Score, moment: Tensor | None) -> Held:
+    format, kept = target.format, None
+    if target.pruning is not None:
+        norms = moment.diagonal().sqrt() if score == "wanda" and moment is not None else None
+        kept = kept_weights(weight, target.pruning, norms)
+    if method == "gptq":
+        assert moment is not None
+        made = gptq(weight, moment, format, kept)
+    else:
+        made = quantize(weight if kept is None else weight * kept, format.name, block=format.weight_block)
+    return made if kept is None else sparse(made, kept)
+
+
+def int4_scales(held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """Of weights in int4, by their names, what each number is a whole multiple of; fp32 of the weight's shape."""
+    dense = {name: weight.dense() if isinstance(weight, Sparse) else weight for name, weight in held.items()}
+    return {name: weight.scale_of_each() for name, weight in dense.items() if weight.format.name == "int4"}
+
+
+class _Seen:
+    """What enters the blocks, batch by batch."""
+
+    def __init__(self, model: Transformer, batches: Iterable[Tensor]) -> None:
+        """One pass of the model as it is: the first block's input is kept, and what the others get beside theirs."""
+        self.inputs: list[Tensor] = []
+        self.others: list[list[tuple[Any, ...]]] = []  # by batch, by block
+
+        def keep(block: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if block is model.blocks[0]:
+                self.inputs.append(arguments[0])
+                self.others.append([])
+            self.others[-1].append(arguments[1:])
+
+        handles = [block.register_forward_pre_hook(keep) for block in model.blocks]
+        for tokens in batches:
+            model(tokens)
+        for handle in handles:
+            handle.remove()
+        if not self.inputs:
+            raise UserError("there is nothing to measure the inputs of layers on: give --data")
+
+    def moments(self, number: int, block: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, Tensor]:
+        """x^T x (K, K) of the inputs of each of the block's layers, fp32."""
+        found: dict[nn.Module, Tensor] = {}
+        with _watching(layers, found):
+            self._run(number, block)
+        return found
+
+    def pass_on(self, number: int, block: nn.Module) -> None:
+        """The block's outputs, now that it is compressed, are the next one's inputs."""
+        self.inputs = self._run(number, block)
+
+    def _run(self, number: int, block: nn.Module) -> list[Tensor]:
+        return [block(x, *others[number]) for x, others in zip(self.inputs, self.others, strict=True)]
+
+
+@contextmanager
+def _watching(layers: Iterable[nn.Module], found: dict[nn.Module, Tensor]) -> Iterator[None]:
+    def add(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        rows = arguments[0].flatten(0, -2).float()
+        moment = rows.t() @ rows
+        found[module] = found[module] + moment if module in found else moment
+
+    handles = [layer.register_forward_pre_hook(add) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

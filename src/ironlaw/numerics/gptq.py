@@ -1,0 +1,78 @@
+"""GPTQ (arXiv 2210.17323): weights rounded column by column, each column's error put right in those not rounded yet.
+
+For a layer y = x W^T with x (tokens, K), rounding W (N, K) to Q costs |x (W - Q)^T|^2 = tr((W - Q) H (W - Q)^T),
+H = x^T x. With U the upper Cholesky factor of the inverse of H, the error e_j = (w_j - q_j) / U_jj of column j is best
+made good by subtracting e_j U_jk from every later column k. A block's scales are set when its first column is reached,
+from what the weights have become by then. Weights that are pruned are columns' numbers rounded to 0, their errors put
+right like any other (SparseGPT, arXiv 2301.00774, for a mask that is given).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ironlaw.catalog.formats import NumberFormat
+from ironlaw.errors import UserError
+from ironlaw.numerics.packing import pack
+from ironlaw.numerics.quantized import Quantized, block_scales, resolved_block, scaled_up
+from ironlaw.numerics.rounding import encode, round_to
+
+DAMPING = 0.01  # of the mean of H's diagonal, added to it: the paper's
+COLUMNS = 128  # whose errors are put right at once in the columns beyond them: the same result, fewer products
+
+
+def check_gptq(format: NumberFormat) -> None:
+    """UserError for a format without block scales along the rows of a weight."""
+    block = format.block_of(weight=True)
+    if block is None or block[0] != 1:
+        raise UserError(f"gptq takes formats whose scales run along rows, and {format.name}'s do not: use rtn")
+
+
+def gptq(weight: Tensor, second_moment: Tensor, format: NumberFormat, kept: Tensor | None = None) -> Quantized:
+    """`weight` (N, K) in a format that `check_gptq` takes, for inputs of the second moment x^T x (K, K).
+
+    kept: which weights are not pruned, bool (N, K); the others become 0.
+    """
+    check_gptq(format)
+    matrix = weight.detach().float().clone()
+    rows, columns = matrix.shape
+    block = resolved_block(format, matrix)
+    assert block is not None
+    factor = _inverse_factor(second_moment, matrix)
+    width = block[1]
+    tensor_scale = None
+    if format.tensor_scale:  # of the weights as they are: the whole tensor is not known block by block
+        tensor_scale = block_scales(matrix.unflatten(1, (1, -1)).unflatten(0, (-1, 1)), format)[2]
+    padded = torch.nn.functional.pad(matrix, (0, -columns % width))
+    mask = torch.nn.functional.pad(torch.ones_like(matrix) if kept is None else kept.float(), (0, -columns % width))
+    values, codes = torch.zeros_like(padded), []
+    for first in range(0, columns, max(COLUMNS, width)):
+        last = min(first + max(COLUMNS, width), columns)
+        errors = torch.zeros(rows, last - first)
+        for column in range(first, last):
+            if column % width == 0:
+                part = (padded * mask)[:, column : column + width]
+                scale, scale_codes, _ = block_scales(part[:, None, None, :], format, tensor_scale)
+                step = scaled_up(scale, tensor_scale)
+                codes.append(scale_codes)
+            here = padded[:, column]
+            values[:, column] = round_to(here / step[:, 0], format.element) * mask[:, column]
+            error = (here - values[:, column] * step[:, 0]) / factor[column, column]
+            padded[:, column:last] -= error[:, None] * factor[column, column:last]
+            errors[:, column - first] = error
+        padded[:, last:columns] -= errors @ factor[first:last, last:]
+    packed = pack(encode(values, format.element), format.element.bits)
+    return Quantized(format, weight.shape, packed, torch.cat(codes, 1), tensor_scale, block)
+
+
+def _inverse_factor(second_moment: Tensor, matrix: Tensor) -> Tensor:
+    """U with U^T U the inverse of the damped H. Inputs that are always 0 get weights of 0, which cost nothing."""
+    damped = second_moment.double().clone()
+    diagonal = damped.diagonal()
+    unused = diagonal == 0
+    matrix[:, unused] = 0.0
+    diagonal[unused] = 1.0
+    diagonal += DAMPING * diagonal.mean()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float()

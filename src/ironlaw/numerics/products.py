@@ -1,0 +1,114 @@
+"""Products of a linear layer on numbers of few bits, emulated: operands are rounded as the recipe says, then multiplied
+in fp32, as matrix units do that add up in fp32.
+
+    y  = Q(x) Q(w)^T             blocks along K, the inputs
+    dx = Q(g) Q(w)               blocks along N, the outputs
+    dw = Q(R g^T) Q(R x^T)^T     blocks along M, the tokens; R: a random rotation of them, or none
+
+Shapes: x (M, K), w (N, K), g and y (M, N). `catalog/precision_recipes.toml` names formats and sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ironlaw.catalog.precision_recipes import PrecisionRecipe
+from ironlaw.model.linear import Linear
+from ironlaw.numerics.hadamard import rotate
+from ironlaw.numerics.quantized import rounded
+from ironlaw.numerics.rounding import generator_of
+
+ROTATION_SEED = 1  # one rotation for all: what must be random anew each time is the rounding
+
+
+@dataclass
+class Moment:
+    """When within the run a micro-batch is computed: stochastic rounding is drawn from it, so that a run that goes on
+    after a stop rounds as one that never stopped."""
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def generator(self, layer: int) -> torch.Generator:
+        key = ((self.seed * 1_000_003 + self.step) * 1_000_003 + self.micro_batch) * 1_000_003 + layer
+        return generator_of(key % 2**63, self.device)
+
+
+class LowPrecisionProduct(torch.autograd.Function):
+    """Keeps x as it came and the weight itself: the casts are made again on the way back, as torchao does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: PrecisionRecipe, moment: Moment, layer: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.moment, ctx.layer = recipe, moment, layer
+        rows = rounded(x.flatten(0, -2).float(), recipe.input)
+        matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block)
+        return (rows @ matrix.t()).to(x.dtype).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        recipe: PrecisionRecipe = ctx.recipe
+        g, of_x, of_weight = gradient.flatten(0, -2).float(), None, None
+        generator = ctx.moment.generator(ctx.layer) if recipe.stochastic else None
+        if ctx.needs_input_grad[0]:
+            narrow = _gradient(g, recipe, generator)
+            if recipe.square_weights:
+                matrix = rounded(weight.float(), recipe.weight, block=recipe.weight_block)
+            else:
+                matrix = rounded(weight.float().t(), recipe.weight, block=recipe.weight_block).t()
+            of_x = (narrow @ matrix).to(x.dtype).unflatten(0, x.shape[:-1])
+        if ctx.needs_input_grad[1]:
+            across = _along_tokens(g, recipe), _along_tokens(x.flatten(0, -2).float(), recipe)
+            left = _gradient(across[0], recipe, generator)
+            of_weight = (left @ rounded(across[1], recipe.input).t()).to(weight.dtype)
+        return of_x, of_weight, None, None, None
+
+
+def _gradient(matrix: Tensor, recipe: PrecisionRecipe, generator: torch.Generator | None) -> Tensor:
+    return rounded(matrix, recipe.gradient, generator=generator, headroom=recipe.headroom)
+
+
+def _along_tokens(matrix: Tensor, recipe: PrecisionRecipe) -> Tensor:
+    """(M, N) -> (N, M), rotated along M where the recipe does; M is padded with zeros, which add nothing."""
+    across = matrix.t().contiguous()
+    if not recipe.rotation:
+        return across
+    return rotate(F.pad(across, (0, -across.shape[1] % recipe.rotation)), recipe.rotation, ROTATION_SEED)
+
+
+class LowPrecisionLinear(Linear):
+    """`Linear` whose products are on numbers of few bits; its bias is added in the precision around it."""
+
+    recipe: PrecisionRecipe
+    moment: Moment
+    number = 0  # of this layer within the model
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        product: Tensor = LowPrecisionProduct.apply(x, self.weight, self.recipe, self.moment, self.number)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> int:
+    """Linear layers of the recipe's blocks multiply in few bits from here on; returns how many do. Weights and their
+    names stay as they are."""
+    count = 0
+    for block in list(blocks)[: recipe.blocks(len(blocks))]:
+        for module in block.modules():
+            if isinstance(module, Linear):
+                module.__class__ = LowPrecisionLinear
+                assert isinstance(module, LowPrecisionLinear)
+                module.recipe, module.moment, module.number = recipe, moment, count
+                count += 1
+    return count

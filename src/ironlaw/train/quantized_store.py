@@ -1,0 +1,98 @@
+"""A checkpoint whose weights are codes and scales: what `ironlaw compress` writes and everything that reads runs reads.
+
+In one safetensors file: of a weight NAME in few bits the tensors NAME.codes, NAME.scales, NAME.tensor_scale and
+NAME.bitmap, as far as its format has them; other weights whole, under their names. The file's metadata say of each
+weight in few bits its format, its shape and its block (docs/formats.md).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ironlaw.catalog.formats import number_format
+from ironlaw.errors import UserError
+from ironlaw.numerics.compression import Held
+from ironlaw.numerics.pruning import Sparse
+from ironlaw.numerics.quantized import Quantized
+from ironlaw.train.checkpoint import sha256
+from ironlaw.train.state import Stateful, unique_weights
+
+FILE = "quantized.safetensors"
+_PARTS = ("codes", "scales", "tensor_scale")
+
+
+@dataclass
+class QuantizedFiles:
+    """A store (`checkpoint.Store`) of weights alone: nothing to go on training from.
+
+    held:  the compressed weights, by name; only `take` and `write` need them.
+    wide:  what the other weights are kept in.
+    """
+
+    held: Mapping[str, Held]
+    wide: torch.dtype = torch.float32
+    name: str = "quantized"
+
+    def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> dict[str, Tensor]:
+        """The weights that are not held in few bits."""
+        found = {name: tensor for name, tensor in unique_weights(model).items() if name not in self.held}
+        return {n: t.to(self.wide) if t.is_floating_point() else t for n, t in found.items()}
+
+    def write(self, folder: Path, taken: dict[str, Tensor]) -> dict[str, str]:
+        tensors, about = dict(taken), {}
+        for name, weight in self.held.items():
+            quantized = weight.held if isinstance(weight, Sparse) else weight
+            parts: dict[str, Tensor | None] = {part: getattr(quantized, part) for part in _PARTS}
+            if isinstance(weight, Sparse):
+                parts["bitmap"] = weight.bitmap
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in parts.items() if tensor is not None}
+            about[name] = {"format": quantized.format.name, "shape": list(quantized.shape), "block": quantized.block}
+        save_file(tensors, folder / FILE, metadata={"format": "pt", "quantized": json.dumps(about)})
+        return {FILE: sha256(folder / FILE)}
+
+    def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
+        if states:
+            raise UserError(no_training(folder))
+        weights = {
+            name: weight if isinstance(weight, Tensor) else weight.dequantize() for name, weight in read_held(folder)
+        }
+        missing = model.load_state_dict(weights, strict=False).missing_keys
+        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        return []
+
+
+def no_training(folder: Path) -> str:
+    return (
+        f"{folder} holds compressed weights, which no training goes on from: resume the run that was compressed, or "
+        "start a new one from them with train.start_from"
+    )
+
+
+def read_held(folder: Path) -> Iterator[tuple[str, Tensor | Held]]:
+    """The weights of a compressed checkpoint, one after the other: as tensors, or as they are held."""
+    with safe_open(folder / FILE, framework="pt") as file:
+        about: dict[str, dict[str, Any]] = json.loads(file.metadata()["quantized"])
+        names = set(file.keys())
+        parts = {f"{name}.{part}" for name in about for part in (*_PARTS, "bitmap")}
+        for name in sorted(names - parts):
+            yield name, file.get_tensor(name)
+        for name, fields in about.items():
+            scales, tensor_scale = (
+                file.get_tensor(f"{name}.{part}") if f"{name}.{part}" in names else None for part in _PARTS[1:]
+            )
+            block = tuple(fields["block"]) if fields["block"] else None
+            format = number_format(fields["format"])
+            held = Quantized(
+                format, torch.Size(fields["shape"]), file.get_tensor(f"{name}.codes"), scales, tensor_scale, block
+            )
+            bitmap = f"{name}.bitmap"
+            yield name, Sparse(held, file.get_tensor(bitmap)) if bitmap in names else held

@@ -1,0 +1,95 @@
+"""Emulated products are those of the rounded operands, and their gradients are without bias where rounding is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ironlaw.catalog.precision_recipes import precision_recipe, precision_recipes
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import Linear
+from ironlaw.model.transformer import Transformer
+from ironlaw.numerics import quantize
+from ironlaw.numerics.products import LowPrecisionLinear, Moment, emulate
+
+TOKENS, INPUTS, OUTPUTS = 96, 64, 160
+
+
+def one_layer(name: str, moment: Moment) -> LowPrecisionLinear:
+    rules = precision_recipe(name)
+    assert rules is not None
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Sequential(Linear(INPUTS, OUTPUTS)), nn.Sequential(Linear(2, 2))])
+    emulate(blocks, rules, moment)
+    layer = blocks[0].get_submodule("0")
+    assert isinstance(layer, LowPrecisionLinear)
+    return layer
+
+
+def gradients(name: str, moment: Moment) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    layer = one_layer(name, moment)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(3, TOKENS // 3, INPUTS, generator=generator).requires_grad_()
+    g = torch.randn(3, TOKENS // 3, OUTPUTS, generator=generator)
+    y = layer(x)
+    y.backward(g)
+    assert x.grad is not None and layer.weight.grad is not None
+    return x.detach().flatten(0, 1), g.flatten(0, 1), y.detach() - layer.bias, x.grad.flatten(0, 1), layer.weight.grad
+
+
+@pytest.mark.parametrize("name", [n for n, r in precision_recipes().items() if not r.stochastic and not r.rotation])
+def test_the_three_products_are_those_of_the_rounded_operands(name: str) -> None:
+    rules, layer = precision_recipe(name), one_layer(name, Moment())
+    assert rules is not None
+    x, g, y, of_x, of_weight = gradients(name, Moment())
+    weight, block = layer.weight.detach(), rules.weight_block
+
+    def q(tensor: torch.Tensor, format_name: str, block: tuple[int, int] | None = None) -> torch.Tensor:
+        return quantize(tensor, format_name, block=block).dequantize()
+
+    forward = q(weight, rules.weight.name, block)
+    backward = forward if rules.square_weights else q(weight.t(), rules.weight.name, block).t()
+    assert torch.allclose(y.flatten(0, 1), q(x, rules.input.name) @ forward.t(), atol=1e-5)
+    assert torch.allclose(of_x, q(g, rules.gradient.name) @ backward, atol=1e-5)
+    assert torch.allclose(of_weight, q(g.t(), rules.gradient.name) @ q(x.t(), rules.input.name).t(), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", precision_recipes())
+def test_products_stay_near_those_of_full_precision(name: str) -> None:
+    x, g, y, of_x, of_weight = gradients(name, Moment())
+    layer = one_layer(name, Moment())
+    exact = x @ layer.weight.detach().t(), g @ layer.weight.detach(), g.t() @ x
+    limit = 0.3 if precision_recipe(name).gradient.bits == 4 else 0.08  # type: ignore[union-attr]
+    for made, wanted in zip((y.flatten(0, 1), of_x, of_weight), exact, strict=True):
+        assert 0.001 < (made - wanted).norm() / wanted.norm() < limit
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_stochastic_gradients_have_no_bias_and_depend_on_the_moment_alone(name: str) -> None:
+    """The mean over 400 roundings of g: what remains shrinks with the root of the number, as noise does."""
+    draws = [gradients(name, Moment(step=step))[3] for step in range(400)]
+    mean = torch.stack(draws).mean(0)
+    rules, layer = precision_recipe(name), one_layer(name, Moment())
+    assert rules is not None
+    _, g, _, _, _ = gradients(name, Moment())
+    weight = layer.weight.detach()
+    if rules.square_weights:
+        narrow = quantize(weight, rules.weight.name, block=rules.weight_block).dequantize()
+    else:
+        narrow = quantize(weight.t(), rules.weight.name).dequantize().t()
+    of_one = (draws[0] - g @ narrow).norm()
+    assert (mean - g @ narrow).norm() < of_one * 0.12
+    assert torch.equal(draws[3], gradients(name, Moment(step=3))[3])
+    assert not torch.equal(draws[3], draws[4])
+
+
+def test_the_last_blocks_of_nvfp4_and_the_head_stay_wide() -> None:
+    model = Transformer(ModelConfig(layers=8, hidden=32, heads=2, vocab=64, context=16))
+    rules = precision_recipe("nvfp4")
+    assert rules is not None
+    names = set(model.state_dict())
+    assert emulate(model.blocks, rules, Moment()) == 6 * 4
+    narrow = {name.split(".")[1] for name, module in model.named_modules() if isinstance(module, LowPrecisionLinear)}
+    assert narrow == {str(number) for number in range(6)}
+    assert set(model.state_dict()) == names

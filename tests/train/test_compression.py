@@ -1,0 +1,195 @@
+"""`ironlaw compress`: a run in, a run in fewer bits out, which everything that reads runs reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ironlaw.cli.compress import engine_decoder
+from ironlaw.config import RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.compression import compress, read_target, weight_formats
+from ironlaw.numerics.pruning import Sparse
+from ironlaw.train.checkpoint import newest_of
+from ironlaw.train.compression import compress_run
+from ironlaw.train.quantized_store import QuantizedFiles, read_held
+from ironlaw.train.restore import load_for_inference
+
+from ..conftest import TINY_GPT, TINY_LLAMA
+
+Here = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path) -> Path:
+    """A tiny Llama after a few steps."""
+    train(tiny_config(TINY_LLAMA), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def random_model(**fields: Any) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(ModelConfig(**TINY_GPT | fields)).eval()
+
+
+@pytest.mark.parametrize("to", [*weight_formats(), "2:4", "int4,2:4", "mxfp4,pruned=70%", "nf4,pruned=0.3", "fp8,2:4"])
+def test_a_compressed_checkpoint_reads_as_it_was_rounded(to: str, tmp_path: Path) -> None:
+    model = random_model(hidden=40, heads=2)  # a multiple of no block
+    held = compress(model, read_target(to), whole=True)
+    store = QuantizedFiles(held)
+    store.write(tmp_path, store.take(model, {}))
+    other = random_model(hidden=40, heads=2)
+    store.read(tmp_path, other, {})
+    assert "embedding.weight" in held and len(held) == 9
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+        if name in held:
+            assert torch.equal(tensor, held[name].dequantize())
+    back = dict(read_held(tmp_path))
+    for name, weight in held.items():
+        if isinstance(weight, Sparse):
+            assert (weight.dequantize() == 0).double().mean() > 0.2
+        assert back[name].bytes == weight.bytes
+
+
+def test_two_of_every_four_neighbours_stay() -> None:
+    model = random_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    held = compress(model, read_target("2:4"))
+    for name, weight in held.items():
+        now, was = weight.dequantize().reshape(-1, 4), before[name].reshape(-1, 4)
+        assert ((now != 0).sum(1) == 2).all()
+        assert torch.equal(now[now != 0], was[now != 0])
+        gone = torch.where(now == 0, was.abs(), 0).amax(1)
+        assert (torch.where(now != 0, was.abs(), torch.inf).amin(1) >= gone).all()
+        assert weight.bytes == was.numel() * 2 + was.numel() // 8  # half of the fp32 numbers, and a bit of each
+
+
+def output_error(method: str, to: str, **options: Any) -> float:
+    """Of the logits on tokens of the kind that were calibrated on."""
+    model, reference = random_model(context=64), random_model(context=64)
+    tokens = torch.randint(0, 40, (32, 64), generator=torch.Generator().manual_seed(1))  # few of the 300: correlated
+    compress(model, read_target(to), method=method, batches=tokens[:24].split(8), **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        return float((model(tokens[24:]) - reference(tokens[24:])).square().mean())
+
+
+@pytest.mark.parametrize("to", ["int4", "mxfp4", "int4,2:4"])
+def test_gptq_changes_the_output_less_than_rounding_to_nearest(to: str) -> None:
+    assert output_error("gptq", to) < 0.8 * output_error("rtn", to)
+
+
+def test_wanda_prunes_by_what_a_weight_is_multiplied_with() -> None:
+    torch.manual_seed(0)
+    model = random_model()
+    with torch.no_grad():
+        model.blocks[0].ffn_norm.weight[:16] = 0.01
+        model.blocks[0].ffn_norm.bias[:] = 0
+    compress(model, read_target("pruned=50%"), score="wanda", batches=[torch.randint(0, 300, (4, 16))])
+    zeros = (model.blocks[0].ffn.up.weight == 0).double().mean(0)
+    assert zeros[:16].min() > 0.9 and zeros[16:].max() < 0.1
+
+
+def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_path: Path) -> None:
+    code, out, err = ironlaw_here("compress", run, "--to", "int8", "--out", "small", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    config = build_config({"model": TINY_LLAMA}).model
+    assert found["bytes_before"] == 4 * config.parameters
+    assert found["bytes_after"] < 0.75 * found["bytes_before"]  # half of this model is its embedding and output layer
+    stored = next((tmp_path / "small" / "checkpoints").glob("*/quantized.safetensors"))
+    assert found["bytes_after"] <= stored.stat().st_size < found["bytes_after"] + 8192
+    assert 0 < abs(found["loss_after"] - found["loss_before"]) < 0.01
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    assert found["loss_before"] == pytest.approx(logged, rel=1e-5)
+    assert found["tokens_per_second_before"] > 0 and found["tokens_per_second_after"] > 0
+
+    assert ironlaw_here("generate", "small", "--prompt", "def", "--tokens", "3")[0] == 0
+    code, _, err = ironlaw_here("export", "small", "exported")
+    assert code == 0, err
+    from transformers import AutoModelForCausalLM
+
+    ours = load_for_inference(newest_of(tmp_path / "small"), config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    tokens = torch.randint(0, 300, (2, 16))
+    with torch.no_grad():
+        assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
+
+
+def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
+    run: Path, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    compress_run(run, read_target("int4"), small, engine_decoder)
+    with pytest.raises(UserError, match=r"train\.start_from"):
+        train(tiny_config(TINY_LLAMA, train={"steps": 20}), small, resume=True)
+    assert not (small / "plan.json").exists() and not (small / "metrics.jsonl").exists()
+    train(tiny_config(TINY_LLAMA, train={"steps": 2, "start_from": str(small)}), tmp_path / "next")
+    with pytest.raises(UserError, match="compressed weights"):
+        compress_run(small, read_target("int4"), tmp_path / "smaller", engine_decoder)
+    assert newest_of(small).index["store"] == "quantized"
+
+
+def test_a_hugging_face_directory_is_compressed_too(
+    run: Path, corpus: Path, ironlaw_here: Here, tmp_path: Path
+) -> None:
+    assert ironlaw_here("export", run, "theirs", "--dtype", "bf16")[0] == 0
+    code, _, err = ironlaw_here("compress", "theirs", "--to", "mxfp4", "--out", "small")
+    assert code == 2 and "--data" in err
+    code, out, err = ironlaw_here("compress", "theirs", "--to", "mxfp4", "--out", "small", "--data", corpus, "--json")
+    assert code == 0, err
+    assert json.loads(out)["bytes_before"] == 2 * build_config({"model": TINY_LLAMA}).model.parameters
+    assert ironlaw_here("generate", "small", "--tokens", "2")[0] == 0
+
+
+@pytest.mark.parametrize("to", ["int4", "int4,2:4"])
+def test_a_run_in_int4_becomes_q4_0_without_another_rounding(
+    to: str, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], ironlaw_here: Here, tmp_path: Path
+) -> None:  # fmt: skip
+    gguf = pytest.importorskip("gguf")
+    config = tiny_config(TINY_LLAMA | {"ffn": 64}, train={"steps": 2})
+    train(config, tmp_path / "run")
+    words = ("compress", "run", "--to", to, "--method", "gptq", "--out", "small")
+    assert ironlaw_here(*words)[0] == 0
+    code, out, err = ironlaw_here("export", "small", "llama.cpp", "--to", "gguf", "--dtype", "q4_0", "--json")
+    assert code == 0, err
+    assert json.loads(out)["folder"] == "llama.cpp"
+    ours = load_for_inference(newest_of(tmp_path / "small"), config.model).state_dict()
+    tensors = gguf.GGUFReader(tmp_path / "llama.cpp" / "model.gguf").tensors
+    there = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+    for layer in range(2):
+        for mine, other in (("ffn.up", "ffn_up"), ("ffn.down", "ffn_down"), ("attention.out", "attn_output")):
+            weight = ours[f"blocks.{layer}.{mine}.weight"]
+            assert torch.equal(torch.from_numpy(there[f"blk.{layer}.{other}.weight"]), weight)
+        value = ours[f"blocks.{layer}.attention.qkv.weight"][-16:]
+        assert torch.equal(torch.from_numpy(there[f"blk.{layer}.attn_v.weight"]), value)
+
+
+REFUSED = [
+    (["--to", "int5"], "int4"),
+    (["--to", "fp4_e2m1"], "no format that holds weights"),
+    (["--to", "e8m0"], "no format that holds weights"),
+    (["--to", "int4,int8"], "two of a kind"),
+    (["--to", "2:4,pruned=50%"], "two of a kind"),
+    (["--to", "pruned=150%"], "pruned=50%"),
+    (["--to", "fp8", "--method", "gptq"], "use rtn"),
+    (["--to", "fp8_block", "--method", "gptq"], "use rtn"),
+    (["--to", "2:4", "--method", "gptq"], "use rtn"),
+    (["--to", "int4", "--method", "awq"], "rtn or gptq"),
+    (["--to", "int4", "--prune-by", "wanda"], "2:4"),
+    (["--to", "int4", "--data", "nowhere"], "nowhere"),
+]
+
+
+def test_what_does_not_go_together_is_refused_in_one_line(run: Path, ironlaw_here: Here, tmp_path: Path) -> None:
+    for words, told in REFUSED:
+        code, out, err = ironlaw_here("compress", run, *words, "--out", "small")
+        assert code == 2 and told in err and len(err.strip().splitlines()) == 1, (words, err)
+        assert not out and not (tmp_path / "small").exists()
