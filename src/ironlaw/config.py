@@ -275,13 +275,14 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
     if not isinstance(model, dict):
         raise UserError(f'{where}: model must be a table; for a catalogued model write [model] and name = "gpt2"')
     try:
-        if "from" in model:
+        started = "from" in model
+        if started:
             document = _started_from(document, model, where)
             model = document["model"]
         name = model.get("name")
         if name is not None and not isinstance(name, str):
             raise UserError(f'{where}: model.name = {name!r} is no name: write it in quotes, such as name = "gpt2"')
-        if name is not None and (name in model_names() or "layers" not in model):
+        if not started and name is not None and (name in model_names() or "layers" not in model):
             overrides = {key: value for key, value in model.items() if key != "name"}
             _check_keys(overrides, ModelConfig, "model")
             document = document | {"model": _named_model(name, overrides)}
@@ -295,7 +296,8 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     folder = Path(str(model["from"])).expanduser()
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
-    if (folder / "config.toml").is_file():
+    is_run = (folder / "config.toml").is_file()
+    if is_run:
         there = load_config(folder).model
     elif is_config_file(folder):
         there = read_config(folder)
@@ -303,8 +305,12 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
         raise UserError(f"{where}: model.from = {model['from']!r} is neither a Hugging Face directory nor a run")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
+    if tables["model"]["name"] in model_names():  # a catalogued name would bring its own figures, now or when resumed
+        tables["model"]["name"] += "-here"
+    # A new tokenizer would make other tokens than the weights know. A run without one was on mock data.
     tokenizer = folder / "tokenizer.json"
-    if tokenizer.is_file() and "tokenizer" not in document.get("data", {}):
+    tokenizer = tokenizer if tokenizer.is_file() else folder
+    if (tokenizer.is_file() or not is_run) and "tokenizer" not in document.get("data", {}):
         tables["data"] = document.get("data", {}) | {"tokenizer": str(tokenizer.absolute())}
     return document | tables
 

@@ -273,3 +273,19 @@ def test_skipped_records_are_counted_once_also_when_resumed(tmp_path: Path) -> N
     dataset = prepare(config, 300)
     assert dataset.statistics.shards > 3
     assert dataset.statistics.skipped == {"not JSON": 99}
+
+
+@pytest.mark.parametrize("write", [write_saved, "named"])
+def test_a_missing_shard_is_named(tmp_path: Path, write: Writer | str) -> None:
+    if callable(write):
+        write(tmp_path, "text")
+        missing = "data-00001-of-00002.arrow"
+        (tmp_path / missing).unlink()
+    else:
+        (tmp_path / "part").mkdir()
+        for number in (0, 2):
+            (tmp_path / "part" / f"train-{number:05d}-of-00003.jsonl").write_text('{"text": "some text"}\n')
+        missing = "part/train-00001-of-00003.jsonl"
+    with pytest.raises(UserError, match=rf"shard .*{missing} .* is missing") as caught:
+        corpora.find(SourceConfig(path=str(tmp_path)))
+    assert "\n" not in str(caught.value)

@@ -235,8 +235,11 @@ def test_windows_in_some_layers_only():
     upper = from_fields(QWEN2 | {"use_sliding_window": True, "max_window_layers": 20})
     assert [upper.is_windowed(layer) for layer in (0, 19, 20, 23)] == [False, False, True, True]
     assert from_fields(QWEN2 | {"use_sliding_window": True}).sliding_window is None  # of no layer
+    thirds = ["full_attention", "sliding_attention", "sliding_attention"] * 8
+    shifted = from_fields(QWEN2 | {"use_sliding_window": True, "layer_types": thirds})
+    assert [shifted.is_windowed(layer) for layer in range(24)] == [kind != "full_attention" for kind in thirds]
     with pytest.raises(UserError, match="layer_types"):
-        mixed = ["full_attention", "sliding_attention", "sliding_attention"] * 8
+        mixed = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"] * 6
         from_fields(QWEN2 | {"use_sliding_window": True, "layer_types": mixed})
 
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.configs import read_config
-from ironlaw.model.huggingface.fields import family, to_fields
+from ironlaw.model.huggingface.configs import family_of, read_config, to_fields
 from ironlaw.model.huggingface.weights import check_weights, load_weights, write_model
 from ironlaw.model.transformer import Transformer
 
@@ -106,7 +105,7 @@ def logits_there(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_we_export_computes_the_same_there(name: str, tmp_path: Path) -> None:
     config = ModelConfig(**MODELS[name])
-    assert family(config) == name.split()[0]
+    assert family_of(config).kind == name.split()[0]
     model = random_model(config)
     write_model(tmp_path, config, model.state_dict())
     tokens = torch.randint(0, config.vocab, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -151,24 +150,21 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm": "rmsnorm"}, "learned positions go with"),
-        ({"bias": False}, "learned positions go with"),
-        ({"positions": "rope", "qk_norm": True}, "has the rest"),
-        (ROTARY | {"qk_norm": True, "sliding_window": 8}, "qk_norm is Qwen3's"),
-        (ROTARY | {"qkv_bias": True, "sliding_window": 8}, "Qwen2's"),
-        (ROTARY | {"bias": True, "sliding_window": 8}, "Mistral's"),
-        ({"bias": False, "moe": EXPERTS}, "experts go with"),
-        (ROTARY | {"moe": EXPERTS | {"balance": "bias"}}, "score by softmax"),
-        (ROTARY | {"moe": EXPERTS | {"score": "sigmoid"}}, "score by softmax"),
-        (ROTARY | {"moe": EXPERTS | {"shared_experts": 1}}, "shared experts are Qwen2-MoE's"),
-        (ROTARY | {"qkv_bias": True, "moe": EXPERTS}, "Qwen2-MoE's"),
-        (ROTARY | {"moe": EXPERTS | {"dense_layers": 1}}, "every layer has experts"),
-        (ROTARY | {"moe": EXPERTS | {"normalize": False}}, "sum to 1"),
+        ({"norm": "rmsnorm"}, "gpt2 is nearest, and differs in norm"),
+        ({"positions": "rope", "qk_norm": True}, "gpt_neox is nearest, and differs in qk_norm"),
+        (ROTARY | {"bias": True, "sliding_window": 8}, "differs in out_bias, ffn_bias"),
+        ({"bias": False, "moe": EXPERTS}, "mixtral is nearest"),
+        (ROTARY | {"moe": EXPERTS | {"balance": "bias"}}, r"differs in moe.choice_bias"),
+        (ROTARY | {"moe": EXPERTS | {"score": "sigmoid"}}, r"differs in moe.score"),
+        (ROTARY | {"moe": EXPERTS | {"shared_experts": 1}}, r"differs in moe.shared_ffn"),
+        (ROTARY | {"qkv_bias": True, "moe": EXPERTS}, "differs in qkv_bias"),
+        (ROTARY | {"moe": EXPERTS | {"dense_layers": 1}}, "qwen3_moe is nearest"),
+        (ROTARY | {"moe": EXPERTS | {"normalize": False}}, r"differs in moe.normalize"),
     ],
 )
 def test_what_no_architecture_computes_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        family(ModelConfig(**(MODELS["gpt2"] | change)))
+        family_of(ModelConfig(**(MODELS["gpt2"] | change)))
     assert "\n" not in str(error.value)
 
 
@@ -216,6 +212,7 @@ def test_a_run_is_exported_and_fine_tuned_from(
 ) -> None:
     """train, export, `[model] from`, train on: the first loss is that of the exported weights."""
     from ironlaw.config import load_config
+    from ironlaw.train.checkpoint import newest_of
     from ironlaw.train.restore import load_for_inference
 
     first = tmp_path / "first.toml"
@@ -234,7 +231,7 @@ def test_a_run_is_exported_and_fine_tuned_from(
     code, _, messages = ironlaw_here("train", second, "--out", "second", *slow)
     assert code == 0, messages
     models = [
-        load_for_inference(tmp_path / name / "checkpoints", load_config(tmp_path / name).model).state_dict()
+        load_for_inference(newest_of(tmp_path / name), load_config(tmp_path / name).model).state_dict()
         for name in ("first", "second")
     ]
     for name, tensor in models[0].items():
@@ -281,3 +278,68 @@ def test_the_exported_tokenizer_is_the_runs(
 def test_from_nowhere_is_one_line(table: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_config({"model": table})
+
+
+# -- verified by what reads it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tiny_document: Callable[..., dict[str, Any]], ironlaw_here: Callable[..., Any], tmp_path: Path) -> Path:
+    """A run of two steps of the shape that the demo's model has: rotary positions in a GPT-2."""
+    config = tmp_path / "config.toml"
+    document = tiny_document({"positions": "rope"}, train={"steps": 2})
+    config.write_text(build_config(document).to_toml(), encoding="utf-8")
+    assert ironlaw_here("train", config, "--out", "run")[0] == 0
+    return tmp_path / "run"
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_export_is_verified(trained: Path, ironlaw_here: Callable[..., tuple[int, str, str]], dtype: str) -> None:
+    code, out, messages = ironlaw_here("export", "run", "there", "--json", "--dtype", dtype)
+    assert code == 0, messages
+    found = json.loads(out)
+    assert found["verification"]["verified"] is True and "transformers" in found["verification"]["with"]
+    assert 0 <= found["verification"]["largest_difference"] < 1e-4 and found["step"] == 2
+
+
+@needs_transformers
+@pytest.mark.parametrize("spoil", ["rotary_pct", "vocab_size"])
+def test_an_export_that_transformers_reads_otherwise_leaves_nothing(
+    trained: Path, ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    spoil: str,
+) -> None:  # fmt: skip
+    from ironlaw.model.huggingface import weights
+
+    def spoilt(config: ModelConfig) -> dict[str, Any]:
+        fields = to_fields(config)
+        del fields["rope_parameters"]
+        return fields | {spoil: 0.25 if spoil == "rotary_pct" else 100}
+
+    monkeypatch.setattr(weights, "to_fields", spoilt)
+    code, out, messages = ironlaw_here("export", "run", "there", "--json")
+    assert code == 2 and "was not made" in messages and "Traceback" not in messages and "was not made" in out
+    assert sorted(path.name for path in tmp_path.iterdir() if "there" in path.name) == []
+
+
+def test_without_transformers_an_export_says_that_it_is_not_verified(
+    trained: Path, ironlaw_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ironlaw.model.huggingface import verify
+
+    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
+    code, out, _ = ironlaw_here("export", "run", "there", "--json")
+    assert code == 0 and json.loads(out)["verification"]["verified"] is False
+    assert "not verified: transformers is not installed" in ironlaw_here("export", "run", "again")[1]
+
+
+@needs_transformers
+def test_the_demos_model_is_the_same_in_transformers(tmp_path: Path) -> None:
+    from ironlaw.config import load_config
+    from ironlaw.model.huggingface.verify import verify
+
+    config = load_config(Path(__file__).parents[2] / "examples" / "gpt-tiny.toml").model
+    model = random_model(config)
+    write_model(tmp_path, config, model.state_dict())
+    found = verify(tmp_path, model)
+    assert not found.differs and found.largest_difference is not None and found.tokens == config.context

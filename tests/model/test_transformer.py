@@ -169,7 +169,7 @@ def test_generation_is_seeded_and_stops() -> None:
     one, again = (list(continue_tokens(model, [1, 2], 30, seed=5)) for _ in range(2))
     assert one == again and len(one) == 30  # longer than the context: the window slides
     assert list(continue_tokens(model, [1, 2], 30, seed=6)) != one
-    assert list(continue_tokens(model, [1, 2], 30, seed=5, stop=one[4])) == one[: one.index(one[4])]
+    assert list(continue_tokens(model, [1, 2], 30, seed=5, stop=(one[4],))) == one[: one.index(one[4])]
     greedy = next(iter(continue_tokens(model, [1, 2], 1, temperature=0)))
     assert greedy == int(model(torch.tensor([[1, 2]]))[0, -1].argmax())
     assert next(iter(continue_tokens(model, [1, 2], 1, top_k=1, seed=3))) == greedy

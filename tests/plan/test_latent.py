@@ -12,7 +12,7 @@ from ironlaw.config import build_config
 from ironlaw.machine.efficiency import attention_seconds
 from ironlaw.machine.efficiency.attention import attention_flops
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.fields import to_fields
+from ironlaw.model.huggingface.configs import to_fields
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.estimate import plan_jobs
 from ironlaw.plan.cluster.ingredients import block_products

@@ -13,6 +13,7 @@ from ironlaw.config import build_config, load_config
 from ironlaw.model.huggingface.configs import read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
+from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.restore import load_for_inference
 
 MODEL: dict[str, Any] = {
@@ -47,7 +48,7 @@ def test_from_config_to_text_and_back(
     assert ironlaw_here("export", "run", "there", "--to", "hf")[0] == 0
     assert json.loads((tmp_path / "there" / "config.json").read_text())["model_type"] == "deepseek_v3"
 
-    ours = load_for_inference(tmp_path / "run" / "checkpoints", load_config(tmp_path / "run").model)
+    ours = load_for_inference(newest_of(tmp_path / "run"), load_config(tmp_path / "run").model)
     again = read_config(tmp_path / "there")
     check_weights(tmp_path / "there", again)
     theirs = Transformer(again).eval()

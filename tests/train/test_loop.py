@@ -19,6 +19,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
+from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.loop import Outcome
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.restore import load_for_inference
@@ -45,7 +46,7 @@ def test_the_same_config_twice_gives_the_same_losses_to_the_bit(
         train(config, tmp_path / name)
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
     assert len(losses(tmp_path / "one")) == 12
-    one, two = (load_for_inference(tmp_path / n / "checkpoints", config.model).state_dict() for n in ("one", "two"))
+    one, two = (load_for_inference(newest_of(tmp_path / n), config.model).state_dict() for n in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -128,7 +129,7 @@ def test_validation_is_the_loss_of_the_model_on_held_out_text(
     config = tiny_config({"dropout": 0.2}, evaluation={"batches": 1000})
     outcome = train(config, tmp_path / "run")
     data = prepare(config.data, config.model.vocab)
-    model = load_for_inference(tmp_path / "run" / "checkpoints", config.model)
+    model = load_for_inference(newest_of(tmp_path / "run"), config.model)
     count = (len(data.validation) - 1) // 16
     tokens = torch.from_numpy(np.asarray(data.validation[: count * 16 + 1]).astype(np.int64))
     with torch.no_grad():
@@ -260,7 +261,7 @@ def test_compiled_blocks_train_alike_and_save_the_same_names(
         pytest.skip(f"cannot compile here: {said[-1]}")
     compiled, plain = losses(tmp_path / "run"), losses(tmp_path / "plain")
     np.testing.assert_allclose(list(compiled.values()), list(plain.values()), rtol=1e-3)
-    load_for_inference(tmp_path / "run" / "checkpoints", tiny_config().model)
+    load_for_inference(newest_of(tmp_path / "run"), tiny_config().model)
 
 
 def test_an_odd_vocabulary_is_named(tiny_config: Config, train: Train, tmp_path: Path) -> None:

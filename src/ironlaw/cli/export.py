@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json
+from ironlaw.cli.console import messages, output, print_json
 from ironlaw.errors import UserError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -27,30 +27,36 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists: give a new directory")
 
-    from ironlaw.train.run_directory import RunDirectory
-
-    directory = RunDirectory(run)
-    if not directory.config_file.is_file():
-        raise UserError(f"{run} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
-
     import torch
 
-    from ironlaw.config import load_config
-    from ironlaw.data.tokenizer import load
-    from ironlaw.model.huggingface.fields import family
+    from ironlaw.model.huggingface.configs import family_of
+    from ironlaw.model.huggingface.verify import verify
     from ironlaw.model.huggingface.weights import write_model, write_tokenizer
-    from ironlaw.train.restore import load_for_inference
+    from ironlaw.train.restore import load_run
+    from ironlaw.train.run_directory import complete_or_nothing
 
-    config = load_config(directory.config_file)
-    kind = family(config.model)  # before anything is read or written
-    model = load_for_inference(directory.checkpoints, config.model)
-    known = directory.tokenizer_file.is_file()  # not with mock data
-    tokenizer = load(directory.tokenizer_file, config.data.end_of_text) if known else None
+    trained = load_run(run)
+    for message in trained.passed_over:
+        messages().print(message, markup=False)
+    model, tokenizer = trained.model, trained.tokenizer
+    config, precision = model.config, getattr(torch, DTYPES[dtype])
+    kind = family_of(config).kind  # before anything is written
     end = tokenizer.end_of_text if tokenizer is not None else None
-    write_model(folder, config.model, model.state_dict(), getattr(torch, DTYPES[dtype]), end)
-    if tokenizer is not None:
-        write_tokenizer(folder, directory.tokenizer_file, tokenizer.end_of_text_token, config.model.context)
+    with complete_or_nothing(folder) as partial:
+        write_model(partial, config, model.state_dict(), precision, end)
+        if tokenizer is not None:
+            write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context)
+        verified = verify(partial, model, precision)
+        if verified.differs:
+            raise UserError(
+                f"{verified.problem or f'{verified.version} computes another model from what was written'} "
+                f"(largest difference of logits {verified.largest_difference}), so {folder} was not made: report this"
+            )
+    said = {"folder": str(folder), "architecture": kind, "parameters": config.parameters}
     if json:
-        print_json({"folder": str(folder), "architecture": kind, "parameters": config.model.parameters})
+        print_json(said | trained.about() | {"verification": verified.to_json()})
     else:
-        output().print(f"{folder}: {kind}, {config.model.parameters:,} parameters in {dtype}")
+        output().print(
+            f"{folder}: {kind}, {config.parameters:,} parameters in {dtype}, of step {trained.step}; {verified}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip

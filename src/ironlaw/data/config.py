@@ -37,7 +37,8 @@ class DataConfig(Section):
     field: str = "text"
     split: str | None = None
     sources: tuple[SourceConfig, ...] = ()  # a mixture: [[data.sources]] with path and weight, instead of data.path
-    tokenizer: str | None = None  # a Hugging Face tokenizer.json; otherwise a byte-level BPE is trained here
+    # A Hugging Face tokenizer.json or a directory with a tokenizer; otherwise a byte-level BPE is trained here.
+    tokenizer: str | None = None
     end_of_text: str | None = None  # the tokenizer's document separator, when it is not one of the usual ones
     # Whole documents are held out, by a hash of their text. A corpus of a single document holds out its tail.
     validation_fraction: float = Field(0.02, gt=0.0, lt=1.0)

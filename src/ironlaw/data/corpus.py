@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -182,6 +183,7 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
         raise UserError(f'data.path = "{source.path}" holds no state.json: give the folder that save_to_disk() wrote')
     else:
         _walk(corpus, root, source)
+        _check_shards(corpus)
     if not corpus.files:
         raise no_text(source.path, corpus)
     if corpus.tokenised and any(file.kind != "megatron" for file in corpus.files):
@@ -291,7 +293,29 @@ def _add_saved_dataset(corpus: Corpus, folder: Path, source: SourceConfig) -> No
         raise UserError(f"{folder} holds a selection of rows: call flatten_indices() on the data set and save it again")
     arrow = source.model_copy(update={"format": "huggingface"})
     for name in files:
+        if not (folder / str(name)).is_file():
+            raise _missing_shard(folder / str(name))
         _add(corpus, folder / name, str(name), arrow)
+
+
+_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*)")
+
+
+def _check_shards(corpus: Corpus) -> None:
+    """`train-00001-of-00003.parquet` says that there are two more: half of a data set would pass for the whole."""
+    there = {file.name for file in corpus.files} | corpus.reasons.keys()
+    for file in corpus.files:
+        if found := _SHARD.fullmatch(file.name):
+            before, _, count, after = found.groups()
+            names = (f"{before}{number:05d}-of-{count}{after}" for number in range(int(count)))
+            if missing := next((name for name in names if name not in there), None):
+                raise _missing_shard(corpus.root / missing)
+
+
+def _missing_shard(path: Path) -> UserError:
+    return UserError(
+        f"the shard {path} of a data set is missing: fetch it again, or name the files that you want in data.sources"
+    )
 
 
 def tail_cut(text: str, fraction: float) -> int:

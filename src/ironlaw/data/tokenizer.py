@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 import tempfile
@@ -10,10 +11,11 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ironlaw.data.slow_tokenizer import tokenizer_file
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Tokenizer:
         self.end_of_text_token, self.end_of_text = self._find_end(end_of_text)
 
     def _find_end(self, wanted: str | None) -> tuple[str, int]:
-        for name in (wanted,) if wanted is not None else _USUAL_ENDS:
+        for name in (wanted,) if wanted is not None else (*_USUAL_ENDS, *self._named_ends()):
             identifier = self._inner.token_to_id(name)
             if identifier is not None:
                 return name, int(identifier)
@@ -55,8 +57,24 @@ class Tokenizer:
             f"the tokenizer {self.path} has none of the usual end-of-text tokens: name its own in data.end_of_text"
         )
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
+    def _named_ends(self) -> list[str]:
+        """What the files beside it call the end: the `eos_token` of a Hugging Face directory."""
+        named = _read_json(self.path.parent / "tokenizer_config.json").get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        return [named] if isinstance(named, str) else []
+
+    @property
+    def ends(self) -> set[int]:
+        """Ids at which a text is over: the end of text and, of a Hugging Face directory, those its model stops at."""
+        found = {self.end_of_text}
+        for name in ("generation_config.json", "config.json"):
+            there = _read_json(self.path.parent / name).get("eos_token_id")
+            found |= {end for end in (there if isinstance(there, list) else [there]) if isinstance(end, int)}
+        return found
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """`special`: with the tokens that the tokenizer puts around a text (Llama's first one)."""
+        return list(self._inner.encode(text, add_special_tokens=special).ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One array of ids per text, of the C unsigned int, encoded on all cores."""
@@ -71,8 +89,10 @@ class Tokenizer:
 
 
 def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
-    """Read a Hugging Face tokenizer.json."""
+    """Read a Hugging Face tokenizer.json, or the tokenizer of a model's directory."""
     file = Path(path).expanduser()
+    if file.is_dir():
+        file = tokenizer_file(file)
     if not file.is_file():
         raise UserError(f'data.tokenizer = "{path}" is not a file: write the path of a tokenizer.json')
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -83,6 +103,15 @@ def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
     return Tokenizer(inner, file, end_of_text)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Of a file that may not be there."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def train(texts: Iterable[str], vocab: int, path: Path) -> Tokenizer:

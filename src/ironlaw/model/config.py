@@ -326,7 +326,7 @@ class ModelConfig(Switches):
 
     def of_kind(self, windowed: bool, rotated: bool) -> ModelConfig:
         """The model if all of its layers were of one kind."""
-        update: dict[str, Any] = {"full_every": None, "full_first": 0, "unrotated_every": None}
+        update: dict[str, Any] = {"full_every": None, "full_offset": 0, "full_first": 0, "unrotated_every": None}
         if not windowed:
             update |= {"sliding_window": None, "rope_theta_local": None}
         if not rotated:

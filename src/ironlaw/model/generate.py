@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -18,9 +18,9 @@ def continue_tokens(
     temperature: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
-    stop: int | None = None,
+    stop: Collection[int] = (),
 ) -> Iterator[int]:
-    """Up to `count` token ids after `prompt`, until `stop`; the model sees the last `context` tokens.
+    """Up to `count` token ids after `prompt`, until one of `stop`; the model sees the last `context` tokens.
 
     The whole window is computed again for every token: no cache to go wrong, and fast enough for a sample.
     """
@@ -36,7 +36,7 @@ def continue_tokens(
                 cut = logits.topk(min(top_k, logits.numel())).values[-1]
                 logits = logits.masked_fill(logits < cut, float("-inf"))
             choice = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        if choice == stop:
+        if choice in stop:
             return
         window.append(choice)
         yield choice

@@ -28,6 +28,7 @@ class Switches(Section):
     # Where only some layers have that window: every n-th looks at all tokens (Gemma 3, gpt-oss), or the first ones do
     # (Qwen2's max_window_layers).
     full_every: int | None = Field(None, gt=1)
+    full_offset: int = Field(0, ge=0)  # so many layers earlier (GPT-Neo: every 2nd, from the first on)
     full_first: int = Field(0, ge=0)
     rope_theta_local: float | None = Field(None, gt=0)  # of layers with a window, unscaled; rope_theta unless given
     # LongRoPE: what each frequency is divided by, up to rope_scaling's original_context and in longer sequences (Phi).
@@ -61,6 +62,8 @@ class Switches(Section):
     def _some_layers(self) -> Self:
         if self.sliding_window is None and (self.full_every or self.full_first or self.rope_theta_local):
             raise ValueError("full_every, full_first and rope_theta_local need a sliding_window")
+        if self.full_offset >= (self.full_every or 1) and self.full_offset:
+            raise ValueError("full_offset is less than full_every, which it goes with")
         if self.full_every and self.full_first:
             raise ValueError("full_every and full_first are two ways to place windows: leave one out")
         return self
@@ -68,7 +71,7 @@ class Switches(Section):
     def is_windowed(self, layer: int) -> bool:
         if self.sliding_window is None or layer < self.full_first:
             return False
-        return self.full_every is None or (layer + 1) % self.full_every != 0
+        return self.full_every is None or (layer + 1 + self.full_offset) % self.full_every != 0
 
     def window_of(self, layer: int, sequence: int) -> int | None:
         """Tokens that a query of that layer looks at where that is fewer than there are."""

@@ -27,6 +27,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
+from ironlaw.train.sessions import read_sessions
 from ironlaw.train.state import Stateful, host_copy, unique_weights
 from ironlaw.workload.optimizers import state_bytes
 from ironlaw.workload.parameters import model_parameters
@@ -139,12 +140,29 @@ def newest(
     return None
 
 
-def newest_of(run: Path) -> Checkpoint:
-    """The newest intact checkpoint of a run's directory; UserError where there is none."""
-    found = newest(RunDirectory(run).checkpoints)
+def newest_of(run: Path, warn: Callable[[str], Any] | None = None) -> Checkpoint:
+    """The newest intact checkpoint of a run's directory; UserError where there is none. `warn` as in `newest`."""
+    found = newest(RunDirectory(run).checkpoints, warn)
     if found is None:
         raise UserError(f"no intact checkpoint in {run}: train the run first")
     return found
+
+
+def check_none_lost(run: RunDirectory) -> None:
+    """For a run of which no checkpoint can be used: UserError when it had some, since starting anew would write over
+    its metrics. A run that was killed before its first checkpoint was complete has nothing to lose."""
+    metrics = run.metrics()
+    taken = [entry["step"] for entry in metrics if "checkpoint_seconds" in entry]
+    torn = any(run.checkpoints.glob(".*.partial"))  # killed while it was written
+    # A copy waits until the one before it is on the disk: of two, the first was complete.
+    complete_ones = len(taken) > 1 or (taken and not torn and metrics[-1]["step"] > taken[0])
+    sessions = read_sessions(run.sessions_file)
+    resumed = any(session.from_step or str(session.how).startswith(("done", "SIG")) for session in sessions)
+    if complete(run.checkpoints) or complete_ones or resumed:
+        raise UserError(
+            f"{run.path} has taken {metrics[-1]['step'] if metrics else 0} steps, and none of its checkpoints can be "
+            f"used: put an intact one into {run.checkpoints}, or start over with another --out"
+        )
 
 
 def read_index(path: Path) -> Checkpoint:

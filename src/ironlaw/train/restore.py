@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from ironlaw.config import load_config
+from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.configs import is_config_file, read_config
+from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.checkpoint import STORES, Checkpoint, WholeFiles, check_model, newest
+from ironlaw.train.checkpoint import STORES, Checkpoint, WholeFiles, check_model, newest_of
+from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 
 
@@ -32,11 +40,46 @@ def load(
     return store.read(checkpoint.path, model, states or {})
 
 
-def load_for_inference(folder: Path, config: ModelConfig) -> Transformer:
-    """The newest checkpoint's model, in evaluation mode."""
-    found = newest(folder)
-    if found is None:
-        raise UserError(f"no intact checkpoint in {folder}: train the run first")
+def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transformer:
+    """The checkpoint's model, in evaluation mode."""
     model = Transformer(config)
-    load(found, model, config)
+    load(checkpoint, model, config)
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model to use. `step` is that of its checkpoint; `passed_over` says which newer ones are damaged."""
+
+    model: Transformer
+    tokenizer: Tokenizer | None  # None for a run on mock data
+    step: int | None = None
+    passed_over: tuple[str, ...] = ()
+
+    def about(self) -> dict[str, Any]:
+        """For JSON: which checkpoint of a run this is."""
+        return {} if self.step is None else {"step": self.step, "passed_over": list(self.passed_over)}
+
+
+def load_run(path: Path) -> Trained:
+    """The model of the newest intact checkpoint of a run's directory."""
+    run = RunDirectory(path)
+    if not run.is_run:
+        raise UserError(f"{path} is not a run directory: give one that `ironlaw train` made, such as runs/NAME")
+    config = load_config(run.config_file)
+    passed_over: list[str] = []
+    found = newest_of(path, passed_over.append)
+    known = run.tokenizer_file.is_file()
+    tokenizer = tokenizers.load(run.tokenizer_file, config.data.end_of_text) if known else None
+    return Trained(load_for_inference(found, config.model), tokenizer, found.step, tuple(passed_over))
+
+
+def load_trained(path: Path) -> Trained:
+    """The model of a run's directory, or of a Hugging Face one."""
+    if RunDirectory(path).is_run or not is_config_file(path):
+        return load_run(path)
+    config = read_config(path)
+    check_weights(path, config)
+    model = Transformer(config)
+    load_weights(path, model, config)
+    return Trained(model.eval(), tokenizers.load(path))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,22 @@ def remove_torn(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def complete_or_nothing(folder: Path) -> Iterator[Path]:
+    """A directory to fill beside `folder`, which gets that name once the block has ended well."""
+    partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(folder)  # also over an empty directory
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror or error}; give a directory you can write to"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _is_torn(path: Path) -> bool:

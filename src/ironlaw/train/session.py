@@ -117,6 +117,8 @@ def check_start(
     start = checkpoint.newest(
         run.checkpoints, warn=say, usable=lambda c: recovery.usable(c.step, int(c.index.get("turns", 0)))
     )
+    if start is None:
+        checkpoint.check_none_lost(run)
     if start is None and config.train.start_from:
         check_first_weights(config.train.start_from, config.model)
     if start is not None:

@@ -10,62 +10,66 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor here, and the ones it consists of there, one after the other by rows. `sizes` are their rows."""
+    """One tensor here, and the ones it consists of there, one after the other by rows. `sizes` are their rows.
+
+    Where theirs holds several of ours, ours is number `which` of `count`: halves, or with `turns` every second row.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
-    stacked: bool = False  # each is one entry of our first dimension
+    each: bool = False  # each of theirs is one entry of our first dimension
+    stack: bool = False  # theirs is such a stack, whose rows are the second dimension
+    inputs_first: bool = False  # of a stack: rows are the last dimension there
     order: tuple[int, ...] = ()  # of our rows, which of theirs each one is; empty: the same
-    # Of stacks with inputs first: the first of their outputs that is ours, and the step to the next.
-    every: tuple[int, int] | None = None
-    rows: int = 0  # of theirs, where `order` takes some of them
+    which: int = 0
+    count: int = 1
+    turns: bool = False
+    skipped: int = 0  # first rows of theirs, which nothing reads
     plus: float = 0.0  # ours are theirs and this (norms that multiply by one and their weight)
 
     def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape here of tensors that have these shapes there."""
-        if self.stacked:
-            return len(shapes), *shapes[0]
-        if self.every is not None:
-            start, step = self.every
-            count, *inputs, outputs = shapes[0]
-            return count, len(range(start, outputs, step)), *inputs
-        whole = (len(self.order) or sum(shape[0] for shape in shapes), *shapes[0][1:])
-        return whole[::-1] if self.transposed else whole
+        return tuple(self.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
 
     def join(self, tensors: list[Tensor]) -> Tensor:
-        if self.stacked:
+        if self.each:
             return torch.stack(tensors)
-        if self.every is not None:
-            start, step = self.every
-            return tensors[0].movedim(-1, 1)[:, start::step]
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        tensor = tensor[torch.tensor(self.order)] if self.order else tensor
+        tensor = self._part(tensor)
+        tensor = tensor[torch.tensor(self.order, device=tensor.device)] if self.order else tensor
         tensor = tensor.float() + self.plus if self.plus else tensor
         return tensor.t() if self.transposed else tensor
-
-    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        if self.stacked:
-            return tensor.unbind()
-        if self.order:
-            tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
-        tensor = tensor.t() if self.transposed else tensor
-        return tensor.split(self.sizes) if self.sizes else (tensor,)
 
     def put(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
         """Ours into theirs; some tensors of theirs are made of several of ours."""
         tensor = tensor - self.plus if self.plus else tensor
-        name = self.theirs[0]
-        if self.every is not None:
-            start, step = self.every
-            count, outputs, *inputs = tensor.shape
-            whole = there.setdefault(name, tensor.new_zeros(count, *inputs, outputs * step))
-            whole.movedim(-1, 1)[:, start::step] = tensor
-        elif self.rows:
-            whole = there.setdefault(name, tensor.new_zeros(self.rows, *tensor.shape[1:]))
-            whole[torch.tensor(self.order)] = tensor
+        tensor = tensor.t() if self.transposed else tensor
+        if self.order:
+            tensor = torch.empty_like(tensor).index_copy_(0, torch.tensor(self.order), tensor)
+        if self.count > 1 or self.skipped or self.inputs_first:
+            shape = list(tensor.shape)
+            shape[int(self.stack)] = shape[int(self.stack)] * self.count + self.skipped
+            if self.inputs_first:
+                shape.append(shape.pop(1))
+            whole = there.setdefault(self.theirs[0], tensor.new_zeros(shape))
+            self._part(whole).copy_(tensor)
+            return
+        split = tensor.unbind() if self.each else tensor.split(self.sizes) if self.sizes else (tensor,)
+        # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
+        there |= {name: part.clone(memory_format=torch.contiguous_format)
+                  for name, part in zip(self.theirs, split, strict=True)}  # fmt: skip
+
+    def _part(self, theirs: Tensor) -> Tensor:
+        """A view of what is ours."""
+        if self.inputs_first:
+            theirs = theirs.movedim(-1, 1)
+        axis = int(self.stack)
+        rows = theirs.shape[axis]
+        if self.turns:
+            chosen = slice(self.which, None, self.count)
         else:
-            # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
-            there |= {name: part.clone(memory_format=torch.contiguous_format)
-                      for name, part in zip(self.theirs, self.split(tensor), strict=True)}  # fmt: skip
+            start = self.skipped + self.which * (rows // self.count)
+            chosen = slice(start, start + rows // self.count if self.count > 1 else None)
+        return theirs[(slice(None),) * axis + (chosen,)]

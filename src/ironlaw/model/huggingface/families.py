@@ -1,266 +1,417 @@
-"""Hugging Face configs of families that the switches of `switches.py` set apart. Needs no torch.
+"""The Hugging Face families that are read and written: one entry each, from which both directions follow.
 
-Defaults of keys that a file leaves out are those of the family's own configuration class in `transformers` 5.
+Defaults are those of the family's own configuration class in `transformers` 5 (`tests/model/test_huggingface_defaults`
+compares every one); sizes that no two models share have none, since a file without them is damaged. Needs no torch.
+
+The order counts where several families compute the same model: the first one that does is written.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ironlaw.errors import UserError
-from ironlaw.model.huggingface.common import (
-    Fields,
-    activation,
-    biases,
-    experts,
-    llama_family,
-    refuse,
-    rope,
-    rotary_size,
-    windows,
+from ironlaw.model.huggingface.parts import (
+    Activation,
+    Alternating,
+    Always,
+    ExpertGroups,
+    FalconHeads,
+    Multiple,
+    OneWidth,
+    Rope,
+    SharedExperts,
+    SharedWidth,
+    SparseLayers,
+    Unrotated,
+    Windows,
 )
-
-# -- RMSNorm and gated networks, as in Llama -----------------------------------------------------------------------
-
-
-def _gemma(fields: Fields) -> dict[str, Any]:
-    refuse(fields, "attention_bias", "use_bidirectional_attention")
-    # Files of the first Gemma say "gelu" and mean its approximation, which `hidden_activation` says.
-    name = fields.get("hidden_activation") or "gelu_pytorch_tanh"
-    return llama_family(fields) | {
-        "activation": activation({"hidden_activation": name}, "hidden_activation", name),
-        "head_size": fields.get("head_dim", 256),
-        "embedding_scale": math.sqrt(fields["hidden_size"]),
-        "tied": fields.get("tie_word_embeddings", True),
-    }
+from ironlaw.model.huggingface.spec import ExpertNames, Family, Key, Names, Part
 
 
-def _gemma2(fields: Fields) -> dict[str, Any]:
-    return _gemma(fields) | windows(fields, every=2) | {
-        "norm_place": "sandwich",
-        "attention_scale": fields.get("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_cap": fields.get("attn_logit_softcapping"),
-        "logit_cap": fields.get("final_logit_softcapping"),
-    }  # fmt: skip
+def _parts(*parts: Part) -> dict[str, Part]:
+    return {part.name: part for part in parts}
 
 
-def _gemma3(fields: Fields) -> dict[str, Any]:
-    every = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern") or 6
-    local = (fields.get("rope_parameters") or {}).get("sliding_attention") or {}
-    theta = rope(fields)[1] if "rope_parameters" in fields else float(fields.get("rope_theta", 1e6))
-    placed = windows(fields, every)
-    own = {"rope_theta_local": float(local.get("rope_theta") or fields.get("rope_local_base_freq") or 1e4)}
-    return _gemma2(fields) | placed | (own if placed else {}) | {"qk_norm": True, "rope_theta": theta}
+def _bias(key: str, default: bool, *fields: str) -> tuple[Key, ...]:
+    return tuple(Key(f"{name}_bias", key, default, read_as=bool) for name in fields)
 
 
-def _phi3(fields: Fields) -> dict[str, Any]:
-    """Phi-3 and Phi-4."""
-    return llama_family({"rms_norm_eps": 1e-5, **fields}) | {
-        "sliding_window": fields.get("sliding_window"), "rotary_size": rotary_size(fields),
-    }  # fmt: skip
+def _kv_heads(default: int | None) -> Key:
+    return Key("kv_heads", "num_key_value_heads", default)
 
 
-def _olmo(fields: Fields) -> dict[str, Any]:
-    refuse(fields, "clip_qkv", "attention_bias")
-    return llama_family(fields) | {"norm": "layernorm", "norm_weight": False, "norm_eps": 1e-5}
+def _head(default: int | None = None) -> Key:
+    return Key("head_size", "head_dim", default)
 
 
-def _olmo2(fields: Fields) -> dict[str, Any]:
-    """OLMo 2, and OLMo 3, whose layers with a window do not scale positions."""
-    refuse(fields, "attention_bias")
-    values = llama_family({"rms_norm_eps": 1e-5, **fields}) | {
-        "norm_place": "post",
-        "qk_norm": True,
-        "qk_norm_whole": True,
-    }
-    placed = windows(fields, every=4) if fields["model_type"] == "olmo3" else {}
-    scaled = values["rope_scaling"] is not None and bool(placed)
-    return values | placed | {"rope_theta_local": values["rope_theta"] if scaled else None}
+def _eps(key: str, default: float) -> Key:
+    return Key("norm_eps", key, default)
 
 
-def _granite(fields: Fields) -> dict[str, Any]:
-    return llama_family(fields) | biases(fields) | {
-        "embedding_scale": fields.get("embedding_multiplier", 1.0),
-        "attention_scale": fields.get("attention_multiplier", 1.0),
-        "residual_scale": fields.get("residual_multiplier", 1.0),
-        "logit_scale": 1 / fields.get("logits_scaling", 1.0),
-    }  # fmt: skip
+def _tied(default: bool) -> Key:
+    return Key("tied", "tie_word_embeddings", default, read_as=bool)
 
 
-def _smollm3(fields: Fields) -> dict[str, Any]:
-    refuse(fields, "use_sliding_window", "attention_bias", "mlp_bias")
-    layers, every = fields["num_hidden_layers"], fields.get("no_rope_layer_interval", 4)
-    rotated = fields.get("no_rope_layers")  # 1 where positions are rotary
-    if rotated is not None and [bool(r) for r in rotated] != [(n + 1) % every != 0 for n in range(layers)]:
-        if not all(rotated):
-            raise UserError("no_rope_layers is not supported: every n-th layer is without positions, or none")
-        every = None
-    tied = fields.get("tie_word_embeddings", True)
-    return llama_family(fields) | {"unrotated_every": every, "tied": tied}
+def _inverse(value: float) -> float:
+    return 1 / value
 
 
-def _glm(fields: Fields) -> dict[str, Any]:
-    """GLM-4, whose first version has the usual norms, and the second (glm4) norms after branches too."""
-    return llama_family({"rms_norm_eps": 1.5625e-07, **fields}) | {
-        "qkv_bias": bool(fields.get("attention_bias")),
-        "rotary_size": rotary_size(fields, 0.5),
-        "norm_place": "sandwich" if fields["model_type"] == "glm4" else "pre",
-    }  # fmt: skip
+def _whole(value: float) -> float:
+    """A number that was an integer before it went through a root."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
 
 
-# -- layernorm -----------------------------------------------------------------------------------------------------
+# -- RMSNorm, rotary positions and gated networks, as in Llama ---------------------------------------------------------
+
+LLAMA = Family(
+    "llama", "LlamaForCausalLM",
+    _parts(
+        Key("layers", "num_hidden_layers"), Key("hidden", "hidden_size"), Key("heads", "num_attention_heads"),
+        _kv_heads(None), _head(), Key("ffn", "intermediate_size"), Key("vocab", "vocab_size"),
+        Key("context", "max_position_embeddings"), _tied(False), _eps("rms_norm_eps", 1e-6), Activation(), Rope(),
+        *_bias("attention_bias", False, "qkv", "out"), *_bias("mlp_bias", False, "ffn"),
+    ),
+    has={"norm": "rmsnorm", "gated_ffn": True}, only={},
+)  # fmt: skip
+BIASES = ("qkv_bias", "out_bias", "ffn_bias")
+PLAIN = LLAMA.derive("", None, has={"bias": False}, without=BIASES)
+MISTRAL = PLAIN.derive("mistral", "MistralForCausalLM", _kv_heads(8), Windows(4096))
+_QWEN_WINDOWS = Windows(4096, kinds=True, first_key="max_window_layers", switch="use_sliding_window")
+QWEN2 = LLAMA.derive(
+    "qwen2", "Qwen2ForCausalLM", _kv_heads(32), _QWEN_WINDOWS, has={"qkv_bias": True, "out_bias": False},
+    without=BIASES,
+)  # fmt: skip
+QWEN3 = LLAMA.derive(
+    "qwen3", "Qwen3ForCausalLM", _kv_heads(32), _head(128), _QWEN_WINDOWS, has={"qk_norm": True, "ffn_bias": False},
+    without=("ffn_bias",),
+)  # fmt: skip
+
+# -- with experts ------------------------------------------------------------------------------------------------------
 
 
-def _gpt_like(fields: Fields) -> dict[str, Any]:
-    """Layernorm, two matrices and biases, under the names that Llama's fields have."""
-    values = llama_family({**fields, "rms_norm_eps": fields.get("layer_norm_eps", 1e-5)})
-    return values | {"norm": "layernorm", "gated_ffn": False, "bias": True}
+def _experts(count: str, width: str, also: tuple[str, ...] = ()) -> tuple[Part, ...]:
+    # Experts as wide as the network that they replace need no width of their own.
+    read: Callable[[Any], Any] = (lambda found: None) if width == "intermediate_size" else int
+    return (
+        Key("moe.experts", count, also=also), Key("moe.experts_per_token", "num_experts_per_tok"),
+        Key("moe.expert_ffn", width, read_as=read),
+    )  # fmt: skip
 
 
-def _gpt_neox(fields: Fields) -> dict[str, Any]:
-    """GPT-NeoX and Pythia."""
-    theta = rope(fields)[1] if "rope_parameters" in fields else float(fields.get("rotary_emb_base", 10_000))
-    attention = None if fields.get("attention_bias", True) else False
-    fields = {name: value for name, value in fields.items() if name != "num_key_value_heads"}  # not its own
-    return _gpt_like({"hidden_act": "gelu"} | dict(fields)) | {
-        "parallel_norms": 2 if fields.get("use_parallel_residual", True) else 0,
-        "rotary_size": rotary_size(fields, 0.25, "rotary_pct"), "rope_theta": theta,
-        "qkv_bias": attention, "out_bias": attention,
-    }  # fmt: skip
+def _normalize(default: bool) -> Key:
+    return Key("moe.normalize", "norm_topk_prob", default, read_as=bool)
 
 
-def _gptj(fields: Fields) -> dict[str, Any]:
-    return {
-        "layers": fields["n_layer"], "hidden": fields["n_embd"], "heads": fields["n_head"],
-        "ffn": fields.get("n_inner"), "activation": activation(fields, "activation_function", "gelu_new"),
-        "norm_eps": fields.get("layer_norm_epsilon", 1e-5), "positions": "rope", "parallel_norms": 1,
-        "rotary_size": fields.get("rotary_dim") or None, "qkv_bias": False, "out_bias": False, "head_bias": True,
-        "vocab": fields["vocab_size"], "context": fields["n_positions"],
-        "tied": fields.get("tie_word_embeddings", False),
-    }  # fmt: skip
+def _balance(default: float, key: str = "router_aux_loss_coef") -> Key:
+    return Key("moe.balance_loss", key, default)
 
 
-def _phi(fields: Fields) -> dict[str, Any]:
-    """Phi-1, 1.5 and 2."""
-    refuse(fields, "qk_layernorm")
-    return _gpt_like({"hidden_act": "gelu_new"} | dict(fields)) | {
-        "parallel_norms": 1, "head_bias": True, "rotary_size": rotary_size(fields, 0.5),
-    }  # fmt: skip
+_MIXTRAL_NAMES = Names(experts=ExpertNames(
+    "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
+    "block_sparse_moe.experts.{}.w2.weight", choice_bias="block_sparse_moe.e_score_correction_bias",
+))  # fmt: skip
+MIXTRAL = PLAIN.derive(
+    "mixtral", "MixtralForCausalLM", _kv_heads(8), _eps("rms_norm_eps", 1e-5), Rope(1e6), Windows(),
+    *_experts("num_local_experts", "intermediate_size"), _balance(0.001), has={"moe.normalize": True},
+    names=_MIXTRAL_NAMES,
+)  # fmt: skip
+_QWEN_EXPERTS = (
+    *_experts("num_experts", "moe_intermediate_size", also=("num_local_experts",)), _normalize(False), _balance(0.001),
+    SparseLayers(),
+)  # fmt: skip
+QWEN2_MOE = QWEN2.derive(
+    "qwen2_moe", "Qwen2MoeForCausalLM", _kv_heads(16), *_bias("qkv_bias", True, "qkv"), *_QWEN_EXPERTS,
+    SharedWidth("shared_expert_intermediate_size"), has={"out_bias": False, "ffn_bias": False, "moe.shared_gate": True},
+    # Its versions place windows differently.
+    only={"use_sliding_window": False}, without=("windows",),
+    names=Names(experts=ExpertNames(shared="mlp.shared_expert")),
+)  # fmt: skip
+QWEN3_MOE = QWEN3.derive(
+    "qwen3_moe", "Qwen3MoeForCausalLM", _kv_heads(4), _head(), *_QWEN_EXPERTS,
+    Windows(4096, switch="use_sliding_window"),
+)  # fmt: skip
+OLMOE = LLAMA.derive(
+    "olmoe", "OlmoeForCausalLM", _eps("rms_norm_eps", 1e-5), *_experts("num_experts", "intermediate_size"),
+    _normalize(False), _balance(0.01), has={"qk_norm": True, "qk_norm_whole": True, "ffn_bias": False},
+    only={"clip_qkv": None}, without=("ffn_bias", "head_size"),
+)  # fmt: skip
+_DEEPSEEK_EXPERTS = (
+    *_experts("n_routed_experts", "moe_intermediate_size"), SharedExperts(None),
+    Key("moe.dense_layers", "first_k_dense_replace", 0),
+)  # fmt: skip
+DEEPSEEK = PLAIN.derive(  # DeepSeekMoE 16B, whose code is its own
+    "deepseek", None, *_DEEPSEEK_EXPERTS, _normalize(False), _balance(0.001, "aux_loss_alpha"),
+    only={"attention_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+)  # fmt: skip
+_LATENT = DEEPSEEK.derive(
+    "", None,
+    Key("latent.query_rank", "q_lora_rank"), Key("latent.key_value_rank", "kv_lora_rank"),
+    Key("latent.plain_size", "qk_nope_head_dim"), Key("latent.rotary_size", "qk_rope_head_dim"),
+    Key("latent.value_size", "v_head_dim"), Key("heads", "num_attention_heads", beside=("num_key_value_heads",)),
+    has={"latent.norm_eps": 1e-6}, only={"mlp_bias": False}, without=("kv_heads", "head_size"),
+)  # fmt: skip
+DEEPSEEK_V2 = _LATENT.derive(
+    "deepseek_v2", "DeepseekV2ForCausalLM", SharedExperts(2), ExpertGroups(method=("greedy", "group_limited_greedy")),
+    Key("moe.routed_scale", "routed_scaling_factor", 1.0), has={"moe.normalize": False}, without=("moe.normalize",),
+    only={"norm_topk_prob": False},  # the released code scales the experts' sum without it, and not with it
+)  # fmt: skip
+_BIASED_CHOICE = {"moe.score": "sigmoid", "moe.balance": "bias"}
+DEEPSEEK_V3 = _LATENT.derive(  # its auxiliary loss within sequences has no place here
+    "deepseek_v3", "DeepseekV3ForCausalLM", SharedExperts(1), ExpertGroups((8, 4)), _normalize(True),
+    Key("moe.routed_scale", "routed_scaling_factor", 2.5), Key("moe.dense_layers", "first_k_dense_replace", 3),
+    has=_BIASED_CHOICE, without=("moe.balance_loss",),
+    only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True},
+)  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3.derive("kimi_k2", None)
+GLM4_MOE = LLAMA.derive(  # GLM-4.5; a module that predicts a second token is no part of the model there either
+    "glm4_moe", "Glm4MoeForCausalLM", _kv_heads(8), _eps("rms_norm_eps", 1e-5), Rope(share=0.5),
+    *_bias("attention_bias", False, "qkv"), *_DEEPSEEK_EXPERTS, SharedExperts(1),
+    Key("moe.dense_layers", "first_k_dense_replace", 1), _normalize(True), ExpertGroups((1, 1)),
+    Key("moe.routed_scale", "routed_scaling_factor", 1.0),
+    Key("qk_norm", "use_qk_norm", False), has=_BIASED_CHOICE | {"out_bias": False, "ffn_bias": False},
+    without=("out_bias", "ffn_bias"),
+)  # fmt: skip
+MINIMAX_M2 = PLAIN.derive(
+    "minimax_m2", "MiniMaxM2ForCausalLM", _kv_heads(8), _head(128), Rope(5e6, share=1.0, count_key="rotary_dim"),
+    *_experts("num_local_experts", "intermediate_size"),
+    has=_BIASED_CHOICE | {"qk_norm": True, "qk_norm_whole": True, "moe.normalize": True}, names=_MIXTRAL_NAMES,
+)  # fmt: skip
 
+# -- more of Llama's kind ----------------------------------------------------------------------------------------------
 
-def _starcoder2(fields: Fields) -> dict[str, Any]:
-    values = _gpt_like({"hidden_act": "gelu_pytorch_tanh"} | dict(fields))
-    return values | windows(fields) | {
-        "bias": fields.get("use_bias", True), "norm_eps": fields.get("norm_epsilon", 1e-5),
-        "tied": fields.get("tie_word_embeddings", True),
-    }  # fmt: skip
+_SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_FUSED_GATE = "mlp.gate_up_proj"
+_POST = Names(norms=("post_attention_layernorm", "post_feedforward_layernorm"))
+GEMMA = LLAMA.derive(
+    "gemma", "GemmaForCausalLM", _kv_heads(16), _head(256), _tied(True),
+    # Files of the first Gemma say "gelu" and mean its approximation.
+    Activation("gelu_pytorch_tanh", also=("hidden_activation",), legacy={"gelu": "gelu_pytorch_tanh"}),
+    has={"embedding_scale": lambda values: math.sqrt(values["hidden"]), "ffn_bias": False}, without=("ffn_bias",),
+    only={"use_bidirectional_attention": None}, names=Names(plus_one=True),
+)  # fmt: skip
+GEMMA2 = GEMMA.derive(
+    "gemma2", "Gemma2ForCausalLM", _kv_heads(4), Activation("gelu_pytorch_tanh", "hidden_activation"),
+    Windows(4096, kinds=True, every=2),
+    Key("attention_scale", "query_pre_attn_scalar", 256, read_as=lambda s: s**-0.5, write_as=lambda s: _whole(s**-2)),
+    Key("attention_cap", "attn_logit_softcapping", 50.0), Key("logit_cap", "final_logit_softcapping", 30.0),
+    has={"norm_place": "sandwich"}, names=Names(norms=_SANDWICH, plus_one=True),
+)  # fmt: skip
+GEMMA3 = GEMMA2.derive(
+    "gemma3_text", "Gemma3ForCausalLM", Key("attention_cap", "attn_logit_softcapping", None),
+    Windows(4096, kinds=True, every=6, every_key="sliding_window_pattern"),
+    Rope(1e6, local_key="rope_local_base_freq", local_theta=1e4, by_kind=True),
+    Key("logit_cap", "final_logit_softcapping", None), has={"qk_norm": True},
+)  # fmt: skip
+PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
+    "phi3", "Phi3ForCausalLM", _eps("rms_norm_eps", 1e-5), Rope(share=1.0), Windows(),
+    names=Names(query_key_value=("self_attn.qkv_proj",), gate=_FUSED_GATE, up=_FUSED_GATE),
+)  # fmt: skip
+OLMO = LLAMA.derive(
+    "olmo", "OlmoForCausalLM", has={"norm": "layernorm", "norm_weight": False, "norm_eps": 1e-5, "ffn_bias": False},
+    without=("norm_eps", "ffn_bias"), only={"clip_qkv": None},
+)  # fmt: skip
+OLMO2 = LLAMA.derive(
+    "olmo2", "Olmo2ForCausalLM", _eps("rms_norm_eps", 1e-5), without=("ffn_bias",), names=_POST,
+    has={"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "ffn_bias": False},
+)  # fmt: skip
+OLMO3 = OLMO2.derive(  # layers with a window do not scale positions
+    "olmo3", "Olmo3ForCausalLM", Windows(4096, kinds=True, every=4), Rope(None, by_kind=True)
+)
+GRANITE = LLAMA.derive(
+    "granite", "GraniteForCausalLM", Key("embedding_scale", "embedding_multiplier", 1.0),
+    Key("attention_scale", "attention_multiplier", 1.0), Key("residual_scale", "residual_multiplier", 1.0),
+    Key("logit_scale", "logits_scaling", 1.0, read_as=_inverse, write_as=_inverse),
+)  # fmt: skip
+GRANITE_MOE = GRANITE.derive(
+    "granitemoe", "GraniteMoeForCausalLM", *_experts("num_local_experts", "intermediate_size"), _balance(0.001),
+    has={"moe.normalize": True, "ffn_bias": False}, without=("ffn_bias",),
+    names=Names(experts=ExpertNames(
+        "block_sparse_moe.router.layer", "block_sparse_moe.input_linear.weight", "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.output_linear.weight", shared="shared_mlp",
+    )),
+)  # fmt: skip
+SMOLLM3 = LLAMA.derive(
+    "smollm3", "SmolLM3ForCausalLM", _kv_heads(4), _tied(True), Rope(2e6), Unrotated(),
+    only={"use_sliding_window": False},
+)  # fmt: skip
+GLM = LLAMA.derive(
+    "glm", "GlmForCausalLM", _kv_heads(2), _head(128), _eps("rms_norm_eps", 1.5625e-07), Rope(share=0.5),
+    *_bias("attention_bias", True, "qkv"), has={"out_bias": False, "ffn_bias": False}, without=("out_bias", "ffn_bias"),
+    names=Names(gate=_FUSED_GATE, up=_FUSED_GATE, neighbours=True),
+)  # fmt: skip
+GLM4 = GLM.derive(
+    "glm4", "Glm4ForCausalLM", has={"norm_place": "sandwich"},
+    names=Names(gate=_FUSED_GATE, up=_FUSED_GATE, neighbours=True, norms=(
+        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm",
+    )),
+)  # fmt: skip
+GPT_OSS = LLAMA.derive(
+    "gpt_oss", "GptOssForCausalLM", _kv_heads(8), _head(64), _eps("rms_norm_eps", 1e-5),
+    *_bias("attention_bias", True, "qkv", "out"), Windows(128, kinds=True, every=2),
+    Rope(150_000.0, scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                             "truncate": False, "original_max_position_embeddings": 4096}),
+    *_experts("num_local_experts", "intermediate_size"), _balance(0.001), without=("activation", "ffn_bias"),
+    has={"ffn_bias": False, "attention_sinks": True, "activation": "clamped_swiglu", "moe.normalize": True,
+         "moe.bias": True},
+    only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
+    names=Names(experts=ExpertNames(
+        "mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
+        inputs_first=True, bias="_bias",
+    )),
+)  # fmt: skip
+SEED_OSS = LLAMA.derive(
+    "seed_oss", "SeedOssForCausalLM", _kv_heads(8), _head(128), *_bias("attention_bias", True, "qkv"),
+    *_bias("attention_out_bias", False, "out"),
+)  # fmt: skip
+ERNIE = LLAMA.derive(
+    "ernie4_5", "Ernie4_5ForCausalLM", _kv_heads(2), _head(128), _tied(True), _eps("rms_norm_eps", 1e-5), Rope(5e5),
+    *_bias("use_bias", False, "qkv", "out", "ffn"), names=Names(neighbours=True),
+)  # fmt: skip
+EXAONE4 = PLAIN.derive(
+    "exaone4", "Exaone4ForCausalLM", _kv_heads(32), _eps("rms_norm_eps", 1e-5),
+    Windows(4096, kinds=True, every=4, every_key="sliding_window_pattern", turned="windowed or all"),
+    has={"norm_place": "post", "qk_norm": True}, names=_POST,
+)  # fmt: skip
 
+# -- layernorm ---------------------------------------------------------------------------------------------------------
 
-def _stablelm(fields: Fields) -> dict[str, Any]:
-    refuse(fields, "qk_layernorm")  # a norm of its own for every head
-    return _gpt_like(fields) | {
-        "gated_ffn": True, "bias": False, "qkv_bias": bool(fields.get("use_qkv_bias")),
-        "rotary_size": rotary_size(fields, 0.25, "rope_pct"),
-        "parallel_norms": 1 if fields.get("use_parallel_residual") else 0,
-    }  # fmt: skip
+_GPT_LIKE = LLAMA.derive(
+    "", None, _eps("layer_norm_eps", 1e-5), has={"norm": "layernorm", "gated_ffn": False, "bias": True}, without=BIASES
+)
+GPT2 = _GPT_LIKE.derive(
+    "gpt2", "GPT2LMHeadModel", Key("layers", "n_layer"), Key("hidden", "n_embd"), Key("heads", "n_head"),
+    Key("ffn", "n_inner", None), Activation("gelu_new", "activation_function"), _eps("layer_norm_epsilon", 1e-5),
+    Key("context", "n_positions", also=("n_ctx",)), _tied(True), Always({"embd_pdrop": 0.0}),
+    Key("dropout", "resid_pdrop", 0.1, beside=("attn_pdrop",)), has={"positions": "learned"},
+    without=("kv_heads", "head_size", "rope"),
+    only={"add_cross_attention": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
+    names=Names(
+        "transformer.wte", "transformer.h", "transformer.ln_f", norms=("ln_1", "ln_2"), out="attn.c_proj",
+        query_key_value=("attn.c_attn",), up="mlp.c_fc", down="mlp.c_proj", positions="transformer.wpe",
+        transposed=True,
+    ),
+)  # fmt: skip
+GPT_BIGCODE = GPT2.derive(  # StarCoder
+    "gpt_bigcode", "GPTBigCodeForCausalLM", Activation("gelu_pytorch_tanh", "activation_function"),
+    Key("kv_heads", "multi_query", True, read_as=lambda one: 1 if one else None, write_as=lambda heads: heads == 1),
+    names=replace(GPT2.names, transposed=False, by_head=True),
+)  # fmt: skip
+GPT_NEO = GPT2.derive(
+    "gpt_neo", "GPTNeoForCausalLM", Key("layers", "num_layers"), Key("hidden", "hidden_size"),
+    Key("heads", "num_heads"), Key("ffn", "intermediate_size", None), Key("context", "max_position_embeddings"),
+    Alternating(), without=("dropout", "always"),
+    has={"attention_scale": 1.0, "qkv_bias": False, "out_bias": True, "ffn_bias": True},
+    names=Names(
+        "transformer.wte", "transformer.h", "transformer.ln_f", norms=("ln_1", "ln_2"), positions="transformer.wpe",
+        query_key_value=tuple(f"attn.attention.{part}_proj" for part in "qkv"), out="attn.attention.out_proj",
+        up="mlp.c_fc", down="mlp.c_proj",
+    ),
+)  # fmt: skip
+PHI = _GPT_LIKE.derive(  # Phi-1, 1.5 and 2
+    "phi", "PhiForCausalLM", Activation("gelu_new"), Rope(share=0.5), has={"parallel_norms": 1, "head_bias": True},
+    only={"qk_layernorm": False}, without=("head_size",),
+    names=Names(final_norm="model.final_layernorm", norms=("input_layernorm",), out="self_attn.dense", up="mlp.fc1",
+                down="mlp.fc2"),
+)  # fmt: skip
+GPT_NEOX = _GPT_LIKE.derive(  # GPT-NeoX and Pythia
+    "gpt_neox", "GPTNeoXForCausalLM", Activation("gelu"), *_bias("attention_bias", True, "qkv", "out"),
+    Rope(theta_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
+    Key("parallel_norms", "use_parallel_residual", True, read_as=lambda p: 2 if p else 0, write_as=bool),
+    has={"ffn_bias": True}, without=("kv_heads", "head_size"),
+    names=Names("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out",
+                query_key_value=("attention.query_key_value",), out="attention.dense", up="mlp.dense_h_to_4h",
+                down="mlp.dense_4h_to_h", by_head=True),
+)  # fmt: skip
+GPTJ = GPT2.derive(
+    "gptj", "GPTJForCausalLM", Key("context", "n_positions"), _tied(False), Key("rotary_size", "rotary_dim", 64),
+    has={"positions": "rope", "parallel_norms": 1, "qkv_bias": False, "out_bias": False, "ffn_bias": True,
+         "head_bias": True},
+    without=("dropout",),
+    names=Names("transformer.wte", "transformer.h", "transformer.ln_f", norms=("ln_1",),
+                query_key_value=("attn.q_proj", "attn.k_proj", "attn.v_proj"), out="attn.out_proj", up="mlp.fc_in",
+                down="mlp.fc_out", neighbours=True),
+)  # fmt: skip
+STARCODER2 = _GPT_LIKE.derive(
+    "starcoder2", "Starcoder2ForCausalLM", Activation("gelu_pytorch_tanh"), _kv_heads(2), _tied(True), Windows(),
+    _eps("norm_epsilon", 1e-5), *_bias("use_bias", True, "qkv", "out", "ffn"),
+    names=Names(up="mlp.c_fc", down="mlp.c_proj"),
+)  # fmt: skip
+STABLELM = _GPT_LIKE.derive(
+    "stablelm", "StableLmForCausalLM", Rope(share=0.25), _kv_heads(32), *_bias("use_qkv_bias", False, "qkv"),
+    Key("parallel_norms", "use_parallel_residual", False, read_as=int, write_as=bool),
+    has={"gated_ffn": True, "out_bias": False, "ffn_bias": False}, without=("head_size",),
+    only={"qk_layernorm": False},  # a norm of its own for every head
+)  # fmt: skip
+_FALCON_NAMES = Names(
+    "transformer.word_embeddings", "transformer.h", "transformer.ln_f", two_norms=("ln_attn", "ln_mlp"),
+    query_key_value=("self_attention.query_key_value",), out="self_attention.dense", up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h", by_head=True, embedding_norm="transformer.word_embeddings_layernorm",
+)  # fmt: skip
+FALCON = _GPT_LIKE.derive(
+    "falcon", "FalconForCausalLM", Activation("gelu", "activation"), FalconHeads(), Key("ffn", "ffn_hidden_size", None),
+    Key("context", "max_position_embeddings", 2048), _eps("layer_norm_epsilon", 1e-5), _tied(True),
+    *_bias("bias", False, "qkv", "out", "ffn"), without=("head_size",),
+    only={"alibi": False},  # which the first models scale by the head size, too
+    names=_FALCON_NAMES,
+)  # fmt: skip
+OPT = _GPT_LIKE.derive(
+    "opt", "OPTForCausalLM", Key("ffn", "ffn_dim"), Activation("relu", "activation_function"), _tied(True),
+    *_bias("enable_bias", True, "qkv", "out", "ffn"), Key("norm_weight", "layer_norm_elementwise_affine", True),
+    OneWidth(), Always({"dropout": 0.0}), has={"positions": "learned", "norm_eps": 1e-5},
+    only={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
+    without=("kv_heads", "head_size", "rope", "norm_eps"),
+    names=Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm",
+                norms=("self_attn_layer_norm", "final_layer_norm"), out="self_attn.out_proj", up="fc1", down="fc2",
+                positions="model.decoder.embed_positions", positions_skipped=2),
+)  # fmt: skip
+_ALIBI = _GPT_LIKE.derive(
+    "", None, _eps("layer_norm_epsilon", 1e-5), _tied(True), has={"positions": "alibi"},
+    without=("kv_heads", "head_size", "rope", "activation"),
+)  # fmt: skip
+BLOOM = _ALIBI.derive(
+    "bloom", "BloomForCausalLM", Key("layers", "n_layer", also=("num_hidden_layers",)),
+    Key("hidden", "hidden_size", also=("n_embed",)), Key("heads", "n_head", also=("num_attention_heads",)),
+    Key("context", "seq_length", 2048), has={"embedding_norm": True, "activation": "gelu_tanh"}, without=("ffn",),
+    only={"apply_residual_connection_post_layernorm": False}, names=_FALCON_NAMES,
+)  # fmt: skip
+MPT = _ALIBI.derive(
+    "mpt", "MptForCausalLM", Key("layers", "n_layers"), Key("hidden", "d_model"), Key("heads", "n_heads"),
+    Multiple("expansion_ratio", 4), Key("context", "max_seq_len"),
+    Key("attention_scale", "attn_config.softmax_scale", None),
+    has={"bias": False, "norm_bias": False, "activation": "gelu"},
+    only={"attn_config.clip_qkv": None, "attn_config.qk_ln": False, "attn_config.prefix_lm": False,
+          "attn_config.alibi": True, "attn_config.alibi_bias_max": 8, "logit_scale": None, "no_bias": True},
+    names=Names("transformer.wte", "transformer.blocks", "transformer.norm_f", norms=("norm_1", "norm_2"),
+                query_key_value=("attn.Wqkv",), out="attn.out_proj", up="ffn.up_proj", down="ffn.down_proj"),
+)  # fmt: skip
+COHERE = _GPT_LIKE.derive(  # Command R
+    "cohere", "CohereForCausalLM", Activation(), Rope(None), _tied(True), Key("logit_scale", "logit_scale", 0.0625),
+    *_bias("attention_bias", False, "qkv", "out"), only={"use_qk_norm": False},
+    has={"gated_ffn": True, "ffn_bias": False, "norm_bias": False, "parallel_norms": 1},
+    names=Names(norms=("input_layernorm",), neighbours=True),
+)  # fmt: skip
+COHERE2 = COHERE.derive(  # Command R7B, whose layers without a window have no positions
+    "cohere2", "Cohere2ForCausalLM", Rope(),
+    Windows(4096, kinds=True, every=4, every_key="sliding_window_pattern", turned="windowed"), without=("head_size",),
+)  # fmt: skip
+NEMOTRON = _GPT_LIKE.derive(  # Nemotron-4 and Minitron
+    "nemotron", "NemotronForCausalLM", Activation("relu2"), _eps("norm_eps", 1e-5), Rope(share=0.5),
+    *_bias("attention_bias", False, "qkv", "out"), *_bias("mlp_bias", False, "ffn"), names=Names(plus_one=True),
+)  # fmt: skip
+ARCEE = LLAMA.derive("arcee", "ArceeForCausalLM", Activation("relu2"), _eps("rms_norm_eps", 1e-5),
+                     has={"gated_ffn": False})  # fmt: skip
 
-
-def _falcon(fields: Fields) -> dict[str, Any]:
-    """Falcon 7B: one norm and one key/value head; from 40B on two norms and groups of heads."""
-    refuse(fields, "alibi")  # which the first models scale by the head size, too
-    newer, parallel = fields.get("new_decoder_architecture"), fields.get("parallel_attn", True)
-    heads, norms = fields["num_attention_heads"], fields.get("num_ln_in_parallel_attn")
-    kv_heads = fields.get("num_kv_heads", heads) if newer else 1 if fields.get("multi_query", True) else heads
-    ffn = fields.get("ffn_hidden_size") or 4 * fields["hidden_size"]
-    usual = {"max_position_embeddings": 2048, "intermediate_size": ffn} | dict(fields)
-    return _gpt_like(usual | {"hidden_act": fields.get("activation", "gelu")}) | {
-        "kv_heads": kv_heads, "bias": bool(fields.get("bias")),
-        "parallel_norms": (norms or 2) if newer else 1 if parallel else 0,
-        "norm_eps": fields.get("layer_norm_epsilon", 1e-5), "tied": fields.get("tie_word_embeddings", True),
-    }  # fmt: skip
-
-
-def _cohere(fields: Fields) -> dict[str, Any]:
-    """Command R, and Command R7B (cohere2), whose layers without a window have no positions."""
-    refuse(fields, "use_qk_norm", "attention_bias")
-    placed = windows(fields, fields.get("sliding_window_pattern", 4)) if fields["model_type"] == "cohere2" else {}
-    return _gpt_like({"hidden_act": "silu"} | dict(fields)) | placed | {
-        "gated_ffn": True, "bias": False, "norm_bias": False, "parallel_norms": 1,
-        "logit_scale": fields.get("logit_scale", 0.0625), "unrotated_every": placed.get("full_every"),
-        "tied": fields.get("tie_word_embeddings", True),
-    }  # fmt: skip
-
-
-def _nemotron(fields: Fields) -> dict[str, Any]:
-    """Nemotron-4 and Minitron."""
-    return _gpt_like({"hidden_act": "relu2"} | dict(fields)) | biases(fields) | {
-        "norm_eps": fields.get("norm_eps", 1e-5),
-        "rotary_size": rotary_size(fields, 0.5, "rope_percent"),
-    }  # fmt: skip
-
-
-def _opt(fields: Fields) -> dict[str, Any]:
-    """Its table of positions has two more rows, which nothing reads."""
-    hidden = fields["hidden_size"]
-    if not fields.get("do_layer_norm_before", True) or fields.get("word_embed_proj_dim", hidden) != hidden:
-        raise UserError("norms after branches and a narrower embedding (OPT-350m) are not supported")
-    refuse(fields, "_remove_final_layer_norm")
-    return {
-        "layers": fields["num_hidden_layers"], "hidden": hidden, "heads": fields["num_attention_heads"],
-        "ffn": fields["ffn_dim"], "activation": activation(fields, "activation_function", "relu"),
-        "bias": fields.get("enable_bias", True), "norm_weight": fields.get("layer_norm_elementwise_affine", True),
-        "vocab": fields["vocab_size"], "context": fields["max_position_embeddings"],
-        "tied": fields.get("tie_word_embeddings", True),
-    }  # fmt: skip
-
-
-def _bloom(fields: Fields) -> dict[str, Any]:
-    refuse(fields, "apply_residual_connection_post_layernorm")
-    return {
-        "layers": fields.get("n_layer") or fields["num_hidden_layers"],
-        "hidden": fields.get("hidden_size") or fields["n_embed"],
-        "heads": fields.get("n_head") or fields["num_attention_heads"],
-        "norm_eps": fields.get("layer_norm_epsilon", 1e-5), "positions": "alibi", "embedding_norm": True,
-        "vocab": fields["vocab_size"], "context": fields.get("seq_length") or 2048,
-        "tied": fields.get("tie_word_embeddings", True),
-    }  # fmt: skip
-
-
-def _mpt(fields: Fields) -> dict[str, Any]:
-    attention = fields.get("attn_config") or {}
-    refuse(attention, "clip_qkv", "qk_ln", "prefix_lm")
-    refuse(fields, "logit_scale")
-    if not attention.get("alibi", True) or attention.get("alibi_bias_max", 8) != 8:
-        raise UserError("attn_config without alibi, or with an alibi_bias_max other than 8, is not supported")
-    if not fields.get("no_bias", True):
-        raise UserError("no_bias = False is not supported")
-    return {
-        "layers": fields["n_layers"], "hidden": fields["d_model"], "heads": fields["n_heads"],
-        "ffn": fields.get("expansion_ratio", 4) * fields["d_model"], "activation": "gelu", "positions": "alibi",
-        "bias": False, "norm_bias": False, "norm_eps": fields.get("layer_norm_epsilon", 1e-5),
-        "attention_scale": attention.get("softmax_scale"), "vocab": fields["vocab_size"],
-        "context": fields["max_seq_len"], "tied": fields.get("tie_word_embeddings", True),
-    }  # fmt: skip
-
-
-def _gpt_oss(fields: Fields) -> dict[str, Any]:
-    if fields.get("swiglu_limit", 7.0) != 7.0 or fields.get("swiglu_alpha", 1.702) != 1.702:
-        raise UserError("swiglu_limit other than 7 is not supported")
-    moe = experts(fields, fields["num_local_experts"], None, normalize=True) | {"normalize": True, "bias": True}
-    return llama_family({"rms_norm_eps": 1e-5, **fields}) | windows(fields, every=2) | {
-        "bias": bool(fields.get("attention_bias", True)), "ffn_bias": False, "attention_sinks": True,
-        "activation": "clamped_swiglu", "moe": moe,
-    }  # fmt: skip
-
-
-WITH_EXPERTS: dict[str, Callable[[Fields], dict[str, Any]]] = {"gpt_oss": _gpt_oss}
-FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
-    "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "phi": _phi, "phi3": _phi3, "gpt_neox": _gpt_neox,
-    "gptj": _gptj, "olmo": _olmo, "olmo2": _olmo2, "olmo3": _olmo2, "starcoder2": _starcoder2,
-    "stablelm": _stablelm, "falcon": _falcon, "opt": _opt, "bloom": _bloom, "mpt": _mpt, "cohere": _cohere,
-    "cohere2": _cohere, "granite": _granite, "nemotron": _nemotron, "smollm3": _smollm3, "glm": _glm, "glm4": _glm,
+FAMILIES = {
+    family.kind: family
+    for family in (
+        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3,
+        KIMI_K2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, GPT_NEOX, GPTJ, OLMO, OLMO2, OLMO3, STARCODER2, STABLELM, FALCON,
+        OPT, BLOOM, MPT, COHERE, COHERE2, GRANITE, NEMOTRON, SMOLLM3, GLM, GLM4, GPT_OSS, GLM4_MOE, MINIMAX_M2,
+        GRANITE_MOE, SEED_OSS, ERNIE, EXAONE4, GPT_BIGCODE, GPT_NEO, ARCEE,
+    )
 }  # fmt: skip
 
 REFUSED = {

@@ -141,7 +141,8 @@ def _last_two(shape: Shape) -> Shape:
                          for of in (model.is_windowed, model.is_rotated))  # fmt: skip
     update = {
         "layers": 2, "moe": moe, "full_every": 2 if windowed == [True, False] else None,
-        "full_first": int(windowed == [False, True]), "unrotated_every": 2 if rotated == [True, False] else None,
+        "full_offset": 0, "full_first": int(windowed == [False, True]),
+        "unrotated_every": 2 if rotated == [True, False] else None,
         "sliding_window": model.sliding_window if any(windowed) else None,
     }  # fmt: skip
     return replace(shape, model=model.model_copy(update=update), recompute=policies)

@@ -77,7 +77,7 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
         del document["kv_heads"], document["head_size"]
         small = {"key_value_rank": 4, "plain_size": 4, "rotary_size": 2, "value_size": 4}
         document["latent"] = small | ({"query_rank": 4} if model.latent.query_rank else {})
-    windows = ("sliding_window", "full_every", "full_first", "rope_theta_local")
+    windows = ("sliding_window", "full_every", "full_offset", "full_first", "rope_theta_local")
     for key in (*windows, "rope_scaling", "rotary_size"):
         document.pop(key, None)
     # The fewest that fill the pipeline; a V needs twice as many.

@@ -1,0 +1,407 @@
+"""Parts of Hugging Face families that several keys of `config.json` say together: each reads and writes them.
+
+Files of `transformers` 4 and 5 differ in where rotary positions stand: beside the other keys, or in a table
+`rope_parameters`. Both are read, and both are written. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.model.huggingface.spec import REQUIRED, Fields, Key, get, has
+from ironlaw.model.yarn import is_yarn
+
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+"""Names of activations in `config.json`, and ours; of several, the first is written."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    default: str = "silu"
+    key: str = "hidden_act"
+    also: tuple[str, ...] = ()
+    legacy: Mapping[str, str] | None = None  # names that mean others in this family
+    name = "activation"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        names = [fields[key] for key in (*self.also, self.key) if fields.get(key)]
+        named = (self.legacy or {}).get(names[0] if names else self.default, names[0] if names else self.default)
+        if named not in ACTIVATIONS:
+            raise UserError(f"{self.key} = '{named}' is not supported: {did_you_mean(str(named), ACTIVATIONS)}")
+        return {"activation": ACTIVATIONS[named]}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        written = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+        return dict.fromkeys((self.key, *self.also), written[view["activation"]])
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: base, scaling, and how much of a head they turn."""
+
+    theta: float | None = 10_000.0  # where a file has none; None: versions of `transformers` differ, so it must
+    theta_key: str = "rope_theta"
+    share: float | None = None  # of a head, where a file does not say; None: the family turns all of it
+    share_key: str = "partial_rotary_factor"
+    count_key: str | None = None  # older files have elements of a head instead
+    scaling: Mapping[str, Any] | None = None  # where a file has no table
+    local_key: str | None = None  # layers with a window have a base of their own (under this key), and no scaling
+    local_theta: float | None = None
+    by_kind: bool = False  # the table has one of each kind of layer
+    name = "rope"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        newer: Fields = fields.get("rope_parameters") or {}
+        table = {**newer.get("full_attention", newer), **(fields.get("rope_scaling") or {})}
+        if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
+            table = dict(self.scaling or {})
+        theta = table.get("rope_theta") or fields.get(self.theta_key) or self.theta
+        if theta is None:
+            raise KeyError(self.theta_key)
+        if "rope_theta" not in table and self.theta_key not in fields:
+            _agree(fields, "rope_theta", theta, self.theta_key)
+        scaling = read_scaling(table, fields)
+        found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}
+        if table.get("short_factor") is not None:
+            found |= {"rope_short": tuple(table["short_factor"]), "rope_long": tuple(table["long_factor"])}
+        found |= {"rotary_size": self._turned(table, fields, values)}
+        if self.by_kind and values.get("sliding_window") is not None:
+            local = (newer.get("sliding_attention") or {}).get("rope_theta")
+            local = local or fields.get(self.local_key or "") or self.local_theta or theta
+            found["rope_theta_local"] = float(local) if scaling or float(local) != float(theta) else None
+        return found
+
+    def _turned(self, table: Fields, fields: Fields, values: Fields) -> int | None:
+        share = table.get("partial_rotary_factor") or fields.get(self.share_key) or self.share or 1.0
+        if "partial_rotary_factor" not in table and self.share_key not in fields:
+            _agree(fields, "partial_rotary_factor", share, self.share_key)
+        if self.share is None and share != 1.0:
+            raise UserError(f"partial_rotary_factor = {share} is not supported: the family turns whole heads")
+        size = values.get("head_size") or values["hidden"] // values["heads"]
+        if self.count_key and self.count_key in fields and not ({"partial_rotary_factor"} & {*table, *fields}):
+            share = fields[self.count_key] / size
+        return None if int(size * share) == size else int(size * share)
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        scaling, theta = written_scaling(view), view["rope_theta"]
+        table = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+        found: dict[str, Any] = {"rope_theta": theta, self.theta_key: theta, "rope_scaling": scaling}
+        if scaling and scaling["rope_type"] == "longrope" and self._follows(view):
+            # Version 4 wants these three in its table, and no others.
+            names = ("short_factor", "long_factor")
+            found["rope_scaling"] = {"type": "longrope"} | {name: scaling[name] for name in names}
+        if self.scaling is not None and scaling is None:  # or its own would be taken
+            found["rope_scaling"] = {"rope_type": "default"}
+        if self.share is not None:
+            share = view["rotary_size"] / view["head_size"]
+            if int(view["head_size"] * share) < view["rotary_size"]:
+                share = math.nextafter(share, 2.0)
+            table["partial_rotary_factor"] = share
+            found |= {"partial_rotary_factor": share, self.share_key: share}
+            found |= {self.count_key: view["rotary_size"]} if self.count_key else {}
+        if self.by_kind:
+            local = view["rope_theta_local"] or theta
+            found["rope_parameters"] = {
+                "full_attention": table, "sliding_attention": {"rope_type": "default", "rope_theta": local}
+            }  # fmt: skip
+            return found | ({self.local_key: local} if self.local_key else {})
+        if "original_max_position_embeddings" in table:
+            found["original_max_position_embeddings"] = table["original_max_position_embeddings"]
+        return found | {"rope_parameters": table}
+
+    @staticmethod
+    def _follows(view: Fields) -> bool:
+        """Whether LongRoPE's factor is what follows from the two lengths."""
+        scaling = view["rope_scaling"]
+        return "attention_factor" not in scaling and scaling["factor"] == view["context"] / scaling["original_context"]
+
+
+def _agree(fields: Fields, key: str, value: float, own: str) -> None:
+    if fields.get(key) is not None and float(fields[key]) != float(value):
+        raise UserError(f"{key} = {fields[key]} stands where transformers reads {own} (here {value}): write that key")
+
+
+def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
+    """ModelConfig's `rope_scaling` of a table in a file."""
+    kind = table.get("rope_type") or table.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return {"factor": float(table["factor"])}
+    if kind not in ("llama3", "yarn", "longrope", "su"):
+        raise UserError(f"rope_scaling of type '{kind}' is not supported: linear, llama3, yarn and longrope are")
+    # Of LongRoPE the key beside the table holds, or without it the family's default.
+    there = fields if kind in ("longrope", "su") else table
+    original = float(there["original_max_position_embeddings"])
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        return {name: float(table[name]) for name in names} | {"original_context": original}
+    found = {"factor": float(table.get("factor") or fields["max_position_embeddings"] / original)}
+    extra = ["attention_factor"]
+    if kind == "yarn":
+        found |= {"beta_fast": float(table.get("beta_fast") or 32), "beta_slow": float(table.get("beta_slow") or 1)}
+        found |= {} if table.get("truncate", True) else {"truncate": 0.0}
+        extra += ["mscale", "mscale_all_dim"]
+    return found | {"original_context": original} | {name: float(table[name]) for name in extra if table.get(name)}
+
+
+def written_scaling(view: Fields) -> dict[str, Any] | None:
+    if view["rope_scaling"] is None:
+        return None
+    scaling = dict(view["rope_scaling"])
+    if set(scaling) == {"factor"}:
+        return {"rope_type": "linear", **scaling}
+    scaling["original_max_position_embeddings"] = int(scaling.pop("original_context"))
+    if view["rope_short"] and view["rope_long"]:
+        factors = {"short_factor": list(view["rope_short"]), "long_factor": list(view["rope_long"])}
+        return {"rope_type": "longrope", **factors, **scaling}
+    if is_yarn(scaling):
+        return {"rope_type": "yarn", **scaling} | ({} if scaling.get("truncate", 1.0) else {"truncate": False})
+    return {"rope_type": "llama3", **scaling}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The sliding window, and the layers that have it."""
+
+    size: int | None = None  # where a file does not say
+    kinds: bool = False  # files may list the kind of every layer
+    every: int | None = None  # where they do not, each n-th layer looks at all tokens; None: no layer does
+    every_key: str | None = None
+    first_key: str | None = None  # layers from this one on have the window (Qwen2); 28 where a file does not say
+    switch: str | None = None  # a key that turns windows on at all
+    turned: str = "all"  # which layers have rotary positions; "windowed or all": all where no layer has a window
+    name = "windows"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        window = fields.get("sliding_window", self.size)
+        off = window is None or (self.switch and not fields.get(self.switch))
+        placed = None if off else self._placed(fields, values["layers"])
+        found = {} if placed is None else {"sliding_window": window, **placed}
+        if self.turned == "all" or (window is None and self.turned != "windowed"):
+            return found
+        if not found or found.get("full_first") or found.get("full_offset"):
+            raise UserError("layer_types is not supported: layers without positions are every n-th")
+        return found | {"unrotated_every": found.get("full_every")}
+
+    def _placed(self, fields: Fields, layers: int) -> dict[str, Any] | None:
+        """Where full attention is; None: everywhere."""
+        kinds = fields.get("layer_types")
+        if kinds is not None and (self.kinds or "full_attention" in kinds):
+            if not self.kinds:
+                raise UserError("layer_types is not supported: all layers of the family have the window")
+            return _places([kind == "full_attention" for kind in kinds][:layers])
+        if self.first_key:
+            first = fields.get(self.first_key, 28)
+            return {"full_first": first} if first < layers else None
+        every = fields.get(self.every_key or "") or self.every
+        return {} if every is None else {"full_every": every}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        windowed, window = view["windowed"], view["sliding_window"] if any(view["windowed"]) else None
+        found: dict[str, Any] = {"sliding_window": window}
+        if self.kinds:
+            found["layer_types"] = ["sliding_attention" if each else "full_attention" for each in windowed]
+        if self.every_key and view["full_every"] and not view["full_offset"]:
+            found[self.every_key] = view["full_every"]
+        if self.first_key:
+            found[self.first_key] = view["full_first"] if window else view["layers"]
+        return found | ({self.switch: window is not None} if self.switch else {})
+
+
+def _places(full: list[bool]) -> dict[str, Any] | None:
+    layers = len(full)
+    if all(full):
+        return None
+    first, steps = full.count(True), range(2, layers + 1)
+    regular = [(every, 0) for every in steps]
+    shifted = [(every, offset) for every in steps for offset in range(1, every)]
+    for every, offset in [*regular, (0, 0), *shifted]:
+        if not every and full == [layer < first for layer in range(layers)]:
+            return {"full_first": first}
+        if every and full == [(layer + 1 + offset) % every == 0 for layer in range(layers)]:
+            return {"full_every": every, "full_offset": offset}
+    raise UserError("layer_types is not supported: full attention is in the first layers, or in every n-th")
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """GPT-Neo's `attention_types`: [[["global", "local"], 12]] are 24 layers that take turns."""
+
+    name = "windows"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        types = fields.get("attention_types") or [[["global", "local"], 12]]
+        kinds = [kind for group, count in types for kind in group * count]
+        if len(kinds) != values["layers"]:
+            raise UserError(f"attention_types has {len(kinds)} layers, num_layers is {values['layers']}")
+        placed = _places([kind == "global" for kind in kinds])
+        return {} if placed is None else {"sliding_window": fields.get("window_size", 256), **placed}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        kinds = ["local" if windowed else "global" for windowed in view["windowed"]]
+        return {"attention_types": [[kinds, 1]], "window_size": view["sliding_window"] or 256}
+
+
+@dataclass(frozen=True)
+class Unrotated:
+    """SmolLM3's layers without positions."""
+
+    name = "unrotated"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        every, rotated = fields.get("no_rope_layer_interval", 4), fields.get("no_rope_layers")  # 1: with positions
+        if rotated is None or [bool(r) for r in rotated] == [(n + 1) % every != 0 for n in range(values["layers"])]:
+            return {"unrotated_every": every}
+        if not all(rotated):
+            raise UserError("no_rope_layers is not supported: every n-th layer is without positions, or none")
+        return {}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return {
+            "no_rope_layers": [int(rotated) for rotated in view["rotated"]],
+            "no_rope_layer_interval": view["unrotated_every"] or view["layers"] + 1,
+        }
+
+
+@dataclass(frozen=True)
+class SparseLayers:
+    """Qwen's: every `decoder_sparse_step`-th layer has experts, but for those named in `mlp_only_layers`."""
+
+    name = "sparse_layers"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        dense = sorted(fields.get("mlp_only_layers") or [])
+        if dense != list(range(len(dense))):
+            raise UserError(f"mlp_only_layers = {dense} is not supported: the first layers are")
+        return {"moe.dense_layers": len(dense), "moe.every": fields.get("decoder_sparse_step", 1)}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return {"decoder_sparse_step": view["moe.every"], "mlp_only_layers": list(range(view["moe.dense_layers"]))}
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """DeepSeek's: experts of the best groups only. `method`: a key that turns them on (V2), and its two values."""
+
+    default: tuple[int | None, int | None] = (None, None)
+    method: tuple[str, str] | None = None
+    name = "expert_groups"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        method = fields.get("topk_method", "greedy")
+        if self.method and method not in self.method:
+            raise UserError(f"topk_method = {method} is not supported: {' and '.join(self.method)} are")
+        groups = fields.get("n_group", self.default[0]) or 1
+        if groups == 1 or (self.method and method == self.method[0]):
+            return {}
+        return {"moe.groups": groups, "moe.groups_per_token": fields.get("topk_group", self.default[1])}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        groups, seen = view["moe.groups"], view["moe.groups_per_token"] or view["moe.groups"]
+        method = {"topk_method": self.method[seen < groups]} if self.method else {}
+        return {"n_group": groups, "topk_group": seen} | method
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """So many experts that every token visits, each as wide as the others."""
+
+    default: Any
+    key: str = "n_shared_experts"
+    name = "shared_experts"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        return Key("moe.shared_experts", self.key, self.default).read(fields, values)
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return {self.key: view["moe.shared_ffn"] // view["moe.expert_ffn"]}
+
+
+@dataclass(frozen=True)
+class SharedWidth:
+    """The width of all shared experts together; 0: none."""
+
+    key: str
+    default: Any = REQUIRED
+    name = "shared_experts"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        width = Key("width", self.key, self.default).read(fields, values)["width"]
+        return {"moe.shared_experts": 1, "moe.shared_ffn": width} if width else {}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return {self.key: view["moe.shared_ffn"]}
+
+
+@dataclass(frozen=True)
+class FalconHeads:
+    """Falcon 7B: one norm and one key/value head; from 40B on two norms and groups of heads."""
+
+    name = "kv_heads"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        newer, parallel = fields.get("new_decoder_architecture"), fields.get("parallel_attn", True)
+        heads, norms = values["heads"], fields.get("num_ln_in_parallel_attn")
+        kv_heads = (fields.get("num_kv_heads") or heads) if newer else 1 if fields.get("multi_query", True) else heads
+        return {"kv_heads": kv_heads, "parallel_norms": (norms or 2) if newer else 1 if parallel else 0}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        norms, kv_heads = view["parallel_norms"], view["kv_heads"]
+        one = kv_heads == 1 and norms == 1
+        newer = not one and norms > 0
+        return {
+            "multi_query": kv_heads == 1 and not newer, "new_decoder_architecture": newer, "parallel_attn": norms > 0,
+            "num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms if newer else None,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """A width that files give as a multiple of the model's (MPT)."""
+
+    key: str
+    default: int
+    name = "ffn"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        return {"ffn": (get(fields, self.key) if has(fields, self.key) else self.default) * values["hidden"]}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return {self.key: view["ffn"] // view["hidden"]}
+
+
+@dataclass(frozen=True)
+class OneWidth:
+    """OPT's embedding may be narrower than its blocks (OPT-350m)."""
+
+    name = "hidden"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        if fields.get("word_embed_proj_dim") not in (None, fields["hidden_size"]):
+            raise UserError("norms after branches and a narrower embedding (OPT-350m) are not supported")
+        return {"hidden": fields["hidden_size"]}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return {"hidden_size": view["hidden"], "word_embed_proj_dim": view["hidden"]}
+
+
+@dataclass(frozen=True)
+class Always:
+    """Keys that are no part of the model here, and written so that they are none there."""
+
+    keys: Mapping[str, Any]
+    name = "always"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        return {}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        return dict(self.keys)

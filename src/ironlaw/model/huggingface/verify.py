@@ -1,0 +1,113 @@
+"""Whether `transformers` computes from a directory what our model computes: both, on the same tokens, in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ironlaw.model.transformer import Transformer
+
+TOLERANCE = 2e-4  # of the largest logit; two implementations in fp32 agree to about 1e-6
+TOKENS, MOST_TOKENS = 256, 2048
+
+
+@dataclass(frozen=True)
+class Verified:
+    """`largest_difference` and `largest_logit` over `tokens` positions; `reason`: why there was nothing to compare."""
+
+    version: str | None = None
+    largest_difference: float | None = None
+    largest_logit: float | None = None
+    tokens: int = 0
+    reason: str | None = None
+    problem: str | None = None  # what `transformers` said when it could not read the directory
+
+    @property
+    def differs(self) -> bool:
+        if self.largest_difference is None or self.largest_logit is None:
+            return self.problem is not None
+        return not self.largest_difference <= TOLERANCE * self.largest_logit  # NaN differs, too
+
+    def to_json(self) -> dict[str, Any]:
+        if self.largest_difference is None:
+            return {"verified": False, "reason": self.reason or self.problem}
+        return {
+            "verified": not self.differs, "with": self.version, "tokens": self.tokens,
+            "largest_difference": self.largest_difference, "largest_logit": self.largest_logit,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        if self.largest_difference is None:
+            return f"not verified: {self.reason or self.problem}"
+        return (
+            f"{self.version} computes the same: logits of {self.tokens} tokens differ by at most "
+            f"{self.largest_difference:.1e} of {self.largest_logit:.1f}"
+        )
+
+
+def verify(folder: Path, model: Transformer, dtype: torch.dtype = torch.float32) -> Verified:
+    """Compare `model`, its weights rounded to `dtype` in place as `folder` has them, with what `transformers` reads."""
+    if importlib.util.find_spec("transformers") is None:
+        return Verified(reason="transformers is not installed (pip install 'ironlaw[hf]')")
+    needed, free = 4 * model.config.parameters, psutil.virtual_memory().available
+    if needed > 0.8 * free:
+        return Verified(reason=f"a second copy takes {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free")
+    with quiet():
+        return _compare(folder, model, dtype)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what libraries say of kernels that they could not load, and the like."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _compare(folder: Path, model: Transformer, dtype: torch.dtype) -> Verified:
+    import transformers
+
+    version = f"transformers {transformers.__version__}"
+    config = model.config
+    if not _knows(folder):
+        return Verified(reason=f"{version} does not know the architecture")
+    length = min(config.context, max(TOKENS, min(MOST_TOKENS, (config.sliding_window or 0) + TOKENS)))
+    tokens = torch.randint(0, config.vocab, (1, length), generator=torch.Generator().manual_seed(0))
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        ).eval()
+        with torch.no_grad():
+            other = theirs(tokens).logits
+    except Exception as error:  # whatever it is that does not fit
+        return Verified(version, problem=f"{version} cannot read it: {' '.join(str(error).split())[:200]}")
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():  # and not the rotary tables, which no file has
+            tensor.copy_(tensor.to(dtype))
+        ours = model(tokens)
+    difference, largest = float((ours - other).abs().max()), float(ours.abs().max())
+    return Verified(version, difference, largest, length)
+
+
+def _knows(folder: Path) -> bool:
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True)
+    except ValueError as error:
+        return "does not recognize" not in str(error)
+    return True

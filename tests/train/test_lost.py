@@ -1,0 +1,75 @@
+"""Nothing of a run is lost, and no other model taken for it, without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.train.loop import StepReport
+
+Train = Callable[..., object]
+Config = Callable[..., RunConfig]
+Here = Callable[..., tuple[int, str, str]]
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("lose", [damage, shutil.rmtree])
+@pytest.mark.parametrize("stop_at", [None, 6, 10])
+def test_a_run_without_a_usable_checkpoint_is_left_as_it_is(
+    tiny_config: Config, train: Train, tmp_path: Path, lose: Callable[[Path], None], stop_at: int | None
+) -> None:
+    def stop(report: StepReport) -> None:
+        if report.step == stop_at:
+            raise InterruptedError
+
+    run = tmp_path / "run"
+    with contextlib.suppress(InterruptedError):
+        train(tiny_config(), run, watch=stop)
+    for checkpoint in (run / "checkpoints").iterdir():
+        lose(checkpoint)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"none of its checkpoints can be used.*start over with another --out") as error:
+        train(tiny_config(), run, resume=True)
+    assert "\n" not in str(error.value)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    tiny_config: Config, train: Train, losses: Callable[[Path], object], tmp_path: Path
+) -> None:
+    def stop(report: StepReport) -> None:
+        if report.step == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(tiny_config(), tmp_path / "run", watch=stop)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    train(tiny_config(), tmp_path / "run", resume=True)
+    train(tiny_config(), tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_generate_and_export_say_which_step_they_take(
+    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert ironlaw_here("train", tiny_file(), "--out", "run")[0] == 0
+    code, out, _ = ironlaw_here("generate", "run", "--tokens", "2", "--json")
+    assert code == 0 and json.loads(out)["step"] == 12 and json.loads(out)["passed_over"] == []
+    damage(tmp_path / "run" / "checkpoints" / "step-00000012")
+    code, out, messages = ironlaw_here("generate", "run", "--tokens", "2")
+    assert code == 0 and "step-00000012 is damaged" in messages and "step 8" in messages
+    code, out, messages = ironlaw_here("export", "run", "there", "--json")
+    assert code == 0, messages
+    assert json.loads(out)["step"] == 8 and "step-00000012 is damaged" in json.loads(out)["passed_over"][0]
+    code, out, messages = ironlaw_here("export", "run", "again")
+    assert code == 0 and "step 8" in out and "step-00000012 is damaged" in messages
