@@ -69,7 +69,7 @@ class WholeFiles:
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         taken: tuple[dict[str, Tensor], dict[str, Any]] = host_copy(
-            (unique_weights(model), {name: part.state_dict() for name, part in states.items()})
+            (self._weights(model), {name: part.state_dict() for name, part in states.items()})
         )
         return taken
 
@@ -80,9 +80,7 @@ class WholeFiles:
         return {name: sha256(folder / name) for name in (WEIGHTS, STATE)}
 
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
-        weights = load_file(folder / WEIGHTS)
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        self._load(model, load_file(folder / WEIGHTS), folder)
         if not states:
             return []
         saved = torch.load(folder / STATE, weights_only=True)
@@ -100,8 +98,29 @@ class WholeFiles:
                 ) from None
         return sorted(states.keys() - saved.keys())
 
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return unique_weights(model)
 
-STORES: dict[str, Store] = {WholeFiles.name: WholeFiles()}  # by the name in the index
+    def _load(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+        missing = model.load_state_dict(weights, strict=False).missing_keys
+        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+
+
+class AdapterFiles(WholeFiles):
+    """The same without what is frozen, which lies elsewhere: `base` in the index says where."""
+
+    name = "adapters"
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+
+    def _load(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+        if weights.keys() != self._weights(model).keys():
+            raise UserError(f"the checkpoint {folder} is of other adapters: resume with its own [finetune]")
+        model.load_state_dict(weights, strict=False)
+
+
+STORES: dict[str, Store] = {store.name: store for store in (WholeFiles(), AdapterFiles())}  # by the name in the index
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
