@@ -13,7 +13,7 @@ from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.rules import RULES, Axis
 from ironlaw.ledger import Kind, Ledger, Phase
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 
 def verdict(plan: Ledger, gains: dict[str, float] | None = None, **changes: Any) -> Diagnosis:
@@ -39,6 +39,17 @@ PLANTED: dict[str, dict[str, Any]] = {
     "slower_throughout": {"kinds": dict.fromkeys(("matmul", "attention", "elementwise", "norm", "loss"), 1.6)},
     "precision": {"gains": {"precision": 0.4}},
     "oversubscribed": {"gains": {"threads": 0.3}, "facts": {"threads": 4, "cores": 2}},
+    "threads_few": {"gains": {"threads": 0.3}, "facts": {"threads": 1, "cores": 2}},
+    "memory_grows": {"facts": {"memory_growth": {"bytes_per_step": 2**20, "holder": "losses", "place": "a.py:7"}}},
+    "mode_left_on": {
+        "gains": {"mode": 0.3},
+        "facts": {"left_on": [{"name": "Anomaly detection", "saved": 0.4, "place": "a.py:1"}]},
+    },
+    "float64": {"gains": {"float64": 0.4}, "facts": {"float64": {"saved": 0.5, "place": "a.py:2"}}},
+    "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
+    "update_unfused": {"gains": {"fused_update": 0.2}},
+    "attention_kernel": {"gains": {"blocked": 0.2}},
+    "forwards_unread": {"facts": {"forwards_per_step": 2.0, "backwards_per_step": 1.0, "forward_lines": ["a.py:9"]}},
     "attention_unfused": {"gains": {"attention": 0.3}},
     "attention_unfused_trace": {"facts": {"unfused_attention": True}},
     "batch_small": {"gains": {"batch": 0.6}},

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ironlaw.catalog.formats import computing_formats, number_format
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.estimate import plan_cluster
@@ -11,7 +12,7 @@ from ironlaw.plan.cluster.ingredients import block_products, product_seconds, st
 from ironlaw.plan.cluster.jobs import jobs_of
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.setting import setting
-from ironlaw.plan.engines.low_precision import NARROW, Casts, held_by
+from ironlaw.plan.engines.low_precision import Casts, held_by
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import parse_layout
 
@@ -91,7 +92,7 @@ def test_parameters_stored_in_8_bits_are_gathered_in_8_bits():
 def test_wide_precisions_and_unknown_software_are_as_before():
     for precision in ("bf16", "fp16"):
         assert held_by("transformer-engine", precision, "hopper", True) == held_by("", precision, "hopper", False)
-    for precision in NARROW:
+    for precision in [name for name in computing_formats() if number_format(name).narrow]:
         assert "not known" in held_by("", precision, "hopper", False).says
         assert block("generic", precision, cluster="8xb200-sxm") == block("generic", "bf16", cluster="8xb200-sxm")
 

@@ -11,10 +11,11 @@ from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import Transformer
-from ironlaw.plan.process.memory import in_execution_order, walk
+from ironlaw.model.transformer import Transformer, block_attention
+from ironlaw.plan.memory import highest
 from ironlaw.workload.operations import saved_bytes
-from ironlaw.workload.transformer import Precision, Shape, layer_groups, training_operations
+from ironlaw.workload.program import unfolded
+from ironlaw.workload.transformer import Precision, Shape, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {
@@ -43,19 +44,24 @@ CASES: dict[str, dict[str, Any]] = (
 )
 CASES |= {name: GPT | {"ffn": 112} | family for name, family in FAMILIES.items()}
 BATCH, SEQUENCE = 4, 48
+BLOCKED = {  # several blocks of queries, one of them smaller
+    "gpt": GPT | {"context": 150}, "llama": LLAMA | {"context": 150},
+    "qwen": LLAMA | {"qk_norm": True, "head_size": 24, "context": 150},
+}  # fmt: skip
 LOSS_SCALARS = 16  # bytes: the total weight that the loss keeps, and the loss itself
 
 
-def step(config: ModelConfig, precision: str) -> tuple[Transformer, torch.Tensor, Any]:
+def step(config: ModelConfig, precision: str, blocked: bool = False) -> tuple[Transformer, torch.Tensor, Any]:
     torch.manual_seed(0)
     model = Transformer(config)
-    tokens = torch.randint(0, config.vocab, (BATCH, SEQUENCE))
+    block_attention(model, blocked)
+    tokens = torch.randint(0, config.vocab, (BATCH, config.context))
     return model, tokens, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def saved_by_autograd(config: ModelConfig, precision: str) -> int:
+def saved_by_autograd(config: ModelConfig, precision: str, blocked: bool = False) -> int:
     """Bytes of the storages that the graph of one forward pass keeps alive, each once, less what is there anyway."""
-    model, tokens, autocast = step(config, precision)
+    model, tokens, autocast = step(config, precision, blocked)
     targets = tokens.roll(-1, 1)
     saved: list[torch.Tensor] = []
 
@@ -78,12 +84,12 @@ def test_saved_bytes_are_those_of_autograd(name: str, precision: Precision) -> N
     assert abs(planned - saved_by_autograd(config, precision)) <= LOSS_SCALARS
 
 
-def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = False) -> int:
+def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = False, blocked: bool = False) -> int:
     """Bytes allocated by one forward and backward pass at its highest moment, by the profiler's record.
 
     `gradients_held`: gradients of an earlier micro-batch are there, and not counted.
     """
-    model, tokens, autocast = step(config, precision)
+    model, tokens, autocast = step(config, precision, blocked)
     targets = tokens.roll(-1, 1)
 
     def once() -> None:
@@ -102,8 +108,7 @@ def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = F
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Precision, tolerance: float) -> None:
     config = ModelConfig(**CASES[name])
-    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE, precision)), layer_groups(config))
-    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    planned = highest(list(unfolded(Shape(config, BATCH, SEQUENCE, precision)))).total
     assert planned == pytest.approx(highest_moment(config, precision), rel=tolerance)
 
 
@@ -111,9 +116,9 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Preci
 def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name: str) -> None:
     config = ModelConfig(**CASES[name])
     held = 4 * config.parameters
-    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE)), layer_groups(config), gradients_held=held)
-    assert peak.gradient_bytes == held
-    planned = peak.saved_bytes + peak.temporary_bytes
+    peak = highest(list(unfolded(Shape(config, BATCH, SEQUENCE))), gradients_held=held)
+    assert peak.components["gradients"] == held
+    planned = peak.total - held
     assert planned == pytest.approx(highest_moment(config, "fp32", gradients_held=True), rel=0.01)
 
 
@@ -121,11 +126,21 @@ def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name:
 @pytest.mark.parametrize("name", CASES)
 def test_everything_saved_is_freed_and_every_gradient_is_made(name: str, precision: Precision) -> None:
     config = ModelConfig(**CASES[name])
-    operations = list(
-        in_execution_order(training_operations(Shape(config, BATCH, SEQUENCE, precision)), layer_groups(config))
-    )
+    operations = list(unfolded(Shape(config, BATCH, SEQUENCE, precision)))
     assert sum(op.gradient_bytes for op in operations) == 4 * config.parameters
     saved = sum(op.saved_bytes for op in operations)
     freed = sum(op.frees_saved_bytes for op in operations)
     assert saved == freed
     assert all(op.gradient_bytes == 0 for op in operations if op.phase is Phase.FORWARD)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.02), ("bf16", 0.03)])
+@pytest.mark.parametrize("name", BLOCKED)
+def test_blocked_attention_holds_the_bytes_that_are_planned(name: str, precision: Precision, tolerance: float) -> None:
+    config = ModelConfig(**BLOCKED[name])
+    shape = Shape(config, BATCH, config.context, precision, blocked=True)
+    operations = training_operations(shape)
+    assert abs(saved_bytes(operations) - saved_by_autograd(config, precision, blocked=True)) <= LOSS_SCALARS
+    assert sum(op.saved_bytes for op in operations) == sum(op.frees_saved_bytes for op in operations)
+    planned = highest(list(unfolded(shape))).total
+    assert planned == pytest.approx(highest_moment(config, precision, blocked=True), rel=tolerance)

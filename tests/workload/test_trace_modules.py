@@ -189,20 +189,10 @@ def test_inference_saves_nothing() -> None:
     assert saved_bytes(operations) == 0
 
 
-class LooksAtValues(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) if x.sum() > 0 else self.layer(-x)
-
-
 @pytest.mark.parametrize(
     ("build", "inputs", "says"),
     [
-        (LooksAtValues, [Input("x", (8, 4))], "looks at the values"),
-        (lambda: nn.Linear(4, 4), [Input("input", (8, 5))], "check that it runs on real tensors"),
+        (lambda: nn.Linear(4, 4), [Input("input", (8, 5))], "check the names, shapes, dtypes and values"),
         (lambda: "no module", [Input("x", (8, 4))], "return a torch.nn.Module"),
         (Convolutional, [IMAGES[0], Input("lable", (4,), "int64")], "did you mean label"),
         (lambda: nn.Linear(4, 4).requires_grad_(False), [Input("input", (8, 4))], "unfreeze"),

@@ -11,10 +11,13 @@ import pytest
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
-from ironlaw.plan.process import traced as traced_plan
-from ironlaw.plan.process.traced import fits, line_name, plan_module, plan_traced
-from ironlaw.plan.process.traced_timing import AS_MATMUL, COPY_RATE
+from ironlaw.plan import module as traced_plan
+from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
+from ironlaw.plan.module import plan_module, plan_traced
+from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.totals import fits
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
+from ironlaw.workload.operations import line_name
 
 CODE = """
 import torch
@@ -157,6 +160,9 @@ def test_a_tiny_module_waits_for_its_host() -> None:
         ("x=4:bf16", Input("x", (4,), "bfloat16")),
         ("x=4:torch.float16", Input("x", (4,), "float16")),
         ("flag=scalar:bool", Input("flag", (), "bool")),
+        ("mask=8x16:int64:ones", Input("mask", (8, 16), "int64", "ones")),
+        ("tokens=8x16:int64:50257", Input("tokens", (8, 16), "int64", "50257")),
+        ("targets.0.boxes=4x4", Input("targets.0.boxes", (4, 4))),
     ],
 )
 def test_inputs(text: str, expected: Input) -> None:
@@ -172,6 +178,8 @@ def test_inputs(text: str, expected: Input) -> None:
         ("tokens=8x-1", "positive"),
         ("tokens=8x2:int46", "did you mean int64"),
         ("=8x2", "NAME=SIZES"),
+        ("tokens=8x2:int64:many", "zeros, ones, positions"),
+        ("tokens=8x2:int64:0", "number to draw below"),
     ],
 )
 def test_wrong_inputs(text: str, says: str) -> None:
@@ -203,7 +211,7 @@ def test_wrong_modules(package: str, spec: str, says: str) -> None:
         (TOKENS, "8xh200", "on one accelerator"),
         (TOKENS, "h2000", "did you mean"),
         (["tokns=2x64:int64", TOKENS[1]], "h200", "did you mean tokens"),
-        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check that it runs"),
+        (["tokens=2x640:int64", "targets=2x640:int64"], "h200", "check the names, shapes"),
     ],
 )
 def test_wrong_questions(package: str, inputs: list[str], on: str, says: str) -> None:
@@ -218,5 +226,22 @@ def test_layers_of_a_stack_share_a_line() -> None:
 
 
 def test_planning_does_not_import_torch() -> None:
-    code = "import sys, ironlaw.plan.process.traced; sys.exit('torch' in sys.modules)"
+    code = "import sys, ironlaw.plan.module; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_inputs_from_a_function_and_a_real_step(package: str, machine: Profile, tmp_path: Path) -> None:
+    more = "\ndef batch():\n    return {'image': torch.randn(4, 3, 20, 20)}\n"
+    (tmp_path / "with_batch_example.py").write_text(CODE + more, encoding="utf-8")
+    planned = {
+        real: plan_traced("with_batch_example:Image", ["with_batch_example:batch"], "this", real=real)[0]
+        for real in (False, True)
+    }
+    assert planned[True].facts["inputs"] == planned[False].facts["inputs"] == {"image": "4x3x20x20:float32"}
+    assert planned[True].totals["flops_per_step"].value == planned[False].totals["flops_per_step"].value
+
+
+def test_what_was_assumed_of_inputs_is_said(package: str) -> None:
+    answer = plan_request(f"{package}:build", on="h200", options=Options(inputs=tuple(TOKENS)))
+    assert [one["name"] for one in answer.more["assumed"]] == ["values of tokens", "values of targets"]
+    assert answer.more["assumed"][0]["how_to_set"] == "--input tokens=2x64:int64:VALUES"

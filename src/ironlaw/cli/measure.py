@@ -36,17 +36,39 @@ def measure_and_keep(threads: int | None = None) -> Profile:
     from ironlaw.machine.links import save_costs
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links
-    from ironlaw.machine.profile import earlier_profile, save_profile
+    from ironlaw.machine.profile import earlier_profile
 
+    earlier = earlier_profile()
     with progress("Measuring this machine") as update:
         profile = measure_machine(
             threads=threads,
             tokenizer_rate=tokenizer_rate,
-            earlier=earlier_profile(),
+            earlier=earlier,
             progress=lambda what, fraction: update(fraction, what),
         )
         if profile.device == "cpu":
             update(0.99, "two ranks")
             save_costs(measure_links(profile))
+    return kept(profile, earlier)
+
+
+def kept(profile: Profile, earlier: Profile | None) -> Profile:
+    """Store it, unless other programs disturbed it and an undisturbed one of the same machine is there."""
+    from ironlaw.machine import interference
+    from ironlaw.machine.profile import save_profile
+
+    share = interference.disturbed(profile)
+    calm = earlier if earlier is not None and interference.disturbed(earlier) is None else None
+    if share is not None and calm is not None and calm.machine == profile.machine:
+        messages().print(
+            f"Other programs used {share:.0%} of the cores meanwhile: the earlier measurement of "
+            f"{calm.created[:16].replace('T', ' ')} is kept. Measure again when they are done.", markup=False
+        )  # fmt: skip
+        return calm
     save_profile(profile)
+    if share is not None:
+        messages().print(
+            f"Other programs used {share:.0%} of the cores meanwhile: plans from this measurement have wide intervals. "
+            "Measure again when they are done.", markup=False,
+        )  # fmt: skip
     return profile

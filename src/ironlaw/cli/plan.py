@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw.cli.console import messages, output, print_json
+from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,9 @@ def plan(
     what: Annotated[
         str, typer.Argument(metavar="CONFIG|MODEL", help="A config file, a catalogued model, a Hugging Face config.")
     ],
-    on: Annotated[str, typer.Option(help="this, h100-sxm-80gb, 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")] = "this",
+    on: Annotated[
+        str | None, typer.Option(help="this (unless given), h100-sxm-80gb, 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
     tokens: Annotated[str | None, typer.Option(help="To train on in all: 1T, 500B, 2e12.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
@@ -53,8 +56,16 @@ def plan(
     grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
     pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     input_: Annotated[
-        list[str] | None, typer.Option("--input", help="Of a traced module: tokens=8x2048:int64.")
+        list[str] | None,
+        typer.Option("--input", help="Of a traced module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="REQUEST", help='Plan serving: "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms".'),
+    ] = None,
+    weights: Annotated[str | None, typer.Option(help="Of --serve: format of the weights, such as fp8, q4_k_m.")] = None,
+    kv: Annotated[str | None, typer.Option(help="Of --serve: format of the cache, bf16, fp8 or int8.")] = None,
+    real: Annotated[bool, typer.Option("--real", help="A traced module runs one step on real tensors.")] = False,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -63,18 +74,46 @@ def plan(
     from ironlaw.plan.request import plan_request
     from ironlaw.plan.work import Wishes
 
+    if serve is not None:
+        _plan_serving(what, on, set_ or [], serve, (weights, kv, engine, layout, emit, price_per_hour), json)
+        return
+    if weights or kv:
+        raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
         Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
-        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), network=network, per_node=per_node, ranks=ranks,
-        runnable=_runnable() if ranks else None,
+        Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
+        ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
-    answer = plan_request(what, on=on, overrides=set_ or [], options=options)
+    answer = plan_request(what, on=on or "this", overrides=set_ or [], options=options)
     if json:
         print_json(answer.to_json())
     elif answer.fits and "emit" in answer.more:
         _print_emitted(answer.more)
     else:
         _show(answer, why)
+    if not answer.fits:
+        raise typer.Exit(1)
+
+
+def _plan_serving(
+    what: str, on: str | None, overrides: list[str], request: str, said: tuple[Any, ...], json: bool
+) -> None:
+    from ironlaw.plan.request import resolve
+    from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+
+    if on == "this":
+        raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
+    answer = answer_serving(resolve(what, overrides).model, on, request, ServeOptions(*said))
+    if json:
+        print_json(answer.to_json())
+    elif "emit" in answer.more:
+        print(answer.more["emit"]["text"], end="")
+    else:
+        from ironlaw.report.cluster_view import show_assumed
+        from ironlaw.report.serving_view import show_serving
+
+        show_serving(output(), answer.ledger, answer.fits, answer.more)
+        show_assumed(output(), answer.more["assumed"])
     if not answer.fits:
         raise typer.Exit(1)
 

@@ -20,8 +20,14 @@ def validate(
 ) -> None:
     from ironlaw.errors import UserError
     from ironlaw.plan.engines.named import engine as engine_named
+    from ironlaw.plan.measured.inference import serving_rows
     from ironlaw.plan.measured.validate import validate as validate_runs
 
+    if (rows := serving_rows(runs)) is not None:
+        if html is not None or profile:
+            raise UserError("--html and --profile are of training runs: leave them out for a file of measured serving")
+        _validate_serving(runs, rows, json)
+        return
     engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
     if html is not None:
@@ -39,3 +45,16 @@ def validate(
         show_validation(output(), document)
     if html is not None:
         messages().print(f"The same with plots: {html}")
+
+
+def _validate_serving(runs: Path, rows: list[dict[str, str]], json: bool) -> None:
+    from ironlaw.plan.measured.inference import read_serving
+    from ironlaw.plan.measured.serving_record import serving_record
+
+    document = {"runs": str(runs)} | serving_record(*read_serving(rows))
+    if json:
+        print_json(document)
+    else:
+        from ironlaw.report.serving_record_view import show_serving_record
+
+        show_serving_record(output(), document)

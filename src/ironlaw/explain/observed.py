@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,24 @@ from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
 from ironlaw.files import read_json
-from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 
-GRADED = ("precision", "batch", "attention", "alignment", "threads")  # rules that rest on a remedy's gain
+GRADED = (
+    "precision",
+    "batch",
+    "attention",
+    "alignment",
+    "threads",
+    "mode",
+    "float64",
+    "fused_update",
+    "blocked",
+)  # rules that rest on a remedy's gain
+PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
 WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
@@ -35,6 +47,8 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     """What `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
     run = load_ledger(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
+    if plan.lines:
+        _share_keys(plan, run)
     _add_rates(plan, run)
     _add_ranks(run_dir, run)
     if not run.facts.get("machine_speed"):
@@ -46,6 +60,13 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
     metrics = read_metrics(run_dir / "metrics.jsonl")
     return Explanation(run_dir, None, "", plan, run, gap, diagnosis, remedies, note, metrics)
+
+
+def _share_keys(plan: Ledger, run: Ledger) -> None:
+    """What the loop does beside its module, the plan has the keys of, and no figures."""
+    known = {line.key for line in plan.lines}
+    plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
+    run.lines = named_as(run.lines, plan.lines)
 
 
 def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:
@@ -61,7 +82,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
     """Plans of the module run otherwise, each scaled to the samples of one step of the run."""
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
@@ -134,7 +155,7 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
 
 
 def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -> Ledger:
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     traced, facts = trace_from_json(operations), run.facts
@@ -149,11 +170,37 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
     if profile.threads != facts["threads"]:
         if facts["threads"] > (facts.get("cores") or profile.threads) == profile.threads:
             return plan_trace(traced, profile, **again)  # planned as it should run: more threads than cores help nobody
-        raise UserError(
-            f"the run used {facts['threads']} threads, this machine was measured with {profile.threads}: "
-            f"`ironlaw measure --threads {facts['threads']}` and explain again"
-        )
+        return _on_threads(plan_trace(traced, profile, **again), run, profile)
     return plan_trace(traced, profile, **again)
+
+
+def _on_threads(plan: Ledger, run: Ledger, profile: Profile) -> Ledger:
+    """A plan for other threads than were measured, by what they cost in this run: both were timed at its end. Without
+    that products are taken to scale with the threads and streams not at all. The interval spans no effect and all."""
+    threads, gains = int(run.facts["threads"]), run.facts.get("thread_gain")
+    proportional = profile.threads / threads
+    known = gains if gains and run.facts.get("cores") == profile.threads else None
+    factors = {
+        "matmul": 1 / (1 - min(0.95, known["matmul"])) if known else proportional,
+        "elementwise": 1 / (1 - min(0.95, known["elementwise"])) if known else 1.0,
+    }
+    before = plan.totals["step_seconds"]
+    plan.lines = [
+        line if line.kind is Kind.HOST or line.seconds is None
+        else replace(line, seconds=line.seconds * factors["matmul" if line.kind in PRODUCTS else "elementwise"])
+        for line in plan.lines
+    ]  # fmt: skip
+    step, (least, most) = sum(line.seconds or 0.0 for line in plan.lines), sorted((1.0, proportional))
+    how = "timed both ways at the end of the run" if known else "assumed: products in proportion"
+    plan.totals["step_seconds"] = Estimate(
+        step, before.origin, f"{before.basis}; measured with {profile.threads} threads, run with {threads}: {how}",
+        min(step, (before.low or before.value) * least), max(step, (before.high or before.value) * most),
+    )  # fmt: skip
+    peak = plan.facts["matmul_peak_flops_per_second"] / factors["matmul"]
+    plan.facts |= {"matmul_peak_flops_per_second": peak, "threads": threads, "threads_measured": profile.threads}
+    flops = plan.totals["flops_per_step"].value
+    plan.totals["mfu"] = Estimate(flops / step / peak, before.origin, "FLOPs / step time / peak with these threads")
+    return plan
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:

@@ -86,9 +86,63 @@ def _threads(now: Observed) -> Remedy | None:
         if x.kind is not Kind.HOST
     )
     return _remedy(
-        now, "threads", "As many threads as cores", Effect.NONE, "none", "more threads than cores",
+        now, "threads", "As many threads as cores", Effect.NONE, "none", "threads are not as many as cores",
         f"torch.set_num_threads({now.run.facts.get('cores')})", saved,
         "kernels timed both ways at the end of the run",
+    )  # fmt: skip
+
+
+def _busy(now: Observed) -> float:
+    return now.phase(Phase.FORWARD) + now.phase(Phase.BACKWARD)
+
+
+def _left_on(now: Observed) -> Remedy | None:
+    found = now.run.facts.get("left_on") or []
+    if not found:
+        return None
+    worst = max(found, key=lambda mode: mode["saved"])
+    where = f" ({worst['place']})" if worst["place"] else ""
+    return _remedy(
+        now, "mode", f"{worst['name']}: switch it back", Effect.NONE, "none for training", "a switch of PyTorch is on",
+        f"{worst['remedy']}{where}", worst["saved"] * _busy(now), "kernels timed both ways at the end of the run",
+    )  # fmt: skip
+
+
+def _float64(now: Observed) -> Remedy | None:
+    found = now.run.facts.get("float64")
+    if not found:
+        return None
+    return _remedy(
+        now, "float64", "Train in fp32", Effect.ROUNDING, "rounding differs: compare the loss of the first steps",
+        "weights are float64", f"model.float(), and inputs in torch.float32 ({found['place'] or 'where it is built'})",
+        found["saved"] * _busy(now), "both types timed at the end of the run",
+    )  # fmt: skip
+
+
+def _fused_update(now: Observed) -> Remedy | None:
+    found = now.run.facts.get("fused_update")
+    if not found:
+        return None
+    return _remedy(
+        now, "fused_update", "Fuse the update", Effect.ROUNDING, "rounding differs in the last bits",
+        "the optimizer updates tensor by tensor, or in several passes", f"{found['name']}(..., fused=True)",
+        found["seconds"] - found["fused_seconds"], "both ways timed at the end of the run",
+    )  # fmt: skip
+
+
+def _blocked(now: Observed) -> Remedy | None:
+    """The fused kernel against batched products in blocks of queries, both timed at the shapes of the run."""
+    found = now.run.facts.get("fused_calls_seconds")
+    if not found or now.run.facts.get("device") != "cpu":
+        return None
+    again = int(now.run.facts.get("accumulation") or 1)
+    return _remedy(
+        now, "blocked", "Attention as batched products", Effect.ROUNDING,
+        "keeps half of the scores for the backward pass; in bf16 scores are rounded",
+        "PyTorch's fused attention is slow on this processor at these shapes",
+        "from ironlaw.model.blocked import causal_attention; causal_attention(q, k, v) in place of "
+        "scaled_dot_product_attention(q, k, v, is_causal=True)",
+        (found["fused"] - found["blocked"]) * again, "both kernels timed at the end of the run",
     )  # fmt: skip
 
 
@@ -162,8 +216,8 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
             precision = "bf16" if now.run.facts.get("precision") == "bf16" else "fp32"
             fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
     again = int(now.run.facts.get("accumulation") or 1)
-    timed = now.run.facts.get("fused_attention_seconds")  # at the end of the run: the machine as it was then
-    return spent, (fused if timed is None else timed) * again, scores
+    timed = now.run.facts.get("attention_seconds")  # at the end of the run: the machine as it was then
+    return spent, (fused if timed is None else timed["fused"]) * again, scores
 
 
 # What cuts queries, keys and values out of one product, and puts heads together again: the fused kernel needs it too.
@@ -240,7 +294,8 @@ def _straggler(now: Observed) -> Remedy | None:
 
 
 REMEDIES: tuple[Callable[[Observed], Remedy | None], ...] = (
-    _data, _straggler, _threads, _precision, _batch, _attention, _alignment, _recompute, _syncs,
+    _data, _straggler, _threads, _left_on, _float64, _precision, _batch, _attention, _blocked, _fused_update,
+    _alignment, _recompute, _syncs,
     _between("evaluation", "Evaluate a tenth as often", "the curve has fewer points", "evaluate every N steps"),
     _between("checkpoint", "Save a tenth as often", "an interruption loses more steps", "save every N steps"),
 )  # fmt: skip

@@ -11,12 +11,12 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, load_costs
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.ranks.search import best_layout
+from ironlaw.plan.layouts import best_layout
 from ironlaw.workload.layout import Layout
 
 
 def ranks_of(run: Ledger) -> int:
-    """Of a job that `plan_ranks` can plan; 1 for anything else, one process included."""
+    """Of a job that `plan_step` can plan; 1 for anything else, one process included."""
     return int(run.facts.get("ranks") or 1) if "fabric" in run.facts else 1
 
 

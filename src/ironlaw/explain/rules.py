@@ -102,8 +102,15 @@ def _input_says(evidence: Evidence, value: float) -> Statement:
 def _host_says(evidence: Evidence, value: float) -> Statement:
     return (
         f"The training loop's own Python holds the step up: {units.percent(value)} of it is neither data nor compute.",
-        [f"host {_phase_seconds(evidence, Phase.HOST)} of a step of {units.seconds(evidence.step)}"],
-    )
+        [*_lines_of(evidence, Phase.HOST),
+         f"host {_phase_seconds(evidence, Phase.HOST)} of a step of {units.seconds(evidence.step)}"],
+    )  # fmt: skip
+
+
+def _lines_of(evidence: Evidence, phase: Phase) -> list[str]:
+    """Where the user's code spends a phase, as far as it was looked at: what takes a tenth of it and more."""
+    lines = (evidence.fact("lines") or {}).get(str(phase), [])
+    return [f"{place}: {units.percent(share, 0)} of it" for place, share in lines if share >= 0.1 and place != "?"]
 
 
 def _overhead_says(evidence: Evidence, value: float) -> Statement:
@@ -111,7 +118,10 @@ def _overhead_says(evidence: Evidence, value: float) -> Statement:
     return (
         f"Dispatch binds: {units.percent(value)} of the step goes to calling operations, and to ones too short to "
         "matter.",
-        [f"{units.count(calls)} calls per step that take about as long as calling them"],
+        [
+            f"{units.count(calls)} calls per step that take about as long as calling them",
+            *_lines_of(evidence, Phase.FORWARD),
+        ],
     )
 
 
@@ -253,7 +263,7 @@ FIRST_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "host_bound", Axis.MACHINE, 0.10, _host_share, _host_says,
-        "close what else uses the cores",
+        "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
         "the loop and its log line measure well under 2% of a step of 50 ms",
     ),
     Rule(

@@ -226,13 +226,142 @@ def _misaligned_here(evidence: Evidence) -> float | None:
     return None if found is None else (SYNC_THRESHOLD if found or evidence.fact("odd_sizes") else 0.0)
 
 
+def _threads(more: bool) -> Callable[[Evidence], float | None]:
+    """Gain of as many threads as cores, where there are more, or fewer."""
+
+    def measure(evidence: Evidence) -> float | None:
+        threads, cores, gain = evidence.fact("threads"), evidence.fact("cores"), evidence.gains.get("threads")
+        if gain is None or threads is None or cores is None:
+            return None
+        return gain if (threads > cores) is more and threads != cores else 0.0
+
+    return measure
+
+
+def _grows(evidence: Evidence) -> float | None:
+    """A process that grows to the end of its loop ends by running out of memory: nothing comes before that."""
+    if "memory_growth" not in evidence.run.facts:
+        return None
+    return 1.0 if evidence.fact("memory_growth") else 0.0
+
+
+def _grows_says(evidence: Evidence, value: float) -> Statement:
+    growth = evidence.fact("memory_growth")
+    holder = f": `{growth['holder']}` keeps something of every step" if growth["holder"] else ""
+    have, resident = evidence.fact("memory_bytes"), evidence.run.totals.get("resident_bytes")
+    figures = [f"{units.bytes_(growth['bytes_per_step'])} more after every step, evenly to the end of the loop"]
+    if have and resident is not None and growth["bytes_per_step"]:
+        figures.append(f"full after {max(0.0, have - resident.value) / growth['bytes_per_step']:,.0f} more steps")
+    if growth["place"]:
+        figures.insert(0, growth["place"])
+    return f"Memory grows from step to step{holder}.", figures
+
+
+def _placed(fact: str, sentence: str) -> Callable[[Evidence, float], Statement]:
+    """`{share}` is the value; the line of code is the first figure."""
+
+    def says(evidence: Evidence, value: float) -> Statement:
+        found = evidence.fact(fact)
+        found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
+        figures = [found["place"]] if found.get("place") else []
+        figures.append(f"{units.percent(value)}, of a step of {units.seconds(evidence.step)}")
+        return sentence.format(share=units.percent(value), **found), figures
+
+    return says
+
+
+def _unread_forwards(evidence: Evidence) -> float | None:
+    """Forward passes with gradients enabled that no backward pass follows, as a share of the step."""
+    forwards, backwards = evidence.fact("forwards_per_step"), evidence.fact("backwards_per_step")
+    if not forwards or not backwards:
+        return None
+    return max(0.0, 1 - backwards / forwards) * (evidence.phase_share(Phase.FORWARD) or 0.0)
+
+
+def _unread_says(evidence: Evidence, value: float) -> Statement:
+    return (
+        f"The model runs forward more often than backward: {units.percent(value)} of the step computes what nothing "
+        "learns from, with gradients enabled.",
+        [*(evidence.fact("forward_lines") or [])[:3],
+         f"{evidence.fact('forwards_per_step'):.1f} forward and {evidence.fact('backwards_per_step'):.1f} backward "
+         "passes per step"],
+    )  # fmt: skip
+
+
+def _profiled(evidence: Evidence) -> float | None:
+    if "profiled" not in evidence.run.facts:
+        return None
+    return PROFILER_COSTS if evidence.fact("profiled") else 0.0
+
+
+PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
+
+
+def _once_per_step(fact: str) -> Callable[[Evidence], float | None]:
+    def measure(evidence: Evidence) -> float | None:
+        if fact not in evidence.run.facts:
+            return None
+        return SYNC_THRESHOLD if evidence.fact(fact) else 0.0
+
+    return measure
+
+
 CODE_RULES: tuple[Rule, ...] = (
     Rule(
-        "oversubscribed", Axis.MACHINE, 0.05, _gain("threads"),
+        "memory_grows", Axis.ALGORITHM, 0.5, _grows, _grows_says,
+        "keep numbers instead of tensors (.item(), .detach()), or the last few of them only",
+        "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
+        "or the loop holds a graph of every step",
+    ),
+    Rule(
+        "mode_left_on", Axis.ALGORITHM, 0.03, _gain("mode"),
+        _placed("left_on", "{name} is left on: it costs {share} of the step."), "switch it back",
+        "the same kernels timed both ways at the end of the run; 3% is above their noise",
+    ),
+    Rule(
+        "float64", Axis.ALGORITHM, 0.03, _gain("float64"),
+        _placed("float64", "The weights are float64: {share} of the step is the price of digits that training does "
+                "not use."),
+        "model.float(), or no .double() and no torch.set_default_dtype(torch.float64)",
+        "both types timed at the end of the run",
+    ),
+    Rule(
+        "profiler_left_on", Axis.ALGORITHM, 0.05, _profiled,
+        lambda evidence, value: ("A profiler of the loop's own is running: it slows every operation.",
+                                 [str(evidence.fact("profiled"))]),
+        "record a few steps only (torch.profiler.schedule)", "a step of 9 ms took 22% longer under it, measured",
+    ),
+    Rule(
+        "update_unfused", Axis.ALGORITHM, 0.05, _gain("fused_update"),
+        _says("The optimizer's update is not fused: {share} of the step goes to passing over the weights again and "
+              "again."),
+        "fused=True in the optimizer's constructor", "both timed at the end of the run; 5% is above their noise",
+    ),
+    Rule(
+        "attention_kernel", Axis.ALGORITHM, 0.05, _gain("blocked"),
+        _says("PyTorch's fused attention is the slower kernel here: {share} of the step would be saved by batched "
+              "products."),
+        "from ironlaw.model.blocked import causal_attention, in place of scaled_dot_product_attention",
+        "both kernels timed at the run's shapes when it ended",
+    ),
+    Rule(
+        "forwards_unread", Axis.ALGORITHM, 0.05, _unread_forwards, _unread_says,
+        "with torch.no_grad(): around what is only looked at, and less often",
+        "a pass that nothing learns from is free to leave out; 5% as for evaluation",
+    ),
+    Rule(
+        "oversubscribed", Axis.MACHINE, 0.05, _threads(more=True),
         _says("There are more threads than cores: they take turns, which costs {share} of the step.",
               "threads", "cores"),
         "torch.set_num_threads(number of cores)",
         "as many threads as cores is what compute-bound kernels want; 5% is above the noise of the experiment",
+    ),
+    Rule(
+        "threads_few", Axis.MACHINE, 0.05, _threads(more=False),
+        _says("There are fewer threads than cores: {share} of the step would be saved by using all.",
+              "threads", "cores"),
+        "torch.set_num_threads(number of cores), and no OMP_NUM_THREADS below it",
+        "kernels timed both ways at the end of the run; 5% is above the noise of the experiment",
     ),
     Rule(
         "attention_unfused", Axis.ALGORITHM, 0.03, _gain("attention"),
@@ -329,6 +458,18 @@ CODE_RULES: tuple[Rule, ...] = (
         "device_busy", Axis.ALGORITHM, 0.70, _device_busy, _busy_says,
         "only less work or faster kernels shorten the step", "a device that is fed and does not wait for others",
         fault=False,
+    ),
+    Rule(
+        "gradients_zeroed", Axis.ALGORITHM, SYNC_THRESHOLD, _once_per_step("zeroed_gradients"),
+        _placed("zeroed_gradients", "Gradients are filled with zeros and added to, instead of dropped and written."),
+        "optimizer.zero_grad(set_to_none=True), which is the default",
+        "a pass over all gradients, and another to add to them", fault=False, notice=True,
+    ),
+    Rule(
+        "graphs_retained", Axis.ALGORITHM, SYNC_THRESHOLD, _once_per_step("retained_graphs"),
+        _placed("retained_graphs", "Every backward pass keeps its graph, whose activations stay in memory longer."),
+        "loss.backward() without retain_graph", "only a second backward pass through the same graph needs it",
+        fault=False, notice=True,
     ),
     Rule(
         "sync_points_free", Axis.ALGORITHM, SYNC_THRESHOLD, _syncs, _syncs_say,

@@ -57,6 +57,13 @@ def rounds(profile: Profile) -> list[dict[str, float]]:
     return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, others, strict=True)]
 
 
+def disturbed(profile: Profile) -> float | None:
+    """Share of the cores that other programs used while the machine was measured, where kernels had to wait for them;
+    None where none did or the system does not tell. Best times of such a measurement may be no best times."""
+    share = others(rounds(profile))
+    return share if share is not None and share > MOST_OTHERS else None
+
+
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Kind of kernel -> time over best that is typical here: the middle of this measurement and of the last runs."""
     own, anchor = middle(undisturbed(rounds(profile))), anchors(profile)
@@ -98,5 +105,5 @@ def anchors(profile: Profile) -> dict[str, float]:
     """Kind of kernel -> geometric mean of its kernels' best seconds: what ratios are relative to."""
     logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for name, seconds in profile.best_seconds.items():
-        logs["compute" if name.startswith(("matmul", "attention")) else "memory"].append(math.log(seconds))
+        logs["compute" if name.startswith(("matmul", "attention", "blocked")) else "memory"].append(math.log(seconds))
     return {kind: math.exp(sum(values) / max(1, len(values))) for kind, values in logs.items()}

@@ -64,7 +64,7 @@ ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 ONEDNN = "fp32_onednn"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
-KINDS = {"compute": ("matmul", "attention"), "memory": ("curve",)}  # by the first part of a sampler's key
+KINDS = {"compute": ("matmul", "attention", "blocked"), "memory": ("curve",)}  # by the first part of a sampler's key
 UPDATE_TENSORS = (8, 64, 256)
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
 MAX_COPIES = 4
@@ -197,14 +197,7 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
             for elements in ELEMENTWISE_SIZES:
                 key = ("curve", precision, kernel, elements)
                 samplers.append(_sampler(key, partial(builder, elements), 12 * elements))
-        for tokens, head_size, direction in itertools.product(ATTENTION_TOKENS, HEAD_SIZES, ("forward", "backward")):
-            sequences, heads = 1024 // tokens, 256 // head_size
-            build_attention = partial(
-                attention_builder, pool, dtype, sequences, tokens, heads, head_size, direction == "backward"
-            )
-            pairs = sequences * heads * tokens * tokens / 2
-            name = ("attention", precision, direction, tokens, head_size, pairs)
-            samplers.append(_sampler(name, build_attention, 16 * sequences * tokens * heads * head_size))
+        samplers += _attention(pool, dtype, precision)
     if onednn:
         samplers += _products(pool, torch.float32, ONEDNN)
     for tensors in UPDATE_TENSORS:
@@ -220,6 +213,23 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
     samplers.append(Sampler(("engine",), [engine_builder()]))
     one = torch.zeros(1, device=device)
     samplers.append(Sampler(("small",), [lambda: one + one]))
+    return samplers
+
+
+def _attention(pool: Pool, dtype: torch.dtype, precision: str) -> list[Sampler]:
+    """Causal attention both ways, by the fused kernel and, on a CPU, in blocks."""
+    samplers = []
+    kernels = ("attention", "blocked") if pool.device.type == "cpu" else ("attention",)
+    directions = ("forward", "backward")
+    for kernel, tokens, size, direction in itertools.product(kernels, ATTENTION_TOKENS, HEAD_SIZES, directions):
+        sequences, heads = 1024 // tokens, 256 // size
+        build = partial(
+            attention_builder, pool, dtype, sequences, tokens, heads, size, direction == "backward", kernel == "blocked"
+        )
+        pairs = sequences * heads * tokens * tokens / 2
+        samplers.append(
+            _sampler((kernel, precision, direction, tokens, size, pairs), build, 16 * sequences * tokens * heads * size)
+        )
     return samplers
 
 
@@ -253,7 +263,7 @@ def _profile(
         runtime_bytes=runtime_bytes,
         matmul={},
         curves={precision: {} for precision in PRECISIONS},
-        attention={precision: {"forward": [], "backward": []} for precision in PRECISIONS},
+        attention={},
         copy_bytes_per_second=0.0,
         small_operation_seconds=0.0,
         tiny_block_seconds={},
@@ -277,9 +287,11 @@ def _profile(
             _, precision, kernel, elements = sampler.key
             before = profile.curves[precision].get(kernel, Curve((), ()))
             profile.curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, seconds))
-        elif sampler.key[0] == "attention":
-            _, precision, direction, tokens, head_size, pairs = sampler.key
-            profile.attention[precision][direction].append((tokens, head_size, seconds / pairs))
+        elif sampler.key[0] in ("attention", "blocked"):
+            kernel, precision, direction, tokens, head_size, pairs = sampler.key
+            measured = profile.attention if kernel == "attention" else profile.blocked_attention
+            directions = measured.setdefault(precision, {"forward": [], "backward": []})
+            directions[direction].append((tokens, head_size, seconds / pairs))
         elif sampler.key[0] == "copy":
             profile.copy_bytes_per_second = sampler.key[1] / sampler.best()
         elif sampler.key[0] == "small":

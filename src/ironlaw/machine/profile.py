@@ -22,6 +22,7 @@ from ironlaw.machine.host import cache_folder
 from ironlaw.model.config import ModelConfig
 
 SCHEMA_VERSION = 2
+WORTH_IT = 0.95  # attention in blocks rounds otherwise and keeps more: a gain inside the measurement's error is none
 FP32Products = Literal["default", "onednn"]
 # So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
@@ -141,6 +142,8 @@ class Profile:
     interference: dict[str, list[float]] = field(default_factory=dict)
     fp32_products: FP32Products = "default"  # the library whose fp32 matrix products are faster here: the trainer's
     onednn: dict[str, MatmulFit] = field(default_factory=dict)  # kernel -> fit, where that library is oneDNN
+    # As `attention`, of attention in blocks (model/blocked.py); only on CPUs.
+    blocked_attention: dict[str, dict[str, list[tuple[int, int, float]]]] = field(default_factory=dict)
     probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
     # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
     best_seconds: dict[str, float] = field(default_factory=dict)
@@ -163,9 +166,23 @@ class Profile:
         """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
         return self.curves[precision].get(kernel) or self.curves["fp32"][kernel]
 
-    def attention_seconds_per_pair(self, precision: str, direction: str, sequence: int, head_size: int) -> float:
+    def blocked_is_faster(self, precision: str, sequence: int, head_size: int) -> bool:
+        """Whether attention in blocks takes less time than the fused kernel here, forward and backward together."""
+        if precision not in self.blocked_attention:
+            return False
+        fused, blocked = (
+            sum(
+                self.attention_seconds_per_pair(precision, d, sequence, head_size, way) for d in ("forward", "backward")
+            )
+            for way in (False, True)
+        )
+        return blocked < WORTH_IT * fused
+
+    def attention_seconds_per_pair(
+        self, precision: str, direction: str, sequence: int, head_size: int, blocked: bool = False
+    ) -> float:
         """Nearest measured (tokens, head size) in log distance, scaled by the head size."""
-        points = self.attention[precision][direction]
+        points = (self.blocked_attention if blocked else self.attention)[precision][direction]
         nearest = min(
             points,
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),

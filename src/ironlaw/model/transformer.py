@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.model.blocked import causal_attention
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
@@ -37,6 +38,7 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     place: Place = WHOLE
+    blocked = False  # causal attention by `blocked.py`: where it was measured to be faster than the fused kernel
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -69,6 +71,8 @@ class Attention(nn.Module):
         elif config.composes_scores:
             assert mask is not None
             mixed = attend(*heads_first, mask, config, self.sinks)
+        elif self.blocked and mask is None:
+            mixed = causal_attention(*heads_first, config.score_scale)
         else:
             dropout = config.dropout if self.training else 0.0
             mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
@@ -84,6 +88,13 @@ class Attention(nn.Module):
     def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""
         return self.query_norm(query.float()).to(dtype), self.key_norm(key.float()).to(dtype)
+
+
+def block_attention(model: nn.Module, wanted: bool = True) -> None:
+    """Whether plain causal attention is computed in blocks; masked attention keeps the fused kernel."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.blocked = wanted
 
 
 class Block(nn.Module):

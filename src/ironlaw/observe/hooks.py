@@ -32,9 +32,10 @@ _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__b
 class Listener:
     """What the hooks tell the watch besides phases."""
 
-    forward_begins: Callable[[tuple[Any, ...], dict[str, Any]], None]
-    backward_ended: Callable[[], None]
-    stepped: Callable[[], None]  # the optimizer has updated
+    forward_begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+    backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
+    stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
+    cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given
     skipped: Callable[[], None]  # loss scaling left an update out
     loader: Callable[[int], None]  # a DataLoader with so many workers was asked for a batch
 
@@ -46,7 +47,7 @@ def listening(
     with ExitStack() as stack:
         _watch_model(stack, model, partition, listener)
         for optimizer in optimizers:
-            _watch_optimizer(stack, optimizer, partition, listener)
+            _watch_optimizer(stack, optimizer, partition, listener, ends_step=optimizer is optimizers[-1])
         _wrap(stack, torch.autograd, "backward", _backward(stack, model, partition, listener))
         _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", _next_batch(model, partition, listener))
         _wrap(stack, torch, "save", _phased(partition, lambda: Phase.CHECKPOINT))
@@ -58,33 +59,64 @@ def listening(
 
 
 def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, listener: Listener) -> None:
+    """The outermost call is the pass: some loops call the model's parts, as those of a GAN or of Lightning do."""
+    depth = 0
+
     def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth
+        depth += 1
+        if depth > 1:
+            return
         training = module.training and torch.is_grad_enabled()
         if training:
-            listener.forward_begins(args, kwargs)
+            listener.forward_begins(module, args, kwargs)
         partition.begin(Phase.FORWARD if training else Phase.EVALUATION)
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
-        partition.end()
+        nonlocal depth
+        depth -= 1
+        if not depth:
+            partition.end()
 
-    stack.callback(model.register_forward_pre_hook(begins, with_kwargs=True, prepend=True).remove)
-    stack.callback(model.register_forward_hook(ends, always_call=True).remove)
+    for module in (model, *_parts(model)):
+        stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True).remove)
+        stack.callback(module.register_forward_hook(ends, always_call=True).remove)
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """Children that a loop may call by themselves; those of a container, theirs."""
+    for child in model.children():
+        if "forward" in vars(type(child)) or type(child).forward is not nn.Module.forward:
+            yield child
+        else:
+            yield from _parts(child)
 
 
 def _watch_optimizer(
-    stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener
+    stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener, ends_step: bool
 ) -> None:
-    def begins(*_: Any) -> None:
+    def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         partition.begin(Phase.OPTIMIZER)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
+        if closure is None:
+            return None
+        within = _phased(partition, lambda: Phase.HOST)(closure)  # passes in it are seen by themselves
+        return (args, kwargs | {"closure": within}) if "closure" in kwargs else ((args[0], within, *args[2:]), kwargs)
 
     def ends(*_: Any) -> None:
         partition.end()
-        listener.stepped()
+        if ends_step:
+            listener.stepped()
 
     stack.callback(optimizer.register_step_pre_hook(begins).remove)
     stack.callback(optimizer.register_step_post_hook(ends).remove)
     clear = optimizer.zero_grad
-    optimizer.zero_grad = _phased(partition, lambda: Phase.OPTIMIZER)(clear)  # type: ignore[method-assign]
+
+    def cleared(*args: Any, **kwargs: Any) -> None:
+        listener.cleared(args, kwargs)
+        clear(*args, **kwargs)
+
+    optimizer.zero_grad = _phased(partition, lambda: Phase.OPTIMIZER)(cleared)  # type: ignore[method-assign]
     stack.callback(lambda: optimizer.__dict__.pop("zero_grad", None))
 
 
@@ -117,10 +149,10 @@ def _phased(
 def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
     exchange = _Exchange(stack, model, partition) if hasattr(model, "require_backward_grad_sync") else None
 
-    def ended() -> None:
+    def ended(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if exchange is not None:
             exchange.settle()
-        listener.backward_ended()
+        listener.backward_ended(args, kwargs)
 
     def around(original: Any) -> Any:
         @functools.wraps(original)
@@ -132,7 +164,7 @@ def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener
                 if partition.running is Phase.COMMUNICATION:
                     partition.end()
                 partition.end()
-                ended()
+                ended(args, kwargs)
 
         return call
 

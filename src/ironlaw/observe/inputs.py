@@ -52,7 +52,9 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     inputs = []
     for name, value in named.items():
         if isinstance(value, Tensor):
-            inputs.append(Input(name, tuple(value.shape), str(value.dtype).removeprefix("torch.")))
+            # A mask that hides anything is another path through most models than one that hides nothing.
+            hides = ("ones" if bool(value.all()) else "zeros") if "mask" in name else ""
+            inputs.append(Input(name, tuple(value.shape), str(value.dtype).removeprefix("torch."), hides))
         elif value is not None and not isinstance(value, bool | int | float | str):
             return None
     return inputs

@@ -17,7 +17,7 @@ from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, MemoryLine, Origin, Ph
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
-from ironlaw.observe.trials import fused_seconds, score_products
+from ironlaw.observe.trials import attention_seconds, fused_calls, score_products
 from ironlaw.workload.module_source import Input
 
 OPERATIONS_FILE = "operations.json"
@@ -74,9 +74,9 @@ def _write_operations(path: Path, observed: Observed) -> str | None:
     document["variants"] = {name: trace_to_json(v) for name, v in _variants(observed, precision).items()}
     write_json(path, document)
     if observed.facts["device"] == "cpu":
-        observed.facts["fused_attention_seconds"] = fused_seconds(
-            score_products(document), observed.facts.get("precision")
-        )
+        precision = observed.facts.get("precision")
+        observed.facts["attention_seconds"] = attention_seconds(score_products(document), precision)
+        observed.facts["fused_calls_seconds"] = attention_seconds(fused_calls(document), precision)
     return None
 
 

@@ -49,7 +49,7 @@ _LINEARS = frozenset({
 })  # fmt: skip
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
-_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
+_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine", "_Blocked": "attention"}
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
     ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
@@ -256,7 +256,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
     if span.scope in _FUNCTIONS.values():
-        return Kind.ELEMENTWISE, span.scope
+        return Kind.ATTENTION if span.scope == "attention" else Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:
         return _own_work(span, kind, operation)
     if kind is Kind.ELEMENTWISE:

@@ -17,12 +17,27 @@ import torch
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.user_code import user_line
 
 EVERY_SECONDS = 1e-3
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
-_LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm")
+_LOGGERS = (
+    "logging",
+    "wandb",
+    "mlflow",
+    "tensorboard",
+    "tensorboardX",
+    "comet_ml",
+    "neptune",
+    "rich",
+    "tqdm",
+    "matplotlib",
+    "seaborn",
+    "plotly",
+    "PIL",
+)
 
 
 class Sampler:
@@ -34,6 +49,7 @@ class Sampler:
         self._partition, self._thread_id = partition, threading.get_ident()
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
+        self._lines: Counter[tuple[Phase, str]] = Counter()
         self._gaps: Counter[bool] = Counter()  # logging, or something else
         self._ended = threading.Event()
 
@@ -51,17 +67,26 @@ class Sampler:
     def _run(self) -> None:
         while not self._ended.is_set():
             running = self._partition.running
-            if running in (None, Phase.DATA):
-                frames = sys._current_frames()
-                frame = frames.pop(self._thread_id, None)
-                frames.pop(threading.get_ident(), None)
-                if frame is not None and running is None:
+            frames = sys._current_frames()
+            frame = frames.pop(self._thread_id, None)
+            frames.pop(threading.get_ident(), None)
+            if frame is not None:
+                self._lines[running or Phase.HOST, user_line(frame) or "?"] += 1
+                if running in (None, Phase.HOST):
                     self._gaps[logs(frame)] += 1
-                elif frame is not None:
+                elif running is Phase.DATA:
                     stage, place = classify(frame, list(frames.values()))
                     self._stages[stage] += 1
                     self._places[place] += 1
             time.sleep(EVERY_SECONDS)
+
+    def lines(self) -> dict[str, list[tuple[str, float]]]:
+        """Phase to the user's lines it spent most time in, each with its share of the phase."""
+        result: dict[str, list[tuple[str, float]]] = {}
+        for phase in {phase for phase, _ in self._lines}:
+            here = Counter({place: count for (of, place), count in self._lines.items() if of is phase})
+            result[str(phase)] = [(place, count / here.total()) for place, count in here.most_common(3)]
+        return result
 
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None

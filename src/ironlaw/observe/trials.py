@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ironlaw.model.blocked import causal_attention
+
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
 LEAST_ROWS, REPEATS = 256, 5
 THREAD_TURNS, THREAD_CALLS = 9, 8
 MOST_LAYERS = 4
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "fused": partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True),
+    "blocked": causal_attention,
+}
+FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # have a fused kernel on a CPU
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def threads_too_many(
+def threads_unlike_cores(
     module: nn.Module, threads: int, cores: int, rows: int | None, precision: str | None
 ) -> dict[str, float] | None:
-    """Kind of work -> share of its time that as many threads as cores save; None where there are not more.
+    """Kind of work -> share of its time that as many threads as cores save; None where there are as many.
 
     Tried on the module's most frequent linear layer, and on a tensor of its output's size, both ways in turn.
     """
-    if threads <= cores:
+    if threads == cores:
         return None
     shapes = Counter(tuple(c.weight.shape) for c in module.modules() if isinstance(c, nn.Linear))
     outputs, inputs = shapes.most_common(1)[0][0] if shapes else (512, 512)
@@ -63,27 +72,71 @@ def score_products(document: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-def fused_seconds(products: list[list[int]], precision: str | None) -> float | None:
-    """What the fused kernel takes for these scores, forward and backward; None without any.
-
-    As in the loop: all forward passes, each with tensors of its own, then all backward ones.
+def attention_seconds(products: list[list[int]], precision: str | None) -> dict[str, float] | None:
+    """What each kernel takes for these scores (batch of heads, tokens, head size), forward and backward, in turn; None
+    without any. As in the loop: all forward passes, each with tensors of its own, then all backward ones.
     """
     if not products:
         return None
-    dtype, total = _DTYPES.get(precision or "", torch.float32), 0.0
+    dtype, total = _DTYPES.get(precision or "", torch.float32), dict.fromkeys(KERNELS, 0.0)
     for (batch, tokens, size), count in Counter(tuple(p) for p in products).items():
         layers = min(count, MOST_LAYERS)
         leaves = [[torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3)]
                   for _ in range(layers)]  # fmt: skip
         gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
 
-        def both_ways(leaves: Any = leaves, gradient: Any = gradient) -> None:
-            outs = [torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) for q, k, v in leaves]
+        def both_ways(kernel: str, leaves: Any = leaves, gradient: Any = gradient) -> None:
+            outs = [KERNELS[kernel](q, k, v) for q, k, v in leaves]
             for out, three in zip(reversed(outs), reversed(leaves), strict=True):
                 torch.autograd.grad(out, three, gradient)
 
-        total += count / layers * _middle(both_ways)
+        for name in KERNELS:
+            both_ways(name)
+        seconds: dict[str, list[float]] = {name: [] for name in KERNELS}
+        for name in [*KERNELS] * REPEATS:
+            began = time.perf_counter()
+            both_ways(name)
+            seconds[name].append(time.perf_counter() - began)
+        for name, times in seconds.items():
+            total[name] += count / layers * statistics.median(times)
     return total
+
+
+def fused_calls(document: dict[str, Any]) -> list[list[int]]:
+    """(sequences x heads, tokens, head size) of every causal call of the fused kernel in a stored trace's forward."""
+    rows = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
+    calls = [(row["elements"], *row["attention"]) for row in rows if row["attention"] and row["phase"] == "forward"]
+    return [
+        [b * heads, tokens, size] for scores, b, tokens, heads, _, size in calls if scores == b * heads * tokens**2 // 2
+    ]
+
+
+def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 2**26) -> dict[str, Any] | None:
+    """Seconds of an update now and with `fused=True`, both in turn on tensors of the parameters' sizes; None where it
+    is fused, cannot be, or has more than `most` elements to try it with."""
+    now = then = 0.0
+    for optimizer in optimizers:
+        groups = [g for g in optimizer.param_groups if not g.get("fused")]
+        shapes = [p.shape for g in groups for p in g["params"] if p.device.type == "cpu" and p.dtype is torch.float32]
+        if type(optimizer) not in FUSED or not shapes or sum(math.prod(shape) for shape in shapes) > most:
+            continue
+        options = {
+            k: v for k, v in optimizer.defaults.items() if k in ("momentum", "foreach", "amsgrad", "weight_decay")
+        }
+        made = []
+        for extra in (options, options | {"foreach": None, "fused": True}):
+            parameters = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            kind: Any = type(optimizer)
+            made.append(kind(parameters, lr=1e-9, **extra))
+        seconds: list[list[float]] = [[], []]
+        for turn in range(2 * (REPEATS + 1)):
+            began = time.perf_counter()
+            made[turn % 2].step()
+            seconds[turn % 2].append(time.perf_counter() - began)
+        now, then = now + statistics.median(seconds[0][1:]), then + statistics.median(seconds[1][1:])
+    return {"seconds": now, "fused_seconds": then, "name": type(optimizers[-1]).__name__} if now else None
 
 
 def misaligned_weights(module: nn.Module, rows: int | None, precision: str | None) -> list[dict[str, Any]]:
@@ -142,11 +195,6 @@ def _mean(work: Callable[[], Any]) -> float:
     for _ in range(THREAD_CALLS):
         work()
     return (time.perf_counter() - began) / THREAD_CALLS
-
-
-def _middle(work: Callable[[], None]) -> float:
-    """As it takes in the loop: the median."""
-    return sorted(_repeated(work))[REPEATS // 2]
 
 
 def _best(work: Callable[[], None]) -> float:

@@ -36,6 +36,7 @@ from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.board import find_board, processor_throttle_count
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
+from ironlaw.observe.habits import Habits
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
@@ -44,7 +45,7 @@ from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import Sampler
-from ironlaw.observe.trials import head_size, misaligned_weights, odd_sizes, threads_too_many
+from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
 SAMPLE_EVERY_SECONDS = 0.5
@@ -53,7 +54,7 @@ Item = TypeVar("Item")
 
 
 def observe(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     out: str | Path | None = None,
     *,
@@ -63,6 +64,7 @@ def observe(
 ) -> Watch:
     """Observe a training loop; a context manager.
 
+    Several models and optimizers, as of a GAN, are given as lists; a step ends with the last optimizer's update.
     `out`: the run directory to write, `runs/observed-DATE` unless given. `profile_steps`: so many steps are recorded
     in detail after the first few (0: none, until `watch.profile()` asks); they are slower and count in no average.
     `plan`: trace the module at the end, so that a plan can be put beside what was measured.
@@ -72,11 +74,13 @@ def observe(
     if not optimizers or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise UserError("observe(model, optimizer) needs the torch optimizer that the loop steps")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    if not isinstance(model, nn.Module):
+        model = nn.ModuleList(model)
     return Watch(model, optimizers, Path(out or f"runs/observed-{stamp}"), profile_steps, plan, name)
 
 
 class Watch:
-    """What `observe` returns. A step ends where the (first) optimizer has updated."""
+    """What `observe` returns. A step ends where the optimizer has updated, the last one where there are several."""
 
     def __init__(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], out: Path, profile_steps: int, plan: bool,
@@ -114,9 +118,11 @@ class Watch:
     # -- the loop's side -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        self._habits = Habits(_inner(self.model))
         listener = Listener(
-            self._forward_begins, self._backward_ended, self._stepped, self._skipped, self._loader_asked
-        )
+            self._forward_begins, self._backward_ended, self._stepped, self._habits.cleared, self._skipped,
+            self._loader_asked,
+        )  # fmt: skip
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
         self._listener = listener
         accelerated = self.device.type == "cuda"
@@ -169,7 +175,7 @@ class Watch:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """A forward pass that does not begin with calling the model, as in Lightning's `training_step`."""
-        self._forward_begins((), {})
+        self._forward_begins(self.model, (), {})
         with self.phase(Phase.FORWARD):
             yield
 
@@ -191,10 +197,13 @@ class Watch:
 
     # -- the hooks' side -------------------------------------------------------------------------------------
 
-    def _forward_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards += 1
+        self._habits.forward_begins()
         if not self.inputs and (args or kwargs):
-            self.inputs = describe_inputs(_inner(self.model), args, kwargs, self.device.type)
+            self.inputs = describe_inputs(_inner(module), args, kwargs, self.device.type)
+            if module is not self.model:  # a part of it: no plan of the whole can be made from these
+                self.inputs["signature"] = None
         if self._recorder is not None:
             if not self._recording and self._forwards == 1:
                 # Gradients that the loop has cleared since: the profiler does not see what it did not see allocated.
@@ -207,7 +216,8 @@ class Watch:
 
     data_workers: int | None = None
 
-    def _backward_ended(self) -> None:
+    def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._habits.backward_ended(args, kwargs)
         if getattr(self.model, "require_backward_grad_sync", False):
             self.gradient_syncs += 1
         if self._recorder is not None:
@@ -218,7 +228,8 @@ class Watch:
         self._stepped()
 
     def _stepped(self) -> None:
-        """The optimizer has updated: the step ends. Called at the end of every optimizer's step."""
+        """The optimizer has updated, the last one where there are several: the step ends."""
+        self._habits.stepped()
         intervals = self.partition.intervals
         self.partition.cut()
         number = len(self.metrics) + 1
@@ -232,7 +243,7 @@ class Watch:
             self._recording.append(intervals)
             if len(self._recording) >= self._stop_at:
                 self._stop_recording()
-        elif self._wanted and (number >= RECORD_AT or self._asked):
+        elif self._wanted and not self._habits.profiled and (number >= RECORD_AT or self._asked):
             self._start_recording()
         now = time.perf_counter()
         if self._recorder is None and now - self._probed > PROBE_EVERY_SECONDS:
@@ -344,7 +355,7 @@ class Watch:
             "other_load": interference.others(self.probes),
             "virtual": host.is_virtual(),
             "host": platform.node(),
-            "thread_gain": threads_too_many(
+            "thread_gain": threads_unlike_cores(
                 _inner(self.model), torch.get_num_threads(), usable_cores(),
                 self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision"),
             )
@@ -357,6 +368,9 @@ class Watch:
             **{"autocast": None, "precision": None},
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
+            **self._habits.facts(self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision")),
+            "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,
+            "lines": self.sampler.lines() if self.sampler is not None else None,
             "misaligned": misaligned_weights(_inner(self.model), self.inputs.get("tokens_per_micro_batch"),
                                              self.inputs.get("precision")),
             "odd_sizes": odd_sizes(self.inputs.get("tokens_per_micro_batch"), head_size(_inner(self.model))),

@@ -27,6 +27,7 @@ class Options:
     emit: str | None = None
     prices: Prices = field(default_factory=Prices)
     inputs: tuple[str, ...] = ()  # of a traced module: NAME=SIZES:DTYPE
+    real: bool = False  # a traced module runs one step on real tensors
     network: str | None = None  # of a node, in words, where it is not the usual one
     per_node: int | None = None  # accelerators, likewise
     ranks: int | None = None  # on this machine: CPU ranks that torchrun starts

@@ -18,8 +18,9 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.process.estimate import fits, plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.plan.subject import Subject
+from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, settle
 
 __all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
@@ -32,10 +33,16 @@ def plan_request(
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
     if re.fullmatch(r"[\w.]+:\w+", what):
-        from ironlaw.plan.process.traced import plan_traced
+        from ironlaw.plan.module import plan_traced
 
-        return Answer(*plan_traced(what, options.inputs, on))
-    subject = resolve(what, overrides)
+        ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
+        return Answer(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
+    try:
+        subject = resolve(what, overrides)
+    except UserError as refusal:
+        if overrides or not is_config_file(Path(what)):
+            raise
+        return _by_tracing(Path(what), refusal, on, options)
     if on == "this":
         return _on_this(subject, options)
     if options.ranks:
@@ -43,6 +50,42 @@ def plan_request(
     from ironlaw.plan.answers.cluster_request import plan_on_cluster
 
     return plan_on_cluster(subject, on, options)
+
+
+TRACED_SEQUENCE = 2048
+"""Tokens, where nobody says: recurrent layers are traced step by step."""
+
+
+def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Answer:
+    """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
+    from ironlaw.plan.module import plan_module
+    from ironlaw.plan.totals import fits as traced_fits
+    from ironlaw.workload.module_source import Input
+    from ironlaw.workload.transformers_source import causal_decoder
+
+    own = "any module can be planned by tracing: ironlaw plan PACKAGE.MODULE:FUNCTION --input NAME=SIZES:DTYPE"
+    try:
+        build, context = causal_decoder(path)
+    except (UserError, ValueError, OSError) as error:
+        raise UserError(f"{refusal} ({error}); {own}") from None
+    if options.ranks or options.layout or (on != "this" and re.match(r"\d+\s*x", on) and not on.startswith("1x")):
+        raise UserError(
+            f"{refusal}; by tracing it is planned on one device: --on this or one accelerator, as --on h200"
+        )
+    given = options.work
+    sequence = given.sequence or min(context or TRACED_SEQUENCE, TRACED_SEQUENCE)
+    batch = given.global_batch or 1
+    inputs = [Input(name, (batch, sequence), "int64", "zeros") for name in ("input_ids", "labels")]
+    ledger = plan_module(build, inputs, on, precision=options.precision or "auto", name=str(path), repeated=True)
+    kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
+    assumed = [Assumption("planned by", "tracing", f"{refusal}; {kind}", "")]
+    for name, said, value, flag in (
+        ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
+        ("global batch", given.global_batch, f"{batch} sequence", "--global-batch"),
+    ):
+        if said is None:
+            assumed.append(Assumption(name, value, "a first try on one device", flag))
+    return Answer(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:

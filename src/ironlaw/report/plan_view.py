@@ -40,6 +40,8 @@ def show_plan(console: Console, ledger: Ledger, fits: bool) -> None:
     paragraph(console, verdict.append(room + ".", style="not bold default"))
     if facts.get("precision"):
         paragraph(console, f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
+    if facts.get("attention") == "blocked":
+        paragraph(console, f"Attention: in blocks of queries ({facts['attention_reason']}).")
     if facts.get("data_supply"):
         paragraph(console, f"Data: {supply_words(facts['data_supply'])}")
     paragraph(
@@ -102,6 +104,9 @@ def show_why(console: Console, ledger: Ledger) -> None:
     if ledger.facts.get("precision_reason"):
         heading(console, f"Precision: {ledger.facts['precision']}")
         paragraph(console, ledger.facts["precision_reason"], indent=2)
+    if ledger.facts.get("attention_reason"):
+        heading(console, f"Attention: {ledger.facts['attention']}")
+        paragraph(console, ledger.facts["attention_reason"], indent=2)
     for phase in Phase:
         lines = list(ledger.select(phase=phase))
         if lines:

@@ -43,6 +43,9 @@ class Curve(Protocol):
     def seconds(self) -> Sequence[float]: ...
 
 
+Attention = Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]
+
+
 class Profile(Protocol):
     """What is shown of a machine profile."""
 
@@ -65,7 +68,9 @@ class Profile(Protocol):
     @property
     def curves(self) -> Mapping[str, Mapping[str, Curve]]: ...
     @property
-    def attention(self) -> Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]: ...
+    def attention(self) -> Attention: ...
+    @property
+    def blocked_attention(self) -> Attention: ...
 
 
 def show_profile(console: Console, profile: Profile, slowdown: Mapping[str, float]) -> None:
@@ -75,7 +80,9 @@ def show_profile(console: Console, profile: Profile, slowdown: Mapping[str, floa
     paragraph(console, f"measured {profile.created[:16].replace('T', ' ')} with {versions}", style="dim")
     _singles(console, profile, slowdown)
     _matmul(console, profile)
-    _attention(console, profile)
+    _attention(console, "Causal attention by the fused kernel, per unmasked score", profile.attention)
+    if profile.blocked_attention:
+        _attention(console, "The same in blocks of queries", profile.blocked_attention)
     _streaming(console, profile)
 
 
@@ -118,10 +125,10 @@ def _matmul(console: Console, profile: Profile) -> None:
     paragraph(console, "fit error: median difference between the fitted formula and its own points", 2, "dim")
 
 
-def _attention(console: Console, profile: Profile) -> None:
-    heading(console, "Causal attention, per unmasked score")
-    made = table("tokens", "head size", *(f"{p} {d}" for p, row in profile.attention.items() for d in row))
-    table_of = [{(t, d): s for t, d, s in points} for row in profile.attention.values() for points in row.values()]
+def _attention(console: Console, title: str, measured: Attention) -> None:
+    heading(console, title)
+    made = table("tokens", "head size", *(f"{p} {d}" for p, row in measured.items() for d in row))
+    table_of = [{(t, d): s for t, d, s in points} for row in measured.values() for points in row.values()]
     for tokens, size in sorted({key for column in table_of for key in column}):
         cells = (units.seconds(column.get((tokens, size))) for column in table_of)
         made.add_row(str(tokens), str(size), *cells)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 
 from ironlaw.config import RunConfig
 from ironlaw.model.masks import BlockMask
-from ironlaw.model.transformer import Transformer
+from ironlaw.model.transformer import Attention, Transformer
 from ironlaw.train.precision import AUTOCAST, autocast
 
 NAMES = {
@@ -33,6 +33,8 @@ def attention_kernel(model: Transformer, config: RunConfig, device: torch.device
         mask = model.attention_mask(sequence, device, documents, None)
     if isinstance(mask, BlockMask):
         return "FlexAttention"
+    if mask is None and any(isinstance(module, Attention) and module.blocked for module in model.modules()):
+        return "batched products, in blocks of queries"
     dtype = AUTOCAST.get(precision, torch.float32)
 
     def like(heads: int, size: int = model.config.size_of_head) -> torch.Tensor:

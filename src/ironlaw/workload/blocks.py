@@ -10,6 +10,7 @@ from typing import Literal
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.switches import score_blocks
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.sizes import Size, divided, smaller
 from ironlaw.workload.software import OURS, Software
@@ -43,6 +44,7 @@ class Shape:
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
+    blocked: bool = False  # causal attention in blocks (model/blocked.py)
     division: Division = Division()
     software: Software = OURS
     # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
@@ -99,6 +101,19 @@ class Shape:
     def composes_attention(self) -> bool:
         """Every score is in memory on a CPU: under dropout, in fp32 whatever the precision, or where scores change."""
         return (self.model.dropout > 0 or self.model.composes_scores) and not self.fused_rmsnorm
+
+    @property
+    def can_block_attention(self) -> bool:
+        """Whether `model/blocked.py` can compute it: plain causal attention of one process that keeps everything."""
+        model = self.model
+        plain = model.latent is None and not self.composes_attention and not self.mask_bytes
+        return plain and not (self.fused_rmsnorm or self.recompute or self.division != Division())
+
+    @property
+    def score_block_bytes(self) -> list[int]:
+        """Of the scores of each block of queries, all heads."""
+        w, rows = self.matmul_bytes, self.micro_batch * self.model.heads
+        return [rows * (end - first) * end * w for first, end in score_blocks(self.sequence, w)]
 
     @property
     def keeps_qkv(self) -> bool:
@@ -173,6 +188,8 @@ def attention_saved_bytes(shape: Shape) -> int:
         copies = shape.tokens * (2 * model.query_size + model.mixed_size)
         return (copies + 3 * scores) * FP32 + shape.tokens * model.mixed_size * shape.matmul_bytes
     width = shape.tokens * model.heads * shape.value_width
+    if shape.blocked:  # the output is the next layer's to keep
+        return width * shape.matmul_bytes + sum(shape.score_block_bytes)
     return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
@@ -233,6 +250,17 @@ def elementwise(
     )  # fmt: skip
 
 
+def _blocked_working_bytes(shape: Shape, backward: bool) -> int:
+    """Copies of query, key and value with all heads, and one block's scores; on the way back the gradient's copy too,
+    what gradients of keys and values take before heads that share them add up, and the block's scores twice."""
+    model = shape.model
+    copy, block = shape.tokens * model.query_size * shape.matmul_bytes, max(shape.score_block_bytes)
+    if not backward:
+        return 3 * copy + block
+    shared = 2 * shape.tokens * (model.query_size - model.key_value_size) * shape.matmul_bytes
+    return 4 * copy + shared + 2 * block
+
+
 def attention(shape: Shape, phase: Phase) -> Operation:
     model = shape.model
     pairs = divided(attention_score_pairs(shape.sequence, model.sliding_window), shape.cp)
@@ -247,8 +275,11 @@ def attention(shape: Shape, phase: Phase) -> Operation:
     padded = tokens * values * w if shape.pads_values else 0  # a copy, which waits for the backward pass
     # Composed: scores before the softmax, and their gradients.
     working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
+    if shape.blocked:
+        working = _blocked_working_bytes(shape, backward)
+    kernel = "blocked" if shape.blocked else "attention"
     return Operation(
-        "attention", Kind.ATTENTION, phase, "block", f"attention_{phase}", model.layers,
+        "attention", Kind.ATTENTION, phase, "block", f"{kernel}_{phase}", model.layers,
         attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
         flops=flops, elements=shape.micro_batch * model.heads * pairs // 2,
         bytes_moved=(2 * inputs + 2 * outputs) if backward else inputs + outputs,

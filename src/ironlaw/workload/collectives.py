@@ -38,9 +38,9 @@ from ironlaw.workload.sharding import (
     expert_holders,
     is_plain,
     of_site,
+    parameter_groups,
     shard_of,
     stage_parameters,
-    units_of,
 )
 
 FP32, BF16, INT64 = 4, 2, 8
@@ -86,8 +86,8 @@ def table_of(found: Iterable[Collective]) -> Table:
     return {key: sent for key, sent in table.items() if sent.bytes}
 
 
-def merged(table: Table, aliases: dict[str, str]) -> Table:
-    """The table with dimensions renamed, where one process group serves two of them."""
+def renamed(table: Table, aliases: dict[str, str]) -> Table:
+    """The table with dimensions under the names of `aliases_of`."""
     result: Table = {}
     for (dimension, kind), sent in table.items():
         key = aliases.get(dimension, dimension), kind
@@ -96,15 +96,59 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
     return result
 
 
+def aliases_of(model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe) -> dict[str, str]:
+    """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first."""
+    inner = of_site(layout, recipe.communication)
+    names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
+    groups = {name: group_of(inner, name) for name in names}
+    groups["site"] = layout.dp // inner.dp, inner.accelerators
+    if model.moe is not None:
+        groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
+    groups["world"] = layout.accelerators, 1
+    first: dict[tuple[int, int], str] = {}
+    aliases = {}
+    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:], "world"):
+        if groups.get(name, (1, 1))[0] > 1 and first.setdefault(groups[name], name) != name:
+            aliases[name] = first[groups[name]]
+    return aliases
+
+
+def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
+    """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
+    shard, copies = replicas_of(layout)
+    sizes = {"tp": layout.tp, "shard": shard, "replicate": copies, "pp": layout.pp}
+    if dimension in ("cp", "micro_batch"):  # who counts experts' load together: ranks of one sequence, or two replicas
+        return layout.cp if dimension == "cp" else max(2, layout.cp), layout.tp
+    if dimension == "world":
+        return layout.accelerators, 1
+    if dimension == "ep":
+        return layout.ep, layout.tp
+    if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
+        if layout.ep == 1 or (dimension == "expert_shard") != (layout.zero > 0):
+            return 1, 1
+        return expert_holders(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
+    stride = 1
+    for name in ("tp", "shard", "replicate", "pp"):
+        if name == dimension:
+            break
+        stride *= sizes[name]
+    return sizes[dimension], stride
+
+
+def counted_together(layout: Layout, batch: Batch) -> int:
+    """Replicas whose sequences are one micro-batch of the config, of which the load of experts is counted."""
+    return max(1, batch.counted // (batch.sequences // layout.dp))
+
+
 class Collective(NamedTuple):
-    """`count` calls of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
+    """`calls` of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
 
     One for each size of buffer.
     """
 
     dimension: str
     kind: str
-    count: int
+    calls: int
     bytes: int
 
 
@@ -114,7 +158,7 @@ def collectives(
 ) -> Iterator[Collective]:  # fmt: skip
     """Of a rank at a pipeline position in a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
-    counting = max(1, batch.counted // (batch.sequences // layout.dp))  # replicas that count experts' load
+    counting = counted_together(layout, batch)
     everybody, layout = layout, of_site(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
@@ -220,8 +264,8 @@ class _Stage:
     def data_parallel(self) -> Iterable[Line]:
         layout, communication = self.layout, self.recipe.communication
         compressed = 0  # bytes of all that PowerSGD sends
-        units = units_of(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
-        for unit, tensors in units.items():
+        groups = parameter_groups(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
+        for unit, tensors in groups.items():
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
                 continue

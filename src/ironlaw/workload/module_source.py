@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,24 @@ DTYPES = (
 SHORT_DTYPES = {"fp32": "float32", "fp64": "float64", "fp16": "float16", "bf16": "bfloat16", "long": "int64",
                 "int": "int32", "float": "float32", "half": "float16"}  # fmt: skip
 
+VALUES = ("zeros", "ones", "positions", "edges")
+"""Words for the values of an input."""
+
 EXAMPLES = "tokens=8x2048:int64 or image=32x3x224x224"
 
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor that goes into a module: the argument it is given to, its shape, its element type."""
+    """One tensor that goes into a module: the argument it is given to, its shape, its element type.
+
+    `values`: "zeros", "ones", "positions" (0, 1, 2, ... along the last dimension), "edges" (a graph without loops) or
+    a number that they are drawn below; "" leaves them to be assumed by name (`trace_inputs`).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    values: str = ""
 
     @property
     def elements(self) -> int:
@@ -47,22 +55,39 @@ class Input:
 
 
 def parse_input(text: str) -> Input:
-    """`NAME=SIZExSIZE:DTYPE`; the dtype is float32 unless given, and "scalar" is the shape of a single number."""
-    match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([^:]+?)\s*(?::\s*([\w.]+)\s*)?", text)
+    """`NAME=SIZExSIZE:DTYPE:VALUES`; the dtype is float32 unless given, "scalar" is the shape of a single number.
+
+    A dotted name goes into a list or a dict: `images.0=3x224x224`, `targets.0.boxes=4x4`.
+    """
+    match = re.fullmatch(r"\s*([A-Za-z_][\w.]*)\s*=\s*([^:]+?)\s*(?::\s*([\w.]+)\s*)?(?::\s*(\w+)\s*)?", text)
     if match is None:
         raise UserError(f"cannot read input '{text}': write NAME=SIZES:DTYPE, for example {EXAMPLES}")
     name, sizes, dtype = match[1], match[2].lower(), (match[3] or "float32").removeprefix("torch.")
-    dtype = SHORT_DTYPES.get(dtype, dtype)
+    dtype, values = SHORT_DTYPES.get(dtype, dtype), match[4] or ""
     if dtype not in DTYPES:
         raise UserError(f"input '{text}' has an unknown dtype '{dtype}': {did_you_mean(dtype, DTYPES)}")
+    if values and values not in VALUES and not (values.isdecimal() and 0 < int(values) < 2**31):
+        known = ", ".join(VALUES)
+        raise UserError(f"input '{text}' has unknown values '{values}': write {known} or a number to draw below")
     if sizes == "scalar":
-        return Input(name, (), dtype)
+        return Input(name, (), dtype, values)
     parts = sizes.split("x")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(
             f"cannot read the sizes of input '{text}': write positive numbers joined by x, as in {EXAMPLES}"
         )
-    return Input(name, tuple(int(part) for part in parts), dtype)
+    return Input(name, tuple(int(part) for part in parts), dtype, values)
+
+
+def read_inputs(texts: Sequence[str]) -> Any:
+    """What `--input` says: descriptions of tensors, or one `package.module:function` that returns the inputs."""
+    functions = [text for text in texts if re.fullmatch(r"[\w.]+:[\w.]+", text)]
+    if not functions:
+        return [parse_input(text) for text in texts]
+    if len(texts) > 1:
+        raise UserError(f"{functions[0]} returns all inputs: give no other --input")
+    made = resolve_module(functions[0])()
+    return made if isinstance(made, dict | list | tuple) else [made]
 
 
 def resolve_module(spec: str) -> Callable[..., Any]:

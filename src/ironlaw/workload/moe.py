@@ -52,14 +52,6 @@ def moe_block_backward(shape: Shape) -> list[Operation]:
     return _of_moe_layers(shape, on_rank(shape, operations + attention_half_backward(shape)))
 
 
-def routing_buffer_bytes(shape: Shape) -> int:
-    """Load per expert and dropped choices of every layer with experts, and the biases of the choice."""
-    moe = shape.model.moe
-    if moe is None:
-        return 0
-    return shape.model.moe_layers * (moe.experts * (INDEX + FP32 * (moe.balance == "bias")) + INDEX)
-
-
 def _of_moe_layers(shape: Shape, operations: list[Operation]) -> list[Operation]:
     return [replace(op, group=GROUP, repeat=shape.model.moe_layers) for op in operations]
 

@@ -53,7 +53,7 @@ class RecomputeConfig(Section):
 
 
 def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
-    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/process/recompute.py`)."""
+    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/recompute.py`)."""
     match config.mode:
         case "full":
             return (frozenset(),) * model.layers

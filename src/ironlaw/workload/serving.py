@@ -27,10 +27,11 @@ from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage, Tensor
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.sharding import stage_parameters
 from ironlaw.workload.software import Software
+from ironlaw.workload.tensors import Tensor
 
 INFERENCE = Software(autocast=False)
 

@@ -4,36 +4,41 @@
 
 gives the same table as `training_operations` gives for our own decoder: forward and backward, kernel by kernel as
 PyTorch executes them eagerly on a CPU, with matrix shapes, FLOPs, least traffic, and the memory that each call
-allocates and frees. Nothing is computed and no weight exists, so that a model of any size is traced in the time that
-its calls take to dispatch: about 0.2 ms each.
+allocates and frees. Nothing large is computed and no weight exists, so that a model of any size is traced in the time
+that its calls take to dispatch: about 0.2 ms each.
 
-A trace follows shapes, not values. A module that looks at values (`if x.sum() > 0`, `x.nonzero()`, `.item()`) cannot
-be traced, and says so.
+Small tensors that follow from constants and inputs have values (`trace_values`). A module that looks at others, as a
+router of experts does, is run once on real tensors: the same table from the same recorder, with real memory and time.
 """
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
-from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.trace_kernels import tensors
-from ironlaw.workload.trace_recorder import FakeMode, Recorder, tracing
+from ironlaw.workload.trace_failure import CONSTRUCTION, Untraceable, explained
+from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
+from ironlaw.workload.trace_layers import longest_stack, one_of_each, whole
+from ironlaw.workload.trace_recorder import Recorder
 from ironlaw.workload.trace_table import TracedOperation, operations_of
+from ironlaw.workload.trace_values import TraceMode, tracing
 
 Precision = Literal["as is", "bf16", "fp16"]
 Loss = Callable[[Any], Tensor]
+Source = nn.Module | Callable[[], nn.Module]
+
+REAL_UNASKED_BYTES = 2**30
+"""Of parameters: a smaller module that a trace cannot follow is run on real tensors without being told to."""
 
 __all__ = ["Loss", "Precision", "Trace", "TracedOperation", "trace", "trace_operations"]
 
@@ -52,60 +57,96 @@ class Trace:
     buffer_bytes: int
     input_bytes: int
     output_shapes: tuple[tuple[int, ...], ...]
-
-
-# A module that does not fit its inputs is refused here in a line; PyTorch would log a stack before.
-logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    inputs: dict[str, str] = field(default_factory=dict)  # "8x2048:int64" by name
+    assumptions: tuple[Assumed, ...] = ()
 
 
 def trace_operations(
-    module_or_factory: nn.Module | Callable[[], nn.Module],
-    inputs: Sequence[Input | Tensor] | Mapping[str, Input | Tensor],
+    source: Source,
+    inputs: Inputs,
     *,
     loss: Loss | None = None,
     training: bool = True,
     precision: Precision = "as is",
+    real: bool | None = None,
 ) -> list[Operation]:
     """Forward and (when `training`) backward of one micro-batch, in the order of execution, layers not folded.
 
-    `inputs` go by name where the module's forward has arguments of these names, else in order. `loss` makes one
-    number of the module's output; without it the output itself is the loss if it is one number, else the backward
-    pass starts from a gradient for every floating-point output. `precision` runs it under autocast.
+    `source` is a module, or a function that builds one. `inputs` go by name where the module's forward has arguments
+    of these names, else in order; lists and dicts may hold them. `loss` makes one number of the module's output;
+    without it the output itself is the loss if it is one number, else the backward pass starts from a gradient for
+    every floating-point output. `precision` runs it under autocast. `real` runs the step on real tensors, None only
+    where the module looks at values that a trace does not have and its parameters take less than a GiB.
     """
-    return list(trace(module_or_factory, inputs, loss=loss, training=training, precision=precision).operations)
+    return list(trace(source, inputs, loss=loss, training=training, precision=precision, real=real).operations)
 
 
 def trace(
-    module_or_factory: nn.Module | Callable[[], nn.Module],
-    inputs: Sequence[Input | Tensor] | Mapping[str, Input | Tensor],
+    source: Source,
+    inputs: Inputs,
     *,
     loss: Loss | None = None,
     training: bool = True,
     precision: Precision = "as is",
+    real: bool | None = None,
+    repeated: bool = False,
 ) -> Trace:
-    """`trace_operations` with what else a plan needs: the sizes of parameters, buffers and inputs."""
-    mode, recorder = FakeMode(), Recorder()
-    where = "its construction"
+    """`trace_operations` with what else a plan needs: the sizes of parameters, buffers and inputs.
+
+    `repeated`: of a stack of layers one of each kind runs, and its rows count for the others.
+    """
+    how = (loss, training, precision)
+    if repeated:
+        try:
+            return _traced(source, inputs, *how, real=False, repeated=True)
+        except UserError:
+            pass  # layers that are more than a chain: all of them run
+    if real:
+        return _traced(source, inputs, *how, real=True)
+    try:
+        return _traced(source, inputs, *how, real=False)
+    except Untraceable as failure:
+        if real is False or failure.parameter_bytes is None or failure.parameter_bytes > REAL_UNASKED_BYTES:
+            raise
+        stepped: Assumed = ("a step on real tensors", "run", failure.reason, "")
+    found = _traced(source, inputs, *how, real=True)
+    return replace(found, assumptions=(*found.assumptions, stepped))
+
+
+def _traced(
+    source: Source, inputs: Inputs, loss: Loss | None, training: bool, precision: Precision, *,
+    real: bool, repeated: bool = False,
+) -> Trace:  # fmt: skip
+    mode, recorder = TraceMode(real), Recorder()
+    where, parameters = CONSTRUCTION, None
     try:
         with tracing(mode):
-            module, parameters, buffers = _fake_module(module_or_factory, mode)
-            state, given = parameters | buffers, _fake_inputs(inputs, mode)
-            recorder.ignore([list(state.values()), list(given.values())])
-            args, kwargs = _arguments(module, given)
+            module, notes = _built(source, mode)
+            parameters, buffers = _stand_ins(module, mode)
+            state = parameters | buffers
+            vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+            tree = named_inputs(inputs)
+            given, assumed = as_tensors(tree, mode.unknown, lambda t: _placed(t, mode), real, vocabulary)
+            recorder.ignore([list(state.values()), list(_tensors(given))])
+            args, kwargs = arguments(module, given)
             where = "its forward pass"
             before = module.training
             module.train(training)
+            stack = longest_stack(module) if repeated else None
             try:
-                shapes = _run(module, state, args, kwargs, recorder, loss, training, precision)
+                with one_of_each(module, stack) if stack else nullcontext():
+                    shapes = _run(module, state, args, kwargs, recorder, loss, training, precision)
             finally:
                 module.train(before)
     except UserError:
         raise
     except Exception as error:
-        raise _explained(error, module_or_factory, where, recorder) from error
+        size = None if parameters is None else _bytes(parameters)
+        where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
+        raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     return Trace(
-        operations=operations_of(recorder),
+        operations=whole(operations_of(recorder), stack) if stack else operations_of(recorder),
         name=type(module).__name__,
         parameters=sum(p.numel() for p in _unique(parameters)),
         trained_parameters=sum(p.numel() for p in _unique(trained)),
@@ -113,33 +154,20 @@ def trace(
         parameter_bytes=_bytes(parameters),
         trained_bytes=_bytes(trained),
         buffer_bytes=_bytes(buffers),
-        input_bytes=_bytes(given),
+        input_bytes=_bytes(dict(enumerate(_tensors(given)))),
         output_shapes=shapes,
+        inputs=described(given),
+        assumptions=(*notes, *assumed),
     )
 
 
-def _unique(named: dict[str, Tensor]) -> list[Tensor]:
+def _unique(named: Mapping[Any, Tensor]) -> list[Tensor]:
     """Shared tensors once."""
     return list({id(tensor): tensor for tensor in named.values()}.values())
 
 
-def _bytes(named: dict[str, Tensor]) -> int:
+def _bytes(named: Mapping[Any, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _unique(named))
-
-
-def _explained(error: Exception, source: object, where: str, recorder: Recorder) -> UserError:
-    """What went wrong in one line, and what to do."""
-    place = f"{where}, in {recorder.path}" if recorder.path else where
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return UserError(
-            f"{_name(source)} looks at the values of a tensor ({error.func}) in {place}, which a trace has none of: "
-            "make that decision from shapes or plain Python numbers"
-        )
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return UserError(
-        f"{_name(source)} fails in {place}: {type(error).__name__}: {lines[0]}: "
-        "check that it runs on real tensors with these shapes and dtypes"
-    )
 
 
 def _name(source: object) -> str:
@@ -149,67 +177,66 @@ def _name(source: object) -> str:
 # -- setting up --------------------------------------------------------------------------------------------------
 
 
-def _fake_module(
-    source: nn.Module | Callable[[], Any], mode: FakeMode
-) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
-    """The module, and its parameters and buffers as fake tensors: its own, or stand-ins for real ones."""
-    module = source if isinstance(source, nn.Module) else source()
+def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
+    """The module, and what to say about how it was built: on real tensors where it reads those it makes."""
+    notes: list[Assumed] = []
+    module: Any = source
+    if not isinstance(source, nn.Module):
+        try:
+            module = source()
+        except UserError:
+            raise
+        except Exception as error:
+            if mode.real:
+                raise
+            mode.real = True
+            try:
+                module = source()
+            finally:
+                mode.real = False
+            reason = f"construction without values fails: {type(error).__name__}"
+            notes = [("weights", "built in memory", reason, "")]
     if not isinstance(module, nn.Module):
         raise UserError(f"{_name(source)} returned a {type(module).__name__}: return a torch.nn.Module")
-    stand_ins: dict[int, Tensor] = {}  # shared tensors stay shared
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in stand_ins:
-            stand_ins[id(tensor)] = _fake(tensor, mode)
-        return stand_ins[id(tensor)]
-
-    parameters = {name: fake(p) for name, p in module.named_parameters(remove_duplicate=False)}
-    buffers = {name: fake(b) for name, b in module.named_buffers(remove_duplicate=False)}
-    return module, parameters, buffers
+    return module, notes
 
 
-def _fake(tensor: Tensor, mode: FakeMode) -> Tensor:
-    if getattr(tensor, "fake_mode", None) is mode:
-        return tensor
+def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and buffers for the step: fake ones, or with `real` the module's own, whose gradients and statistics
+    stay as they are. Shared ones stay shared."""
+    made: dict[int, Tensor] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = _placed(tensor, mode)
+        return made[id(tensor)]
+
+    parameters = {name: stand_in(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    return parameters, {name: stand_in(b) for name, b in module.named_buffers(remove_duplicate=False)}
+
+
+def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
+    """As the step takes it: known values are copied, so that no one else's change."""
+    weight = isinstance(tensor, nn.Parameter)
     if tensor.device.type not in ("cpu", "meta"):
         raise UserError(f"the module is on {tensor.device}: build it on the CPU or under torch.device('meta')")
     if tensor.device.type == "meta":
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        if mode.real:
+            raise UserError("the module was built under torch.device('meta') and has no values: build it on the CPU")
+        fake = mode.unknown(tensor.shape, tensor.dtype)
+        return nn.Parameter(fake, tensor.requires_grad) if weight else fake
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    if weight:
+        return nn.Parameter(tensor.detach(), tensor.requires_grad) if mode.real else mode.from_tensor(tensor)
+    if mode.real or mode.keeps(tensor):
+        with _disable_current_modes():
+            return tensor.clone()
     return mode.from_tensor(tensor)
 
 
-def _fake_inputs(inputs: Sequence[Input | Tensor] | Mapping[str, Input | Tensor], mode: FakeMode) -> dict[str, Tensor]:
-    if isinstance(inputs, Mapping):
-        named = dict(inputs)
-    else:
-        named = {value.name if isinstance(value, Input) else f"#{i}": value for i, value in enumerate(inputs)}
-    if len(named) != len(inputs):
-        raise UserError("two inputs have the same name: name each argument of the module once")
-    return {
-        name: torch.empty(value.shape, dtype=getattr(torch, value.dtype)) if isinstance(value, Input)
-        else _fake(value.detach(), mode)
-        for name, value in named.items()
-    }  # fmt: skip
-
-
-def _arguments(module: nn.Module, given: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """By name where forward knows the names, in order where it knows none of them."""
-    signature = inspect.signature(module.forward).parameters
-    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
-    known = [name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if any_name or (given and all(name in known for name in given)):
-        return (), given
-    strange = [name for name in given if name not in known]
-    if len(strange) < len(given) and not strange[0].startswith("#"):
-        raise UserError(
-            f"{type(module).__name__}.forward has no argument '{strange[0]}': {did_you_mean(strange[0], known)}"
-        )
-    return tuple(given.values()), {}
-
-
 def _run(
-    module: nn.Module, state: dict[str, Tensor], args: tuple[Tensor, ...], kwargs: dict[str, Tensor],
+    module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
     recorder: Recorder, loss: Loss | None, training: bool, precision: Precision,
 ) -> tuple[tuple[int, ...], ...]:  # fmt: skip
     """One micro-batch under the recorder; the shapes of what the module returned."""
@@ -261,12 +288,19 @@ def _backward(ends: list[Tensor], recorder: Recorder) -> None:
         torch.autograd.backward(wanted, [torch.ones_like(end) for end in wanted])
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
+    """Those in lists, dicts, the output classes of libraries and other objects that hold tensors."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth == 0 or isinstance(value, nn.Module | type):
+        return []
     if hasattr(value, "to_tuple"):  # the output classes of Hugging Face
         value = value.to_tuple()
-    elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module)):
-        value = list(vars(value).values())
-    return list(tensors(value))
+    elif isinstance(value, Mapping):
+        value = list(value.values())
+    elif not isinstance(value, list | tuple):
+        value = list(getattr(value, "__dict__", {}).values())
+    return [tensor for item in value for tensor in _tensors(item, depth - 1)]
 
 
 def _floating(outputs: Any) -> list[Tensor]:

@@ -41,7 +41,8 @@ _KERNELS = {
     "add": "add", "sub": "add", "add_": "add_in_place", "sub_": "add_in_place", "mul": "multiply",
     "cat": "concatenate", "_to_copy": "cast",
 }  # fmt: skip
-NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+             "_sparse_coo_tensor_with_dims_and_tensors")  # fmt: skip
 _OVERWRITES = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_")
 _PICKS = ("nll_loss_forward", "nll_loss2d_forward")  # read one number per row
 
@@ -78,8 +79,23 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """One, but for sparse tensors, which hold their indices and values."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout is torch.sparse_csr:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = []
+    return [part.untyped_storage() for part in parts]
+
+
 def touched_bytes(tensor: Tensor) -> int:
     """Bytes that reading all of a tensor touches: a broadcast dimension is read once."""
+    if tensor.layout is not torch.strided:
+        return sum(storage.nbytes() for storage in storages(tensor))
     return math.prod(s for s, step in zip(tensor.shape, tensor.stride(), strict=True) if step) * tensor.element_size()
 
 
@@ -92,9 +108,12 @@ def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any,
         return [_convolution(args, out)]
     if name == "convolution_backward":
         return _convolution_backward(args)
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
+    dense = all(t.layout is torch.strided for t in tensors((args, out)))
+    if dense and name in ("mm", "addmm", "bmm", "baddbmm"):
         return [_matmul(func, name, args, kwargs, out)]
-    formula = flop_registry.get(func._overloadpacket)
+    if name == "_grouped_mm":
+        return [_grouped(args, kwargs, out)]
+    formula = flop_registry.get(func._overloadpacket) if dense else None  # of sparse ones nobody has counted
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else None
     kind = _KIND_OF.get(name) or _KIND_OF.get(name.removesuffix("_backward")) or Kind.ELEMENTWISE
     if formula is not None and flops:
@@ -146,6 +165,36 @@ def _matmul(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
     return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), flops, (int(m), int(n), int(k)),
                 batch=out.numel() // max(1, int(m) * int(n)))  # fmt: skip
+
+
+def grouped_shape(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> tuple[int, ...]:
+    """Of the products of groups of rows with a matrix each, or of groups of columns with groups of rows."""
+    if left.dim() == right.dim() == 2:
+        assert offs is not None
+        return offs.shape[0], left.shape[0], right.shape[1]
+    if left.dim() == 2 or right.dim() == 2:
+        return left.shape[-2], right.shape[-1]
+    return left.shape[0], left.shape[1], right.shape[2]
+
+
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Call:
+    """Products of experts: each of the mean load, as a plan must take it. torch's counter knows no formula for it."""
+    left, right = args[:2]
+    offs: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = next((t.shape[0] for t in (right, left) if t.dim() == 3), None) or offs.shape[0]
+    m, n, k = left.shape[-2], right.shape[-1], left.shape[-1]
+    flops = 2 * m * n * k * (groups if left.dim() == right.dim() == 3 else 1)
+    gradient = left.dim() == right.dim() == 2
+    if gradient:  # of the weights: the sum over rows is divided
+        k = k // groups
+    elif left.dim() == 2:
+        m = m // groups
+    elif right.dim() == 2:
+        n = n // groups
+    moved = sum(touched_bytes(t) for t in (left, right, out))
+    kernel = "matmul_weight_gradient" if gradient else "matmul"
+    shape = (max(1, int(m)), max(1, int(n)), max(1, int(k)))
+    return Call(Kind.MATMUL, kernel, out.numel(), moved, _dtype([out]), int(flops), shape, batch=int(groups))
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> Call:

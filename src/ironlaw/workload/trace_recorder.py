@@ -1,16 +1,14 @@
-"""Listening to one training step on fake tensors: every kernel, who called it, and how long each storage lives.
+"""Listening to one training step, fake or real: every kernel, who called it, and how long each storage lives.
 
-What is not public in torch is used here and nowhere else (tried: 2.13; 2.11 has the same names):
-- `torch._subclasses.FakeTensorMode`: tensors with shapes and storages but no memory;
+Private parts of torch used here (tried: 2.13; 2.11 has the same names):
 - `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and the backward node
   that belongs to it share a sequence number, which gives backward kernels the name of their module;
-- a fake tensor's storage keeps its Python object for as long as the storage lives, so that a weak reference tells
-  when it is freed (torch's own MemTracker relies on the same).
+- a storage keeps its Python object for as long as it lives, so that a weak reference tells when it is freed (torch's
+  own MemTracker relies on the same).
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,33 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import attention_score_pairs
-from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, tensors
+from ironlaw.workload.trace_kernels import NO_KERNEL, Call, base_name, calls_of, storages, tensors
 
-__all__ = ["FakeMode", "Lifetime", "Origin", "Record", "Recorder", "tracing"]
-
-
-class FakeMode(FakeTensorMode):
-    """Fake tensors on the CPU. A fake tensor knows its mode, which must survive copying layers (nn.Transformer)."""
-
-    def __deepcopy__(self, memo: object) -> FakeMode:
-        return self
-
-
-@contextmanager
-def tracing(mode: FakeMode) -> Iterator[None]:
-    """Fake tensors, without the oneDNN kernels that hide a recurrent layer's products.
-
-    torch warns about copying tensors that have no data, and about oneDNN's switch: not the user's concern.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.backends.mkldnn.flags(enabled=False), mode:
-            yield
+__all__ = ["Lifetime", "Origin", "Record", "Recorder"]
 
 
 FUSED_MODULES: dict[type[nn.Module], str] = {nn.RMSNorm: "rmsnorm"}
@@ -107,13 +85,13 @@ class Recorder(TorchDispatchMode):
 
     def ignore(self, value: Any) -> None:
         """Storages that exist before the step: parameters, buffers, inputs."""
-        for tensor in tensors(value):
-            self._remember(tensor, None)
+        for storage in (s for tensor in tensors(value) for s in storages(tensor)):
+            self._remember(storage, None)
 
     def mark(self, value: Any, attribute: str) -> None:
         """Set a flag of the lifetimes of these tensors' storages."""
-        for tensor in tensors(value):
-            known = self._alive.get(tensor.untyped_storage()._cdata)
+        for storage in (s for tensor in tensors(value) for s in storages(tensor)):
+            known = self._alive.get(storage._cdata)
             if known is not None and known[1] is not None:
                 setattr(known[1], attribute, True)
 
@@ -161,11 +139,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func.namespace == "prim":
-            return out
-        origin = self._origin()
-        written = [t for t in tensors(out) if t.untyped_storage()._cdata not in self._alive]
+            return func(*args, **kwargs)
+        origin = self._origin()  # before the call, within which fakes may take numbers of nodes
+        out = func(*args, **kwargs)
+        written = [s for t in tensors(out) for s in storages(t) if s._cdata not in self._alive]
         if not written and not func._schema.is_mutable:
             return out  # a view
         operands = [self._lifetime(t) for t in tensors(args)] if base_name(func) == "add" else []
@@ -177,9 +155,9 @@ class Recorder(TorchDispatchMode):
                 if origin.scope == "attention" and call.kind is Kind.MATMUL:
                     call = replace(call, kind=Kind.ATTENTION)
                 self.records.append(Record(call, self.phase, base_name(func), origin))
-        for tensor in written:
-            born = Lifetime(tensor.untyped_storage().nbytes(), index, padding=_zeros_at_the_end(func, args))
-            if self._remember(tensor, born):
+        for storage in written:
+            born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
+            if self._remember(storage, born):
                 self.lifetimes.append(born)
                 if self.phase is Phase.BACKWARD and base_name(func) == "add":
                     self.accumulations.append((index, [o for o in operands if o is not None], born))
@@ -204,11 +182,10 @@ class Recorder(TorchDispatchMode):
         return replace(call, flops=call.flops * (whole - life.padding) // whole)
 
     def _lifetime(self, tensor: Tensor) -> Lifetime | None:
-        known = self._alive.get(tensor.untyped_storage()._cdata)
+        known = next((self._alive.get(s._cdata) for s in storages(tensor)), None)
         return known[1] if known else None
 
-    def _remember(self, tensor: Tensor, lifetime: Lifetime | None) -> bool:
-        storage = tensor.untyped_storage()
+    def _remember(self, storage: torch.UntypedStorage, lifetime: Lifetime | None) -> bool:
         key = storage._cdata
         if key in self._alive:
             return False

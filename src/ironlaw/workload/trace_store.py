@@ -25,6 +25,7 @@ def trace_from_json(document: dict[str, Any]) -> Trace:
     values.pop("variants", None)
     columns = values.pop("columns")
     values["operations"] = [_operation(dict(zip(columns, row, strict=True))) for row in values["operations"]]
+    values["assumptions"] = tuple(tuple(one) for one in values.get("assumptions", ()))
     values["output_shapes"] = tuple(tuple(shape) for shape in values["output_shapes"])
     return Trace(**values)
 

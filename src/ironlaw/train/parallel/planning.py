@@ -17,10 +17,10 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.search import Choice, best_layout
-from ironlaw.train.parallel.ranks import Ranks, check, micro_batch_of, planned_layout
+from ironlaw.plan.layouts import LayoutChoice, best_layout
+from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.step import StepPlan, plan_run, plan_step
+from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
@@ -56,11 +56,11 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     return plan_config(config, profile, ranks.size, Fabric(costs_here(profile), local, between)).ledger()
 
 
-def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> RanksPlan:
+def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> StepPlan:
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
     layout = check(config, size)
     share = config.train.global_batch // (layout.dp or 1)
-    return plan_ranks(config, profile, size, planned_layout(layout, micro_batch_of(config, share)), fabric)
+    return plan_step(config, profile, layout_of(layout, micro_batch_of(config, share)), fabric, size)
 
 
 def _between(local: int) -> Link:
@@ -87,7 +87,7 @@ def _between(local: int) -> Link:
     return Link(latency, rate)
 
 
-def choose_layout(config: RunConfig, profile: Profile, size: int) -> Choice:
+def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice:
     """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
 
     fabric = Fabric(costs_here(profile), local_ranks(size))

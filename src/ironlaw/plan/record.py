@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ironlaw.files import read_json_lines
+from ironlaw.machine import interference
 from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Profile
 
@@ -50,5 +51,12 @@ def time_interval(profile: Profile) -> tuple[float, float, str]:
     ratios = past_ratios()
     if len(ratios) >= ENOUGH_RUNS:
         low, high = (float(q) for q in np.percentile(ratios, [10, 90]))
-        return min(low, 1.0), max(high, 1.0), f"interval from {len(ratios)} past runs on this machine"
-    return DEFAULT_LOW, DEFAULT_HIGH, "interval from the planner's record, no runs of this machine yet"
+        low, high, basis = min(low, 1.0), max(high, 1.0), f"interval from {len(ratios)} past runs on this machine"
+    else:
+        low, high = DEFAULT_LOW, DEFAULT_HIGH
+        basis = "interval from the planner's record, no runs of this machine yet"
+    share = interference.disturbed(profile)
+    if share is not None:  # assumed: what shares its cores waits for all of them, and again for the slowest
+        low *= max(0.1, 1 - share) ** 2
+        basis += f"; widened: other programs used {share:.0%} of the cores while this machine was measured"
+    return low, high, basis

@@ -1,0 +1,213 @@
+"""What a loop leaves switched on and what it keeps: looked at step by step, tried both ways at the end.
+
+Every finding carries the line of the user's code where it begins, as far as the text of that code tells.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ironlaw.machine import host
+from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_calling, user_line
+
+TURNS = 7
+LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
+EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A switch of PyTorch that slows training. `names`: what the user's code calls to set it."""
+
+    name: str
+    names: tuple[str, ...]
+    is_on: Callable[[], bool]
+    switch: Callable[[bool], Any]
+    remedy: str
+
+
+MODES = (
+    Mode(
+        "Anomaly detection", ("set_detect_anomaly", "detect_anomaly"), torch.is_anomaly_enabled,
+        torch.set_anomaly_enabled,
+        "torch.autograd.set_detect_anomaly(False); turn it on for the steps that give NaN",
+    ),
+    Mode(
+        "Deterministic algorithms", ("use_deterministic_algorithms", "set_deterministic_debug_mode"),
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms,
+        "torch.use_deterministic_algorithms(False), or only torch.utils.deterministic.fill_uninitialized_memory = "
+        "False",
+    ),
+    Mode(
+        "PyTorch without oneDNN", ("mkldnn",), lambda: not torch._C._get_mkldnn_enabled(),
+        lambda on: torch._C._set_mkldnn_enabled(not on), "torch.backends.mkldnn.enabled = True",
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Habits:
+    """`look()` in every backward pass, `stepped()` after every step, `facts()` at the end; calls count by line."""
+
+    module: nn.Module
+    on: set[str] = field(default_factory=set)
+    resident: list[int] = field(default_factory=list)
+    zeroed: Counter[str] = field(default_factory=Counter)  # zero_grad(set_to_none=False)
+    retained: Counter[str] = field(default_factory=Counter)  # backward(retain_graph=True)
+    forwards: int = 0
+    backwards: int = 0
+    forward_lines: Counter[str] = field(default_factory=Counter)
+    profiled: bool = False  # by a profiler that is not ours
+
+    def __post_init__(self) -> None:
+        self._files = files_of(self.module)
+        self.profiled = torch.autograd._profiler_enabled()
+
+    def forward_begins(self) -> None:
+        self.forwards += 1
+        self.forward_lines[user_line() or "?"] += 1
+
+    def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.backwards += 1
+        if keeps_graph(args, kwargs):
+            self.retained[user_line() or "?"] += 1
+        self.look()
+
+    def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if zeroes(args, kwargs):
+            self.zeroed[user_line() or "?"] += 1
+
+    def look(self) -> None:
+        self.on |= {mode.name for mode in MODES if mode.is_on()}
+
+    def stepped(self) -> None:
+        self.look()
+        self.resident.append(host.resident_bytes())
+
+    def facts(self, rows: int | None, precision: str | None) -> dict[str, Any]:
+        steps = max(1, len(self.resident))
+        return {
+            "left_on": [
+                {"name": mode.name, "saved": _saved_without(mode, self.module, rows, precision), "remedy": mode.remedy,
+                 "place": line_calling(mode.names, self._files)}
+                for mode in MODES if mode.name in self.on
+            ],
+            "float64": self._float64(rows),
+            "memory_growth": self._growth(),
+            "zeroed_gradients": _most(self.zeroed, steps),
+            "retained_graphs": _most(self.retained, steps),
+            "forwards_per_step": self.forwards / steps,
+            "backwards_per_step": self.backwards / steps,
+            "forward_lines": [place for place, _ in self.forward_lines.most_common(4)],
+            "profiled": line_calling(("profile", "emit_itt"), self._files) or "?" if self.profiled else None,
+        }  # fmt: skip
+
+    def _float64(self, rows: int | None) -> dict[str, Any] | None:
+        """Share of a forward and backward pass that fp32 weights would save; None where no weight is float64."""
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in self.module.parameters():
+            sizes[parameter.dtype] += parameter.numel()
+        if not sizes or sizes.most_common(1)[0][0] is not torch.float64:
+            return None
+        double, single = (_proxy(self.module, rows, dtype) for dtype in (torch.float64, torch.float32))
+        saved = _median_saved(double, single)
+        return {"saved": saved, "place": line_calling(("double", "float64", "set_default_dtype"), self._files)}
+
+    def _growth(self) -> dict[str, Any] | None:
+        """Bytes per step by which the process grew, evenly, to the end of the loop."""
+        settled = self.resident[len(self.resident) // 4 :]
+        if len(settled) < LEAST_STEPS:
+            return None
+        size = len(settled) // 4
+        middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
+        rises = [after - before for before, after in itertools.pairwise(middles)]
+        grown = middles[-1] - middles[0]
+        even = grown >= max(LEAST_BYTES, LEAST_GROWTH * middles[0]) and min(rises) >= EVEN * grown / 3
+        name, graphs = holder_of(len(self.resident)) or (None, False)
+        if not (even or graphs):  # graphs of all steps are a leak, however small each is
+            return None
+        return {
+            "bytes_per_step": max(0.0, grown / (3 * size)), "holder": name,
+            "place": growing_line(name, self._files) if name else None,
+        }  # fmt: skip
+
+
+def _most(calls: Counter[str], steps: int) -> dict[str, Any] | None:
+    """The line with the most calls, where there is about one per step."""
+    place, count = calls.most_common(1)[0] if calls else ("", 0)
+    return {"place": place, "per_step": count / steps} if count >= 0.5 * steps else None
+
+
+def _proxy(module: nn.Module, rows: int | None, dtype: torch.dtype) -> Callable[[], None]:
+    """Forward and backward of the module's most frequent linear layer and an activation, three times in a row."""
+    shapes = Counter(tuple(c.weight.shape) for c in module.modules() if isinstance(c, nn.Linear))
+    outputs, inputs = shapes.most_common(1)[0][0] if shapes else (512, 512)
+    rows = min(max(rows or 0, 256), 2048)
+    x = torch.randn(rows, inputs, dtype=dtype)
+    up = torch.randn(outputs, inputs, dtype=dtype, requires_grad=True)
+    down = torch.randn(inputs, outputs, dtype=dtype, requires_grad=True)
+
+    def both_ways() -> None:
+        y = x
+        for _ in range(3):
+            y = nn.functional.layer_norm(nn.functional.gelu(y @ up.t()) @ down.t(), (inputs,))
+        torch.autograd.grad(y.sum(), (up, down))
+
+    return both_ways
+
+
+@contextmanager
+def _switched(mode: Mode, on: bool) -> Iterator[None]:
+    before = mode.is_on()
+    mode.switch(on)
+    try:
+        yield
+    finally:
+        mode.switch(before)
+
+
+def _saved_without(mode: Mode, module: nn.Module, rows: int | None, precision: str | None) -> float:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or "", torch.float32)
+    work = _proxy(module, rows, dtype)
+
+    def under(on: bool) -> Callable[[], None]:
+        def call() -> None:
+            with _switched(mode, on):
+                work()
+
+        return call
+
+    return _median_saved(under(True), under(False))
+
+
+def _median_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
+    """Share of the time that the second way saves, both in turn."""
+    shares = []
+    for _ in range(TURNS):
+        seconds = []
+        for work in (now, then):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        shares.append(1 - seconds[1] / seconds[0])
+    return max(0.0, statistics.median(shares[1:]))
+
+
+def keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Of a call of `torch.autograd.backward`."""
+    return bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else None))
+
+
+def zeroes(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Of a call of `zero_grad`: gradients become zeros instead of nothing."""
+    return kwargs.get("set_to_none", args[0] if args else True) is False

@@ -1,0 +1,165 @@
+"""Lines of the user's code: the one that runs, the one that calls something, the one where something grows."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LIBRARIES = tuple(
+    {str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]), *map(str, (
+        sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))}
+)  # fmt: skip
+_GROW = ("append", "extend", "add", "appendleft", "insert")
+MOST_NODES = 2000
+
+
+def is_users(file: str) -> bool:
+    return not file.startswith((*LIBRARIES, "<"))
+
+
+def user_line(frame: FrameType | None = None) -> str | None:
+    """file:line of the innermost line that belongs to no library."""
+    frame = frame if frame is not None else sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def files_of(module: nn.Module) -> list[str]:
+    """Files of the loop that is running, of the script and of the module."""
+    files = [frame.f_code.co_filename for frame in user_frames()]
+    files.append(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    for child in module.modules():
+        try:
+            files.append(inspect.getsourcefile(type(child)) or "")
+        except TypeError:
+            continue
+    return [file for file in dict.fromkeys(files) if file and is_users(file) and Path(file).is_file()]
+
+
+@cache
+def _parsed(file: str) -> ast.Module | None:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _nodes(files: Sequence[str]) -> Iterator[tuple[str, ast.AST]]:
+    for file in files:
+        tree = _parsed(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            yield file, node
+
+
+def _last_name(node: ast.AST) -> str | None:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def line_calling(names: Sequence[str], files: Sequence[str]) -> str | None:
+    """Where one of these names is used for the first time; imports do not count."""
+    for file, node in _nodes(files):
+        if isinstance(node, ast.Attribute | ast.Name) and _last_name(node) in names:
+            return f"{file}:{node.lineno}"
+    return None
+
+
+def growing_line(name: str, files: Sequence[str]) -> str | None:
+    """Where something is put into `name`, or added to it."""
+    for file, node in _nodes(files):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROW:
+            if _last_name(node.func.value) == name:
+                return f"{file}:{node.lineno}"
+        elif isinstance(node, ast.AugAssign) and _last_name(node.target) == name:
+            return f"{file}:{node.lineno}"
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                into = isinstance(target, ast.Subscript) and _last_name(target.value) == name
+                grows = _last_name(target) == name and any(_last_name(n) == name for n in ast.walk(node.value))
+                if into or grows:
+                    return f"{file}:{node.lineno}"
+    return None
+
+
+def holder_of(steps: int) -> tuple[str, bool] | None:
+    """The name under which the user's code holds something of every step, a container of tensors or of arrays, or a
+    sum whose graph reaches back through all of them; and whether graphs are held."""
+    least = max(2, steps // 2)
+    containers = [c for c in gc.get_objects() if type(c) in (list, dict, set, tuple) and _is_full(c, least)]
+    held = {id(c): _weight(c) for c in containers}
+    found: list[tuple[float, str]] = []
+    for name, value in _named_values():
+        if id(value) in held:
+            found.append((held[id(value)], name))
+        elif isinstance(value, Tensor) and value.grad_fn is not None and _long(value, least):
+            found.append((float("inf"), name))
+    for container in containers if not found else ():
+        names = (k for r in gc.get_referrers(container) if type(r) is dict for k, v in r.items() if v is container)
+        found += [(held[id(container)], name) for name in names if isinstance(name, str)]
+    weight, name = max(found, default=(0.0, ""))
+    return (name, weight == float("inf")) if found else None
+
+
+def _named_values() -> Iterator[tuple[str, Any]]:
+    for frame in user_frames():
+        for name, value in {**frame.f_globals, **frame.f_locals}.items():
+            yield name, value
+            if is_users(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<") and not isinstance(
+                value, nn.Module | ModuleType | type
+            ):
+                yield from getattr(value, "__dict__", {}).items()
+
+
+def _is_full(container: Any, least: int) -> bool:
+    if len(container) < least:
+        return False
+    values = list(container.values() if type(container) is dict else container)[-3:]
+    return all(_bytes(value) for value in values)
+
+
+def _bytes(value: Any, depth: int = 2) -> int:
+    """Of the tensors, arrays and strings in a value."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.numel() * value.element_size() + (value.grad_fn is not None)
+    if isinstance(value, list | tuple) and depth:
+        return sum(_bytes(v, depth - 1) for v in value)
+    if isinstance(value, dict) and depth:
+        return sum(_bytes(v, depth - 1) for v in value.values())
+    return int(getattr(value, "nbytes", 0)) if type(value).__module__ == "numpy" else 0
+
+
+def _weight(container: Any) -> float:
+    """A graph that is kept weighs more than the tensor it hangs on."""
+    values = list(container.values() if type(container) is dict else container)
+    graphs = any(isinstance(v, Tensor) and v.grad_fn is not None for v in values)
+    return float("inf") if graphs else sum(_bytes(v) for v in values[-3:]) * len(values) / 3
+
+
+def _long(value: Tensor, least: int) -> bool:
+    """Whether its graph goes back through so many additions."""
+    node: Any = value.grad_fn
+    for depth in range(min(least, MOST_NODES)):
+        following = [n for n, _ in node.next_functions if n is not None and "Add" in type(n).__name__]
+        if not following:
+            return depth >= least - 1
+        node = following[0]
+    return True

@@ -1,0 +1,256 @@
+"""A served model on given devices: its ledger, with the keys that a measured server's has, and what follows from it.
+
+ledger = plan_serving(Served(model, device, engine, layout, formats), parse_request("input=1024 output=256 rate=4"))
+ledger.totals["ttft_seconds"], ledger.totals["tpot_seconds"], ledger.totals["kv_tokens"]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.stored_formats import stored_format
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.serving.files import read
+from ironlaw.plan.serving.rates import ServingEngine, is_measured
+from ironlaw.plan.serving.request import ServeRequest
+from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, play
+from ironlaw.plan.serving.steady import unlimited
+from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
+from ironlaw.plan.serving.timing import (
+    WORKSPACE_BYTES,
+    System,
+    decode_seconds,
+    pass_parts,
+    prompt_seconds,
+    room_tokens,
+)
+
+BLOCK_TOKENS = 16
+"""Of a page of the cache, in vLLM and TensorRT-LLM's default."""
+
+WIDER = 1.6
+"""Factor on an interval for an engine on a generation that nobody measured. Assumed."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on devices: one copy is `layout.devices` of them, `layout.replicas` copies share the requests."""
+
+    model: ModelConfig
+    device: Accelerator
+    engine: ServingEngine
+    layout: ServingLayout
+    formats: Formats
+    budget: int = BUDGET_TOKENS
+
+    @cached_property
+    def system(self) -> System:
+        return system_of(self.model, self.device, self.engine, self.layout, self.formats)
+
+    @cached_property
+    def kv_tokens(self) -> float:
+        """Of one copy; below 0 where the weights do not fit."""
+        return float(room_tokens(self.system, self.engine.memory_fraction))
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens >= BLOCK_TOKENS
+
+    @property
+    def devices(self) -> int:
+        return self.layout.devices * self.layout.replicas
+
+    def most_requests(self, request: ServeRequest) -> int:
+        """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
+        longest; pages are handed out as they are needed, and only the last is partly empty."""
+        kept = float(self.system.demand.cached_tokens(request.length))
+        if self.engine.paged:
+            kept = math.ceil(kept / BLOCK_TOKENS) * BLOCK_TOKENS
+        return int(min(self.kv_tokens // kept, float(self.system.rates.most_requests)))
+
+    def fits_request(self, request: ServeRequest) -> bool:
+        return self.fits and self.most_requests(request) >= 1
+
+
+def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger:
+    """Totals per copy unless their name says otherwise; `facts["fits"]` is False where nothing can be served."""
+    ledger = Ledger("plan", facts=_facts(served, request))
+    ledger.memory = _memory(served, request)
+    ledger.totals |= _capacity(served, request)
+    ledger.facts["fits"] = served.fits_request(request)
+    if not ledger.facts["fits"]:
+        return ledger
+    one = replace(request, rate=request.rate / served.layout.replicas if request.rate else None)
+    alone = request.rate is None and request.concurrency is None
+    played = play(served.system, one, served.kv_tokens, served.most_requests(request), budget=served.budget, seed=seed)
+    _times(ledger, served, one, played)
+    _lines(ledger, served, one, played)
+    ledger.facts["keeps_up"] = played.keeps_up
+    ledger.facts["preemptions"] = played.preemptions
+    ledger.facts["alone"] = alone
+    ledger.facts["limits"] = _limits(played, request, served.layout.replicas)
+    ledger.facts["binds"] = _binds(played, served, one)
+    return ledger
+
+
+def interval(kind: str, served: Served) -> tuple[float, float]:
+    """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, first (token, under
+    load), requests, unlimited."""
+    stated = read("constants.toml")["interval"][kind]
+    wider = 1.0 if is_measured(served.engine, served.device.generation) else WIDER
+    return math.exp(stated["low"] * wider), math.exp(stated["high"] * wider)
+
+
+def _estimate(value: float, kind: str, served: Served, basis: str, rate: bool = False) -> Estimate:
+    low, high = interval(kind, served)
+    if rate:
+        low, high = 1 / high, 1 / low
+    return Estimate(value, Origin.CALCULATED, basis, value * low, value * high)
+
+
+def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
+    system, totals, copies = served.system, ledger.totals, served.layout.replicas
+    ttft, tpot = played.ttft_seconds, played.tpot_seconds
+    played_as = "continuous batching, played step by step"
+    totals["ttft_seconds"] = _estimate(ttft["p50"], "first", served, f"median, {played_as}")
+    totals["ttft_p90_seconds"] = _estimate(ttft["p90"], "first", served, f"90th percentile, {played_as}")
+    totals["ttft_p99_seconds"] = _estimate(ttft["p99"], "first", served, f"99th percentile, {played_as}")
+    totals["tpot_seconds"] = _estimate(tpot["mean"], "decode", served, f"mean, {played_as}")
+    totals["tpot_p99_seconds"] = _estimate(tpot["p99"], "decode", served, f"99th percentile, {played_as}")
+    rate = played.output_tokens_per_second * copies
+    totals["output_tokens_per_second"] = _estimate(rate, "requests", served, f"{played_as}, all copies", rate=True)
+    totals["requests_per_second"] = _estimate(rate / request.output, "requests", served, "output / length", rate=True)
+    totals["decode_batch"] = Estimate(played.decode_batch, Origin.CALCULATED, "mean of the steps that decode")
+    totals["kv_usage"] = Estimate(played.kv_usage, Origin.CALCULATED, "mean over steps, of all pages")
+    totals["waiting"] = Estimate(played.waiting, Origin.CALCULATED, "mean over steps")
+    totals["step_seconds"] = _estimate(played.step_seconds, "decode", served, "mean step")
+    single = float(decode_seconds(system, 1.0, request.length))
+    totals["single_tpot_seconds"] = _estimate(single, "decode", served, "one request alone")
+    prompt = float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
+    totals["single_ttft_seconds"] = _estimate(prompt, "prompt", served, "one request alone")
+    most = float(unlimited(system, served.most_requests(request), request.input, request.output)) * copies
+    totals["most_tokens_per_second"] = _estimate(most, "unlimited", served, "as many at once as fit", rate=True)
+
+
+def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
+    """Of a mean engine step: the phases of a measured server, and within decode what binds it."""
+    spent = played.seconds
+    decoding = spent["weights"] + spent["cache"] + spent["collectives"] + spent["launches"]
+    ledger.phase_seconds = {
+        Phase.PREFILL: spent["prompts"], Phase.DECODE: decoding, Phase.SAMPLING: 0.0, Phase.HOST: spent["host"],
+    }  # fmt: skip
+    for name, phase, kind, bound in (
+        ("weights", Phase.DECODE, Kind.MATMUL, "memory"),
+        ("cache", Phase.DECODE, Kind.ATTENTION, "memory"),
+        ("collectives", Phase.DECODE, Kind.COLLECTIVE, "network"),
+        ("launches", Phase.DECODE, Kind.OTHER, "overhead"),
+        ("prompts", Phase.PREFILL, Kind.MATMUL, "compute"),
+        ("host", Phase.HOST, Kind.HOST, "overhead"),
+    ):
+        if spent[name] > 0:
+            ledger.lines.append(Line(phase, kind, name, seconds=spent[name], bound=bound))
+
+
+def _capacity(served: Served, request: ServeRequest) -> dict[str, Estimate]:
+    system, tokens = served.system, max(served.kv_tokens, 0.0)
+    of = (
+        f"{served.engine.memory_fraction:.0%} of the memory of {served.layout.devices} less weights and "
+        f"{WORKSPACE_BYTES / 1e9:g} GB each, over {float(system.token_bytes):,.0f} bytes a token"
+    )
+    calculated = Origin.CALCULATED
+    found = {
+        "parameters": Estimate(float(system.demand.parameters), calculated, "sum over the model's tensors"),
+        "weight_bytes": Estimate(float(system.weight_bytes), calculated, _stored(served.formats)),
+        "kv_tokens": Estimate(tokens, calculated, of, tokens * 0.95, tokens * 1.05),
+        "kv_blocks": Estimate(tokens // BLOCK_TOKENS, calculated, f"pages of {BLOCK_TOKENS} tokens"),
+        "most_requests": Estimate(
+            float(max(served.most_requests(request), 0)) if served.fits else 0.0, calculated,
+            f"at once, {request.length:,} tokens each",
+        ),
+        "longest_tokens": Estimate(min(tokens, float(served.model.context)), calculated, "one request alone"),
+    }  # fmt: skip
+    return found
+
+
+def _stored(formats: Formats) -> str:
+    stored = stored_format(formats.weights)
+    where = "experts alone, the rest in 16 bits" if stored.experts else "embedding and output layer in 16 bits"
+    return f"{stored.bits:g} bits a weight" + (f", {where}" if stored.wide and stored.bits < 16 else "")
+
+
+def _memory(served: Served, request: ServeRequest) -> list[MemoryLine]:
+    """Of all devices of one copy."""
+    system = served.system
+    cache = max(served.kv_tokens, 0.0) * float(system.token_bytes)
+    left = float(system.memory) * served.layout.devices * (1 - served.engine.memory_fraction)
+    return [
+        MemoryLine("weights", float(system.weight_bytes)),
+        MemoryLine("kv", cache, note=f"{max(served.kv_tokens, 0.0):,.0f} tokens"),
+        MemoryLine("workspace", WORKSPACE_BYTES * served.layout.devices, note="activations, graphs, framework"),
+        MemoryLine("left free", left, note=f"{1 - served.engine.memory_fraction:.0%} that the engine does not take"),
+    ]
+
+
+def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
+    return {
+        "kind": "serving",
+        "model": served.model.model_dump(exclude_none=True, mode="json"),
+        "name": served.model.name,
+        "device": served.device.name,
+        "devices": served.devices,
+        "layout": str(served.layout),
+        "engine": served.engine.name,
+        "weights": served.formats.weights,
+        "kv": served.formats.cache,
+        "token_budget": served.budget,
+        "request": {key: value for key, value in vars(request).items() if value is not None},
+        "measured": is_measured(served.engine, served.device.generation),
+    }
+
+
+def _limits(played: Played, request: ServeRequest, copies: int) -> dict[str, Any]:
+    """What was asked for, what is planned, and whether it holds."""
+    found: dict[str, Any] = {}
+    if request.ttft is not None:
+        found["ttft"] = {"limit": request.ttft, "planned": played.ttft_seconds["p90"]}
+    if request.tpot is not None:
+        found["tpot"] = {"limit": request.tpot, "planned": played.tpot_seconds["mean"]}
+    if request.rate is not None:
+        found["rate"] = {
+            "limit": request.rate,
+            "planned": played.requests_per_second * copies,
+            "holds": played.keeps_up,
+        }
+    for name in ("ttft", "tpot"):
+        if name in found:
+            found[name]["holds"] = found[name]["planned"] <= found[name]["limit"]
+    return found
+
+
+def _binds(played: Played, served: Served, request: ServeRequest) -> dict[str, Any]:
+    """The largest part of a step, and what would shorten it."""
+    total = sum(played.seconds.values())
+    name = max(played.seconds, key=lambda part: played.seconds[part])
+    if not played.keeps_up:
+        name = "queue"
+    words = {
+        "weights": "reading weights: fewer bits a weight, more ranks, or more requests at once",
+        "cache": "reading the cache: an 8-bit cache, fewer requests at once, or more copies",
+        "prompts": "prompts: shared prefixes, a smaller budget of new tokens where answers must not stall, more copies",
+        "collectives": "sums over ranks: fewer of them and more copies, or a faster link",
+        "launches": "launches of small kernels: captured graphs, fewer and larger kernels",
+        "host": "the host: scheduling and sampling beside the device",
+        "queue": "requests arrive faster than they are served: more copies, or longer limits",
+    }
+    share = played.seconds.get(name, 0.0) / total if total else 0.0
+    return {"name": name, "share": share, "words": words[name]}
+
+
+def parts_alone(served: Served, request: ServeRequest) -> dict[str, float]:
+    """Seconds of one token of one request alone, by what they are spent on."""
+    return {name: float(value) for name, value in pass_parts(served.system, 1.0, float(request.length)).items()}

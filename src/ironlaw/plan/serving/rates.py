@@ -1,0 +1,171 @@
+"""What engines attain on devices: a base constant and the effects of engine, generation and format on it.
+
+    rates = rates_of("vllm", "hopper", "bf16")
+    rates.weights        # of the memory's nominal rate, while weights are read
+    rates.layer_seconds  # launches and small kernels of a layer
+
+A constant is `base` plus the effects that apply, then a logistic function (fractions of a nominal rate) or an
+exponential (seconds, counts). Effects are fitted with a penalty on their size, so that what few measurements support
+stays near the base, and an engine or a generation that nobody measured takes the base (`benchmarks/fit_serving.py`,
+`constants.toml`; data: `docs/serving-record.md`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ironlaw.catalog.figures import unknown
+from ironlaw.plan.serving.demand import Number
+from ironlaw.plan.serving.files import read
+
+LATEST = 2026  # releases whose year is not said
+
+FRACTIONS = ("weights", "products", "cache", "attention")
+"""Constants that are fractions of a nominal rate."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """weights:            of the memory's rate, reading weights.
+    products:           of the dense peak of the format, long prompts.
+    decode_products:    factor on that where a pass has a token per sequence.
+    cache:              of the memory's rate, reading keys and values.
+    attention:          of the dense 16-bit peak, attention of prompts.
+    layer_seconds:      of every layer of every pass: launches, small kernels.
+    step_seconds:       of every decoding pass: scheduling, sampling, host.
+    prompt_seconds:     of every prompt pass, likewise.
+    ramp_tokens:        tokens whose products a prompt pass loses to filling the machine.
+    collective_seconds: latency of one sum over tensor parallel ranks.
+    most_requests:      sequences an engine decodes at once, room for their caches given.
+    throughput:         factor on the rate of requests with no limit on how many wait.
+    """
+
+    weights: Number
+    products: Number
+    decode_products: Number
+    cache: Number
+    attention: Number
+    layer_seconds: Number
+    step_seconds: Number
+    prompt_seconds: Number
+    ramp_tokens: Number
+    collective_seconds: Number
+    most_requests: Number
+    throughput: Number
+
+
+NAMES = tuple(field.name for field in fields(Rates))
+
+
+@dataclass(frozen=True)
+class ServingEngine:
+    """One entry of `engines.toml`.
+
+    key:        whose effects apply.
+    family:     "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
+    paged:      the cache is handed out in blocks; else every sequence reserves its longest.
+    memory_fraction:  of the device's memory, that weights and cache may take.
+    graphs:     replays captured decoding passes.
+    """
+
+    name: str
+    key: str
+    family: str = "gpu"
+    paged: bool = True
+    memory_fraction: float = 0.9
+    graphs: bool = False
+    emit: str = ""
+
+
+def serving_engine(name: str) -> ServingEngine:
+    """By its name or another name it goes by; UserError with the nearest for others."""
+    table = read("engines.toml")
+    typed = name.strip().lower()
+    for key, entry in table.items():
+        if typed == key or typed in entry.get("also", ()):
+            return ServingEngine(key, **{"key": key} | {k: v for k, v in entry.items() if k != "also"})
+    raise unknown("serving engine", name, table)
+
+
+def engine_names() -> tuple[str, ...]:
+    return tuple(read("engines.toml"))
+
+
+def effect_names(
+    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
+) -> dict[str, str]:
+    """The name under which each kind of effect is looked up.
+
+    age: of an engine's releases up to 2024, or after; pair: of an engine's family on a generation; kernel: of an
+    engine for a format; mixture: of experts.
+    """
+    family = format_family(weights)
+    own = engine.family == "gguf"
+    side = engine.key if own else "gpu"
+    pair = f"{side}/{generation}" + (f"/{backend}" if backend and own else "")
+    kernel = f"{engine.key}/{weights if own else family}"
+    return {
+        "engine": engine.key,
+        "age": f"{engine.key}/{'2024' if year <= 2024 else '2025'}",
+        "generation": generation,
+        "format": f"gguf-{family}" if own else family,
+        "pair": pair,
+        "kernel": kernel if own or family in ("int4", "int8") else "",
+        "mixture": f"{side}/experts" if experts else "",
+    }
+
+
+def format_family(weights: str) -> str:
+    """Formats whose kernels are alike: 16, fp8, int8, fp4, int4, exl2, or of GGUF by bits (q2 to q8, iq2 to iq4)."""
+    name = weights.lower()
+    if name in ("bf16", "fp16", "f16-gguf", "full_prec", "fp32"):
+        return "16"
+    for prefix in ("iq2", "iq3", "iq4", "q2", "q3", "q4", "q5", "q6", "q8", "exl2", "int8", "fp8"):
+        if name.startswith(prefix):
+            return {"iq4": "q4", "q6": "q5", "iq3": "iq2", "q2": "q3"}.get(prefix, prefix)
+    if name in ("nvfp4", "mxfp4"):
+        return "fp4"
+    if name == "mxfp4-gguf-f16-attention":
+        return "q4"
+    return "fp8" if name in ("fp6", "mxfp8", "mxfp6") else "int4"
+
+
+GENERATIONS = {"rdna": "rdna", "gaudi": "gaudi", "apple": "apple"}
+"""Generations that share their effects, by how their names begin."""
+
+
+def generation_group(generation: str) -> str:
+    return next((group for start, group in GENERATIONS.items() if generation.startswith(start)), generation)
+
+
+def rates_of(
+    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
+) -> Rates:
+    """The constants of one engine on one generation, weights in one format."""
+    names = effect_names(engine, generation_group(generation), weights, backend, year, experts)
+    table = read("constants.toml")
+    return Rates(**{name: _value(name, _sum(table[name], names)) for name in NAMES})
+
+
+def is_measured(engine: ServingEngine, generation: str) -> bool:
+    """Whether constants of this engine, on this generation, were learned from measurements."""
+    known = read("constants.toml")["evidence"]
+    pair = effect_names(engine, generation_group(generation), "bf16")["pair"]
+    return engine.key in known["engines"] and any(name.startswith(pair) for name in known["pairs"])
+
+
+def link(name: str, total: Number) -> Number:
+    """From a sum of effects to the constant."""
+    return 1.0 / (1.0 + np.exp(-total)) if name in FRACTIONS else np.exp(total)
+
+
+def _value(name: str, total: float) -> float:
+    return float(link(name, total))
+
+
+def _sum(entry: Mapping[str, Any], names: Mapping[str, str]) -> float:
+    return float(entry["base"]) + sum(float(entry.get(kind, {}).get(name, 0.0)) for kind, name in names.items())

@@ -1,0 +1,80 @@
+"""What is asked of a server: `--serve "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms"`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from ironlaw.errors import UserError, did_you_mean
+
+EXAMPLE = 'write for example --serve "input=1024 output=256 rate=10/s"'
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
+_RATES = {"": 1.0, "/s": 1.0, "/min": 1 / 60, "/h": 1 / 3600}
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """input, output:  tokens of a prompt and of its answer, means.
+    rate:            requests per second, arriving at random; None: not said.
+    concurrency:     requests at once, each followed by the next; None: not said.
+    ttft, tpot:      limits in seconds, on the 90th percentile of waiting and on the mean per token.
+    prefix:          tokens at the start of every prompt that are the same.
+    """
+
+    input: int
+    output: int
+    rate: float | None = None
+    concurrency: int | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    prefix: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.input + self.output
+
+
+def parse_request(text: str) -> ServeRequest:
+    """UserError for unknown words, missing lengths and what is no amount."""
+    found: dict[str, float] = {}
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UserError(f"--serve: {word!r} is not KEY=VALUE: {EXAMPLE}")
+        known = ("input", "output", "rate", "concurrency", "ttft", "tpot", "prefix")
+        if key not in known:
+            raise UserError(f"--serve: unknown word {key!r}: {did_you_mean(key, known)}")
+        if key in found:
+            raise UserError(f"--serve: {key} is given twice")
+        units = _SECONDS if key in ("ttft", "tpot") else _RATES if key == "rate" else {"": 1.0, "k": 1024.0}
+        found[key] = _amount(key, value, units)
+    for key in ("input", "output"):
+        if key not in found:
+            raise UserError(f"--serve: {key} is not given: {EXAMPLE}")
+    for key in ("input", "output", "concurrency", "prefix"):
+        if key in found and (found[key] != int(found[key]) or found[key] > 1e8):
+            raise UserError(
+                f"--serve: {key} = {found[key]:g} is no number of {'requests' if key[0] == 'c' else 'tokens'}"
+            )
+    if "rate" in found and "concurrency" in found:
+        raise UserError("--serve: rate and concurrency say the same thing twice: give one")
+    if found.get("prefix", 0) > found["input"]:
+        raise UserError(f"--serve: prefix = {found['prefix']:g} is longer than input = {found['input']:g}")
+    return ServeRequest(
+        int(found["input"]), int(found["output"]), found.get("rate"),
+        int(found["concurrency"]) if "concurrency" in found else None, found.get("ttft"), found.get("tpot"),
+        int(found.get("prefix", 0)),
+    )  # fmt: skip
+
+
+def _amount(key: str, text: str, units: dict[str, float]) -> float:
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)([a-zµ/]*)", text.lower())
+    try:
+        value = float(match.group(1)) * units[match.group(2)] if match else math.nan
+    except (ValueError, KeyError):
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        shown = " or ".join(f"{key}=10{unit}" for unit in list(units)[:3])
+        raise UserError(f"--serve: {key} = {text[:40]!r} is no amount above 0: write for example {shown}")
+    return value

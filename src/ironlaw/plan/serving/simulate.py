@@ -1,0 +1,216 @@
+"""Continuous batching played step by step: who waits, whose prompt is computed, who gets a token, and when.
+
+Every step gives a token to each running request and fills what is left of the budget with chunks of waiting prompts,
+first come first served; a request is let in while the cache has room for what it needs next, and the latest is sent
+back to the queue, to be computed again, where it has none. The clock is `timing.pass_parts`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from ironlaw.plan.serving.request import ServeRequest
+from ironlaw.plan.serving.timing import System, decode_seconds, pass_parts, prompt_seconds
+
+BUDGET_TOKENS = 8192
+REQUESTS = 240
+"""Played, of which the first and last tenth are not counted: the queue fills and empties."""
+
+VARIED = 0.25
+"""Answers are drawn between 1 - this and 1 + this times the mean: equal ones would end, and begin, in step."""
+
+MOST_REQUESTS = 1500
+MOST_SECONDS = 1e7
+
+
+@dataclass
+class _Request:
+    arrival: float
+    output: int  # tokens of its answer
+    cached: int = 0  # tokens in the cache
+    produced: int = 0
+    again: int = 0  # tokens produced before it was sent back, part of what is computed again
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass
+class Played:
+    """What a simulation saw. Seconds; percentiles by name (p50, p90, p99)."""
+
+    ttft_seconds: dict[str, float] = field(default_factory=dict)
+    tpot_seconds: dict[str, float] = field(default_factory=dict)
+    queue_seconds: float = 0.0
+    output_tokens_per_second: float = 0.0
+    requests_per_second: float = 0.0
+    decode_batch: float = 0.0  # mean sequences of steps that decode
+    step_seconds: float = 0.0
+    kv_usage: float = 0.0
+    waiting: float = 0.0
+    preemptions: int = 0
+    keeps_up: bool = True
+    seconds: dict[str, float] = field(default_factory=dict)  # of a mean step, by what they are spent on
+
+
+def play(
+    system: System,
+    request: ServeRequest,
+    kv_tokens: float,
+    most_requests: int,
+    *,
+    budget: int = BUDGET_TOKENS,
+    requests: int = REQUESTS,
+    seed: int = 0,
+) -> Played:
+    """`requests` arrivals at `request.rate` (exponential gaps), or `request.concurrency` at once until all are done."""
+    closed, clock_of = request.rate is None, _Clock(system)
+    concurrency = request.concurrency or 1
+    requests = _enough(requests, system, request)
+    draw = Random(seed)
+    arrivals, later = _arrivals(request.rate, requests, draw), 0
+    if closed:
+        arrivals, later = deque([0.0] * concurrency), requests - concurrency
+
+    def length() -> int:
+        return max(1, round(request.output * draw.uniform(1 - VARIED, 1 + VARIED)))
+
+    clock, waiting = 0.0, deque[_Request]()
+    running: list[_Request] = []
+    done: list[_Request] = []
+    spent: dict[str, float] = {}
+    made: list[tuple[float, int]] = []
+    steps = decode_steps = batch = usage = queue = preempted = 0.0
+    new_prompt = request.input - request.prefix
+    while len(done) < requests and clock < MOST_SECONDS:
+        while arrivals and arrivals[0] <= clock:
+            waiting.append(_Request(arrivals.popleft(), length(), cached=request.prefix))
+        if not running and not waiting:
+            clock = max(clock, arrivals[0])
+            continue
+        kept = held = 0
+        decoding: list[_Request] = []
+        prefilling: list[_Request] = []
+        for one in running:
+            kept += one.cached
+            whole = one.cached >= request.input + one.again
+            (decoding if whole else prefilling).append(one)
+            held += one.cached if whole else 0
+        kept += len(decoding)
+        while kept > kv_tokens and len(running) > 1:  # the latest goes back, and is computed again
+            last = running.pop()
+            kept -= last.cached
+            preempted += 1
+            side = decoding if decoding and decoding[-1] is last else prefilling
+            side.pop()
+            held -= last.cached if side is decoding else 0
+            last.again, last.cached = last.produced, 0
+            waiting.appendleft(last)
+        left, chunk, behind = budget - len(decoding), 0, 0.0
+        while left > 0:
+            if prefilling:
+                one = prefilling.pop(0)
+            elif waiting and len(running) < most_requests and kept + min(left, new_prompt) < kv_tokens:
+                one = waiting.popleft()
+                running.append(one)
+            else:
+                break
+            part = min(left, request.input + one.again - one.cached)
+            behind += one.cached * part
+            one.cached += part
+            kept += part
+            chunk, left = chunk + part, left - part
+        if not decoding and not chunk:  # one request larger than the cache: nothing will ever move
+            return Played(keeps_up=False)
+        mean = held / len(decoding) if decoding else 0.0
+        parts = clock_of.parts(len(decoding), mean, chunk, behind / chunk if chunk else 0.0)
+        clock += sum(parts.values())
+        for name, value in parts.items():
+            spent[name] = spent.get(name, 0.0) + value
+        before = len(made) and made[-1][1]
+        steps, usage, queue = steps + 1, usage + kept / max(kv_tokens, 1.0), queue + len(waiting)
+        decode_steps, batch = decode_steps + bool(decoding), batch + len(decoding)
+        for one in list(running):
+            if one.cached < request.input + one.again:
+                continue
+            one.produced += 1
+            before += 1
+            one.cached += 1
+            if one.produced == 1:
+                one.first = clock
+            if one.produced >= one.output:
+                one.last = clock
+                running.remove(one)
+                done.append(one)
+                if later:
+                    later -= 1
+                    waiting.append(_Request(clock, length(), cached=request.prefix))
+        made.append((clock, before))
+    return _summary(done, request, spent, made, steps, decode_steps, batch, usage, queue, int(preempted))
+
+
+class _Clock:
+    """`pass_parts` in plain numbers: what does not hang on the length of caches is kept, for batches recur."""
+
+    def __init__(self, system: System) -> None:
+        self.system, self.known = system, dict[tuple[int, int, int], dict[str, float]]()
+        self.cache_seconds = float(pass_parts(system, 1.0, 1.0)["cache"])  # of one cached token
+
+    def parts(self, decoding: int, length: float, new: int, cached: float) -> dict[str, float]:
+        key = (decoding, new, round(cached / 128))
+        if key not in self.known:
+            parts = pass_parts(self.system, float(decoding), 1.0, float(new), cached)
+            self.known[key] = {name: float(value) for name, value in parts.items()}
+        kept = float(self.system.demand.cached_tokens(length)) if decoding else 0.0
+        return self.known[key] | {"cache": decoding * kept * self.cache_seconds}
+
+
+def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
+    clock, found = 0.0, deque[float]()
+    for _ in range(requests):
+        clock += draw.expovariate(rate or 1.0)
+        found.append(clock)
+    return found
+
+
+def _enough(requests: int, system: System, request: ServeRequest) -> int:
+    """As many that the middle of them sees the load of a long run: some times what is in flight at once."""
+    alone = float(
+        prompt_seconds(system, 1.0, request.input) + request.output * decode_seconds(system, 8.0, request.length)
+    )
+    at_once = request.concurrency or (request.rate or 1.0) * alone
+    return int(min(max(requests, 4 * at_once), MOST_REQUESTS))
+
+
+def _summary(
+    done: list[_Request], request: ServeRequest, spent: dict[str, float], made: list[tuple[float, int]], steps: float,
+    decode_steps: float,    batch: float, usage: float, queue: float, preempted: int,
+) -> Played:  # fmt: skip
+    done.sort(key=lambda r: r.arrival)
+    edge = len(done) // 10
+    seen = done[edge : len(done) - edge] or done
+    ttft = np.array([r.first - r.arrival for r in seen])
+    tpot = np.array([(r.last - r.first) / max(r.output - 1, 1) for r in seen])
+    times, produced = (np.array(column, dtype=float) for column in zip(*made, strict=True))
+    first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
+    rate = produced[-1] / times[-1]
+    if last > first:  # the middle, without the queue's filling and emptying
+        rate = (produced[last] - produced[first]) / (times[last] - times[first])
+    half, closed = len(ttft) // 2, request.rate is None
+    late = half > 10 and not closed and np.median(ttft[half:]) > 2 * np.median(ttft[:half]) + 0.2
+    return Played(
+        ttft_seconds={f"p{p}": float(np.percentile(ttft, p)) for p in (50, 90, 99)},
+        tpot_seconds={f"p{p}": float(np.percentile(tpot, p)) for p in (50, 90, 99)} | {"mean": float(tpot.mean())},
+        output_tokens_per_second=float(rate),
+        requests_per_second=float(rate) / request.output,
+        decode_batch=batch / max(decode_steps, 1.0),
+        step_seconds=sum(spent.values()) / max(steps, 1.0),
+        kv_usage=usage / max(steps, 1.0),
+        waiting=queue / max(steps, 1.0),
+        preemptions=preempted,
+        keeps_up=not late,
+        seconds={name: value / max(steps, 1.0) for name, value in spent.items()},
+    )

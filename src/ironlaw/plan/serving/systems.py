@@ -1,0 +1,123 @@
+"""From names to a `System`: a model, devices of the catalogue, an engine, formats and degrees of parallelism.
+
+system = system_of(ModelConfig.named("llama3-70b"), accelerator("h100-sxm-80gb"), serving_engine("vllm"),
+                   ServingLayout(devices=4, tp=4), Formats("fp8"))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ironlaw.catalog.accelerators import Accelerator
+from ironlaw.catalog.stored_formats import stored_format
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.serving.demand import Demand, demand_of
+from ironlaw.plan.serving.rates import Rates, ServingEngine, rates_of
+from ironlaw.plan.serving.timing import System
+
+WIDE_BYTES = 2.0
+PCIE_BYTES_PER_SECOND = 20e9
+"""Between devices without a link of their own, where nothing better is catalogued."""
+
+INTEGERS_PER_LANE = 4
+"""8-bit products of a processor per lane of 32 bits (AVX-VNNI, Arm's dot product)."""
+
+CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """weights: a stored format; activations: of products, as the weights where empty; cache: of keys and values."""
+
+    weights: str = "bf16"
+    activations: str = ""
+    cache: str = "bf16"
+
+
+@dataclass(frozen=True)
+class ServingLayout:
+    """devices of one copy of the model = tp x pp x (ranks that share experts beside tp); replicas: copies."""
+
+    devices: int = 1
+    tp: int = 1
+    pp: int = 1
+    attention_dp: int = 1
+    replicas: int = 1
+
+    def __str__(self) -> str:
+        words = [f"tp={self.tp}"]
+        for name, default in (("pp", 1), ("attention_dp", 1), ("replicas", 1)):
+            value = getattr(self, name)
+            if value != default:
+                words.append(f"{name}={value}")
+        return " ".join(words)
+
+
+def system_of(
+    model: ModelConfig | Demand, device: Accelerator, engine: ServingEngine, layout: ServingLayout, formats: Formats,
+    backend: str = "", rates: Rates | None = None,
+) -> System:  # fmt: skip
+    """UserError where a figure that time hangs on is not catalogued."""
+    demand = model if isinstance(model, Demand) else demand_of(model)
+    stored = stored_format(formats.weights)
+    if device.memory_bytes_per_second is None or device.memory_bytes is None:
+        raise UserError(f"the catalogue has no memory rate of {device.name}: serving cannot be planned on it")
+    if formats.cache not in CACHE_BYTES:
+        raise UserError(f"unknown cache format '{formats.cache}': {', '.join(CACHE_BYTES)}")
+    link = device.link_bytes_per_second or device.pcie_bytes_per_second
+    width = stored.bytes_per_weight
+    wide = wide_peak(device)
+    return System(
+        demand=demand,
+        rates=rates or rates_of(engine, device.generation, formats.weights, backend, experts=demand.experts > 0),
+        devices=float(layout.devices),
+        tp=float(layout.tp),
+        pp=float(layout.pp),
+        attention_dp=float(layout.attention_dp),
+        bandwidth=device.memory_bytes_per_second.value,
+        link=link.value if link else PCIE_BYTES_PER_SECOND,
+        memory=device.memory_bytes.value,
+        peak=product_peak(device, engine, formats),
+        wide_peak=wide,
+        dense_bytes=WIDE_BYTES if stored.experts else width,
+        head_bytes=WIDE_BYTES if stored.wide else width,
+        expert_bytes=width,
+        cache_bytes=CACHE_BYTES[formats.cache],
+    )
+
+
+def wide_peak(device: Accelerator) -> float:
+    """Dense FLOP/s in 16 bits, in fp32 where the device has no more."""
+    peaks = device.peak_flops_per_second
+    known = [peaks[name].value for name in ("bf16", "fp16") if name in peaks] or [
+        peaks[name].value for name in ("fp32", "int8") if name in peaks
+    ]
+    if not known:
+        raise UserError(f"the catalogue has no peak of {device.name}: prompts cannot be planned on it")
+    return max(known)
+
+
+def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -> float:
+    """FLOP/s of the format that products run in: weights of few bits alone do not make them narrow."""
+    peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
+    wide = wide_peak(device)
+    if engine.family == "gguf":
+        if device.generation.startswith("cpu"):
+            quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
+            return max(wide, INTEGERS_PER_LANE * peaks.get("fp32", wide)) if quantised else wide
+        # Quantised weights are multiplied as 8-bit integers, whose catalogued rate is twice that of fp16 with fp16
+        # sums; graphics cards have half the printed fp16 rate with fp32 sums, which these kernels do not need.
+        return max(wide, peaks.get("int8", 0.0) / 2)
+    narrow = formats.activations or formats.weights
+    if narrow.startswith("fp8") and formats.weights != "fp8-weight-only":
+        return peaks.get("fp8", wide)
+    if narrow == "nvfp4":
+        return peaks.get("fp4", wide)
+    if narrow in ("int8-w8a8-dynamic", "int8_sq"):
+        return peaks.get("int8", wide)
+    return wide
+
+
+def with_rates(system: System, rates: Rates) -> System:
+    return replace(system, rates=rates)

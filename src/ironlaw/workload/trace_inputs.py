@@ -1,0 +1,149 @@
+"""The inputs of a traced module: from shapes to tensors, from names to arguments.
+
+Tensors are given as they are or described by an `Input`; lists, dicts and whatever else forward takes hold them, and a
+dotted name (`images.0`, `targets.0.boxes`) says where in them one belongs. Values of whole numbers and of masks decide
+what a module does, so they are known in a trace: given, or assumed by name as `assumed_values` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ironlaw.errors import UserError, did_you_mean
+from ironlaw.workload.module_source import Input
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+Assumed = tuple[str, str, str, str]  # what nobody said: name, value, reason, and how to say it
+Place = Callable[[Tensor], Tensor]  # a tensor as the trace takes it: fake or with its values
+
+
+def named_inputs(inputs: Inputs) -> dict[str, Any]:
+    """By argument; those without a name are "#0", "#1", ... Dotted names become lists and dicts."""
+    if isinstance(inputs, Mapping):
+        flat = dict(inputs)
+    else:
+        flat = {value.name if isinstance(value, Input) else f"#{i}": value for i, value in enumerate(inputs)}
+        if len(flat) != len(inputs):
+            raise UserError("two inputs have the same name: name each argument of the module once")
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *outer, last = name.split(".")
+        place = tree
+        for part in outer:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise UserError(f"input {name} is part of {part}, which is an input itself: give one of the two")
+        place[last] = value
+    return {name: _listed(value, isinstance(inputs, Mapping)) for name, value in tree.items()}
+
+
+def _listed(value: Any, given: bool) -> Any:
+    """Dicts whose keys count from 0 are lists."""
+    if not isinstance(value, dict) or (given and not all(str(key).isdigit() for key in value)):
+        return value
+    inner = {key: _listed(item, given) for key, item in value.items()}
+    if inner and all(key.isdigit() for key in inner):
+        return [inner[key] for key in sorted(inner, key=int)]
+    return inner
+
+
+def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """By name where forward knows the names, in order where it knows none of them."""
+    signature = inspect.signature(module.forward).parameters
+    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values())
+    known = [name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unnamed = [value for name, value in given.items() if name.startswith("#")]
+    named = {name: value for name, value in given.items() if not name.startswith("#")}
+    strange = [name for name in named if name not in known]
+    if any_name or not strange:
+        return tuple(unnamed), named
+    if len(strange) < len(named):
+        raise UserError(
+            f"{type(module).__name__}.forward has no argument '{strange[0]}': {did_you_mean(strange[0], known)}"
+        )
+    return tuple(given.values()), {}
+
+
+def as_tensors(
+    given: dict[str, Any], unknown: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
+) -> tuple[dict[str, Any], list[Assumed]]:
+    """With tensors for `Input`s, each as the trace takes it; and what was assumed of their values.
+
+    `unknown` makes one without values of a shape and type. With `real` every tensor has values, and words are drawn
+    from a `vocabulary` where there is one.
+    """
+    assumed: list[Assumed] = []
+
+    def tensor(value: Any, name: str) -> Any:
+        if isinstance(value, Input):
+            name = name or value.name
+            values = value.values or _assumed_values(name, value, vocabulary if real else None)
+            if values is None and not real:
+                return unknown(value.shape, getattr(torch, value.dtype))
+            if values is not None and not value.values:
+                size = described(value, name)[name]
+                words = _WORDS.get(values, f"drawn below {values}")
+                assumed.append((f"values of {name}", words, "nobody gave them", f"--input {name}={size}:VALUES"))
+            with _disable_current_modes():
+                return place(_made(value, values))
+        if isinstance(value, Tensor):
+            return place(value.detach())
+        if type(value) is dict:
+            return {key: tensor(item, str(key)) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(tensor(item, name) for item in value)
+        return value
+
+    return {name: tensor(value, name.lstrip("#0123456789")) for name, value in given.items()}, assumed
+
+
+def described(given: Any, path: str = "") -> dict[str, str]:
+    """Shape and type of each tensor, by dotted name."""
+    if isinstance(given, Tensor | Input):
+        return {path: f"{'x'.join(map(str, given.shape)) or 'scalar'}:{str(given.dtype).removeprefix('torch.')}"}
+    items = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list | tuple) else ()
+    return {k: v for key, value in items for k, v in described(value, f"{path}.{key}".lstrip(".")).items()}
+
+
+_WORDS = {"zeros": "zeros", "ones": "ones", "positions": "0, 1, 2, ...", "edges": "edges between two nodes"}
+
+
+def _assumed_values(name: str, described: Input, vocabulary: int | None) -> str | None:
+    """What whole numbers and masks of that name usually hold; None of other numbers."""
+    name, whole = name.lower(), "float" not in described.dtype
+    if "padding_mask" in name:  # as torch.nn.Transformer has it: True is left out
+        return "zeros"
+    if "mask" in name or described.dtype == "bool" or (whole and "length" in name):
+        return "ones"
+    if not whole:
+        return None
+    if "position" in name or "offset" in name:
+        return "positions"
+    if "edge" in name and described.shape[:1] == (2,):
+        return "edges"  # a graph of zeros would have loops only
+    if vocabulary and "type" not in name and any(part in name for part in ("ids", "token", "label", "target")):
+        return str(vocabulary)
+    return "zeros"
+
+
+def _made(described: Input, values: str | None) -> Tensor:
+    dtype, shape = getattr(torch, described.dtype), described.shape
+    if values is None:
+        return torch.randn(shape).to(dtype)
+    if values == "zeros":
+        return torch.zeros(shape, dtype=dtype)
+    if values == "ones":
+        return torch.ones(shape, dtype=dtype)
+    if values == "positions":
+        return torch.arange(shape[-1] if shape else 1).expand(shape).to(dtype).clone()
+    if values == "edges":
+        return ((torch.arange(shape[-1]) + torch.arange(2)[:, None]) % 2).to(dtype)
+    if "float" in described.dtype:
+        return torch.rand(shape).mul(float(values)).to(dtype)
+    return torch.randint(0, int(values), shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,0 +1,259 @@
+"""Tensors of a trace: most have no memory, small ones whose values are known have them.
+
+Modules look at values: at a list of drop rates made by `linspace`, at whether an attention mask hides anything, at
+which edges of a graph are loops. Such tensors are small and follow from constants and from the inputs, never from
+weights. So whatever is small and follows from nothing unknown is computed; everything else is fake: a shape, a type and
+a storage without memory. A module built or run under `TraceMode(real=True)` is computed as a whole, and its kernels are
+recorded all the same.
+
+Private parts of torch used here (tried: 2.13; 2.11 has the same names): `torch._subclasses.FakeTensorMode`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ironlaw import units
+from ironlaw.errors import UserError
+from ironlaw.workload.trace_kernels import grouped_shape, tensors
+
+KNOWN_BYTES = {True: 2**16, False: 2**24}  # of floating-point tensors, which weights are, and of all others
+"""The largest tensor whose values are computed. Masks, indices and positions take milliseconds below it."""
+
+MEMORY_SHARE = 0.8  # of what is free now: the rest is for what kernels need while they run
+_CHECKED_FROM = 2**20  # bytes of a tensor from which the memory that is free is asked for
+_SELECT = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
+_READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class TraceMode(FakeTensorMode):
+    """Fake tensors on the CPU, but for known values; with `real` nothing is fake."""
+
+    def __init__(self, real: bool = False) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.real = real
+        self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # of the running `Module._apply`, so that sharing is kept
+        self._imagining = False
+        self._unknown: dict[int, Any] = {}  # storages that a fake tensor was written into
+
+    def __deepcopy__(self, memo: object) -> TraceMode:
+        """A fake tensor knows its mode, which must survive copying layers (nn.Transformer)."""
+        return self
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it has values, and they are right."""
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return False
+        return not self._unknown or tensor.untyped_storage()._cdata not in self._unknown
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether its values are kept, which those of large tensors are not."""
+        return self.knows(tensor) and (not tensor.is_floating_point() or self._small(tensor))
+
+    def unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of any size without values."""
+        empty = torch.ops.aten.empty.memory_format
+        with _disable_current_modes():
+            made: Tensor = self._imagined(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
+        return made
+
+    def _sparse_rows(self, gradient: Tensor, touched: int, rows: int) -> Tensor:
+        """The gradient of a table, of which a batch has `touched` so many rows."""
+        width = gradient.shape[-1]
+        places = self.unknown((1, touched), torch.int64)
+        values = self.unknown((touched, width), gradient.dtype)
+        with self:
+            return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+                1, 1, (rows, width), places, values, dtype=values.dtype, layout=torch.sparse_coo, device="cpu"
+            )
+
+    def _rows(self, sparse: Tensor) -> int:
+        with self:
+            return sparse._values().shape[0]
+
+    def forget(self, value: Any) -> None:
+        for tensor in tensors(value):
+            if not isinstance(tensor, FakeTensor):
+                storage = tensor.untyped_storage()
+                self._unknown[storage._cdata] = storage  # held, so that no other storage takes its place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._imagining:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        given = list(tensors((args, kwargs)))
+        if all(self.knows(t) for t in given) and (self.real or _stays_small(func, args, kwargs, given)):
+            if self.real:
+                _check_memory(func, args, kwargs, given)
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._grouped_mm.default:  # torch's own rule is that of CUDA's kernel: bf16 only
+            return self.unknown(grouped_shape(*args, **kwargs), kwargs.get("out_dtype") or args[0].dtype)
+        if func is torch.ops.aten._embedding_bag_backward.default and args[9]:  # torch's own rule makes no rows
+            return self._sparse_rows(args[0], args[1].numel(), args[6])
+        if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
+            return self._sparse_rows(args[0], self._rows(args[0]), args[0].shape[0])
+        if func._opname in _SELECT and not self.real:
+            args = self._by_places(args)
+        out = self._imagined(func, types, args, kwargs)
+        if not given:
+            return func(*args, **kwargs) if self._small(out) else out
+        written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
+        if written:
+            self.forget(written)
+            return written[0] if len(written) == 1 and isinstance(out, Tensor) else out
+        if all(self.knows(t) for t in given) and self._small(out):
+            return func(*args, **kwargs)
+        return out
+
+    def _imagined(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The call without values. What it is composed of comes here again, and none of that has values."""
+        self._imagining = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._imagining = False
+
+    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Where the mask that selects is known, the places that it selects are, and how many."""
+        places: list[Any] = []
+        for index in args[1]:
+            known = index is not None and index.dtype is torch.bool and self.knows(index)
+            places += index.nonzero().unbind(1) if known else [index]
+        return (args[0], places, *args[2:])
+
+    def _small(self, out: Any) -> bool:
+        """Whether what was computed without values may be computed with them."""
+        made = list(tensors(out))
+        return bool(made) and all(
+            t.device.type == "cpu" and t.numel() * t.element_size() <= KNOWN_BYTES[t.is_floating_point()] for t in made
+        )
+
+
+def _stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
+    """Whether no result can be large, so that it need not be tried without values first."""
+    if not given:
+        return False
+    if func.is_view or func.namespace == "prim" or any(tag in func.tags for tag in _READS_VALUES):
+        return True
+    if _written(func, args, kwargs):
+        return True
+    # No function of some tensors makes more than their outer product, unless it is told sizes.
+    told = any(isinstance(value, (list, tuple)) and any(type(v) is int for v in value) for value in args)
+    return not told and math.prod(max(1, t.numel()) for t in given) * 8 <= KNOWN_BYTES[True]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call writes into."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += list(tensors(args[i] if i < len(args) else kwargs.get(argument.name)))
+    return found
+
+
+def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
+    """Stop before the machine swaps or the process is killed."""
+    sizes = [math.prod(a) for a in args if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
+    largest = max([t.numel() for t in given] + sizes, default=0) * 4
+    if largest < _CHECKED_FROM or func.is_view:
+        return
+    free = psutil.virtual_memory().available
+    if largest > MEMORY_SHARE * free or free < 2**28:
+        raise UserError(
+            f"running it on real tensors needs more memory than the {units.bytes_(free)} that are free: "
+            "give a smaller module, such as one with fewer layers, or smaller inputs"
+        )
+
+
+@contextmanager
+def tracing(mode: TraceMode) -> Iterator[None]:
+    """Construction and steps under `mode`, without the oneDNN kernels that hide a recurrent layer's products.
+
+    torch warns about copying tensors that have no data, and about oneDNN's switch: not the user's concern. Random
+    numbers are the same each time, and the caller's generator does not move.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports what is raised anyway
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield from _traced(mode)
+    finally:
+        log.setLevel(level)
+
+
+def _traced(mode: TraceMode) -> Iterator[None]:
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        with torch.backends.mkldnn.flags(enabled=False), _fake_construction(mode), mode:
+            yield
+
+
+@contextmanager
+def _fake_construction(mode: TraceMode) -> Iterator[None]:
+    """What of torch reads or exchanges tensors in place, and need not: casts, and initialisation by rejection."""
+    cast, draw = nn.Module._apply, getattr(nn.init, "_no_grad_trunc_normal_")  # noqa: B009 - private
+
+    def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Rejected samples are drawn again until none is left: without values that cannot be seen."""
+        return draw(tensor, *args, **kwargs) if mode.knows(tensor) else tensor
+
+    nn.Module._apply = _applied(mode, cast)  # type: ignore[method-assign]
+    nn.init._no_grad_trunc_normal_ = drawn
+    try:
+        yield
+    finally:
+        nn.Module._apply = cast  # type: ignore[method-assign]
+        nn.init._no_grad_trunc_normal_ = draw
+
+
+def _applied(mode: TraceMode, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`Module._apply`, which casts and moves, by new parameters: torch exchanges them in place, and fakes refuse.
+
+    Shared parameters stay shared.
+    """
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        mine = module._parameters.values()
+        if mode.real or any(isinstance(p, nn.parameter.UninitializedParameter) for p in mine):
+            return original(module, fn, recurse)
+        outermost = not mode.converted
+        mode.converted.setdefault(0, (torch.empty(0), torch.empty(0)))  # marks that one is running
+        try:
+            if recurse:
+                for child in module.children():
+                    child._apply(fn)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = converted(parameter, fn)  # type: ignore[assignment]
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = fn(buffer)
+        finally:
+            if outermost:
+                mode.converted.clear()
+        return module
+
+    def converted(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(parameter) not in mode.converted:
+            with torch.no_grad():
+                value = fn(parameter)
+            new = value if value is parameter else nn.Parameter(value, parameter.requires_grad)
+            mode.converted[id(parameter)] = parameter, new
+            mode.converted[id(new)] = new, new
+        return mode.converted[id(parameter)][1]
+
+    return apply

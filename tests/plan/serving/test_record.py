@@ -1,0 +1,90 @@
+"""Rows of measured serving: read, planned, put beside what was measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from ironlaw.plan.measured.inference import predict, read_serving, serving_rows
+from ironlaw.plan.measured.serving_record import serving_record
+
+ROW = {
+    "id": "a", "group": "g", "engine": "vllm", "date": "2025-06", "model": "llama-3-8b", "accelerator": "h100-sxm-80gb",
+    "accelerators": "1", "tp": "1", "weight_format": "bf16", "scenario": "decode", "input_tokens": "128",
+    "output_tokens": "128", "concurrency": "1", "output_tokens_per_second": "150",
+}  # fmt: skip
+
+
+def planned(**changed: str) -> dict[str, float | None]:
+    runs, rejected = read_serving([ROW | changed])
+    assert not rejected, rejected
+    return predict(runs[0])
+
+
+def test_scenarios_answer_what_they_ask() -> None:
+    decode = planned()
+    assert decode["output_tokens_per_second"] == pytest.approx(1 / (decode["tpot_seconds"] or 0))
+    prompt = planned(scenario="prefill", concurrency="4")
+    assert prompt["tpot_seconds"] is None and prompt["output_tokens_per_second"] is None
+    assert prompt["prefill_tokens_per_second"] == pytest.approx(4 * 128 / (prompt["ttft_seconds"] or 0))
+    many = planned(scenario="fixed-concurrency", concurrency="32")
+    assert (many["output_tokens_per_second"] or 0) > 5 * (decode["output_tokens_per_second"] or 0)
+    most = planned(scenario="offline", concurrency="")
+    assert (most["output_tokens_per_second"] or 0) > (many["output_tokens_per_second"] or 0)
+
+
+def test_two_copies_serve_twice_as_much() -> None:
+    one, two = (planned(scenario="offline", accelerators=n) for n in ("1", "2"))
+    assert two["output_tokens_per_second"] == pytest.approx(2 * (one["output_tokens_per_second"] or 0))
+
+
+def test_a_model_that_is_not_catalogued_is_planned_from_its_columns() -> None:
+    shape = {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "head_dim": "128", "ffn": "14336"}
+    own = planned(model="somebodys-8b", gated_ffn="1", vocab="128256", params="8030261248", **shape)
+    assert own["tpot_seconds"] == pytest.approx(planned()["tpot_seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"accelerator": "h1000"}, "h1000"),
+        ({"engine": "nobodys"}, "nobodys"),
+        ({"weight_format": "int3.5"}, "int3.5"),
+        ({"tp": "3"}, "need more"),
+        ({"concurrency": "nan"}, "no amount"),
+        ({"input_tokens": "1e999"}, "no amount"),
+        ({"model": "nobodys-7b"}, "layers"),
+        ({"scenario": ""}, "scenario is not given"),
+    ],
+)
+def test_rows_that_cannot_be_planned_say_why(changed: dict[str, str], told: str) -> None:
+    runs, rejected = read_serving([ROW | changed])
+    assert not runs
+    assert told in rejected[0][2]
+
+
+def test_the_record_has_errors_intervals_and_the_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "serving.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=[*ROW, "ttft_seconds"])
+        writer.writeheader()
+        writer.writerows([ROW, ROW | {"id": "b", "scenario": "prefill", "ttft_seconds": "0.01"}, ROW | {"engine": "x"}])
+    rows = serving_rows(path)
+    assert rows is not None
+    document = json.loads(json.dumps(serving_record(*read_serving(rows))))
+    assert len(document["rows"]) == 2 and len(document["not_planned"]) == 1
+    first = document["rows"][0]
+    assert first["predicted_ttft_seconds"] is not None and first["predicted_kv_tokens"] > 0
+    low, high = first["interval"]["output_tokens_per_second"]
+    assert low < first["predicted_output_tokens_per_second"] < high
+    found = document["groups"]["g"]["output_tokens_per_second"]
+    assert found["n"] == 1 and found["baseline_median"] > 0 and 0 <= found["in_interval"] <= 1
+
+
+def test_training_runs_are_not_taken_for_serving(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("id,layers,hidden,seq,accelerator,accelerators\na,2,64,128,h100,8\n")
+    assert serving_rows(path) is None

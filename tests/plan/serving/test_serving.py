@@ -1,0 +1,180 @@
+"""A served plan: passes, requests played step by step, the cheapest devices, and other engines' command lines."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ironlaw.catalog.accelerators import accelerator
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+from ironlaw.plan.serving.emit import emit_serving
+from ironlaw.plan.serving.estimate import Served, plan_serving
+from ironlaw.plan.serving.rates import engine_names, serving_engine
+from ironlaw.plan.serving.request import parse_request
+from ironlaw.plan.serving.search import search_serving
+from ironlaw.plan.serving.simulate import play
+from ironlaw.plan.serving.steady import at_concurrency
+from ironlaw.plan.serving.systems import Formats, ServingLayout
+from ironlaw.plan.serving.timing import decode_seconds, pass_parts, prompt_seconds
+
+LLAMA = ModelConfig.named("llama3-8b")
+
+
+def served(device: str = "h100-sxm-80gb", weights: str = "bf16", engine: str = "vllm", devices: int = 1) -> Served:
+    layout = ServingLayout(devices=devices, tp=devices)
+    return Served(LLAMA, accelerator(device), serving_engine(engine), layout, Formats(weights))
+
+
+def test_a_pass_is_the_sum_of_its_parts() -> None:
+    system = served().system
+    for sequences, length in ((1.0, 10.0), (64.0, 3000.0)):
+        assert sum(pass_parts(system, sequences, length).values()) == pytest.approx(
+            float(decode_seconds(system, sequences, length))
+        )
+
+
+def test_passes_take_longer_with_more_of_anything_and_no_less_than_the_hardware_allows() -> None:
+    system = served().system
+    many = decode_seconds(system, np.array([1.0, 8.0, 64.0, 256.0]), 1000.0)
+    assert (np.diff(many) > 0).all()
+    assert (np.diff(decode_seconds(system, 64.0, np.array([100.0, 1000.0, 8000.0]))) > 0).all()
+    assert (np.diff(prompt_seconds(system, 1.0, np.array([128.0, 1024.0, 8192.0]))) > 0).all()
+    assert decode_seconds(system, 1.0, 1.0) > system.demand.dense * 2 / system.bandwidth
+    assert prompt_seconds(system, 1.0, 8192.0) > 2 * 8192 * system.demand.dense / system.peak
+
+
+@pytest.mark.parametrize("engine", engine_names())
+def test_fewer_bits_faster_memory_and_more_ranks_decode_faster(engine: str) -> None:
+    def seconds(**changed: object) -> float:
+        return float(decode_seconds(served(engine=engine, **changed).system, 1.0, 512.0))  # type: ignore[arg-type]
+
+    assert seconds(weights="fp8") < seconds()
+    assert seconds(device="h200") < seconds()
+
+
+def test_light_load_waits_for_little_more_than_its_prompt_and_heavy_load_is_said_not_to_keep_up() -> None:
+    one = served()
+    light = play(one.system, parse_request("input=512 output=64 rate=0.5"), one.kv_tokens, 256)
+    alone = float(prompt_seconds(one.system, 1.0, 512.0))
+    assert light.keeps_up
+    assert alone <= light.ttft_seconds["p50"] < 2 * alone + 0.02
+    heavy = play(one.system, parse_request("input=2048 output=512 rate=200"), one.kv_tokens, 64)
+    assert not heavy.keeps_up
+    assert heavy.ttft_seconds["p99"] > 20 * alone
+
+
+def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
+    one = served()
+    played = play(one.system, parse_request("input=512 output=128 concurrency=16"), one.kv_tokens, 256)
+    steady = at_concurrency(one.system, 16.0, 512.0, 128.0, False)
+    assert played.output_tokens_per_second == pytest.approx(float(steady.tokens_per_second), rel=0.12)
+    assert 14 < played.decode_batch <= 16
+
+
+def test_a_small_cache_sends_requests_back_and_all_of_them_end() -> None:
+    one = served()
+    request = parse_request("input=64 output=256 concurrency=32")
+    roomy, tight = (play(one.system, request, tokens, 64) for tokens in (1e6, 4000.0))
+    assert roomy.preemptions == 0 < tight.preemptions
+    assert tight.output_tokens_per_second < roomy.output_tokens_per_second
+
+
+def test_a_request_longer_than_the_cache_never_fits() -> None:
+    small = Served(LLAMA, accelerator("t4"), serving_engine("vllm"), ServingLayout(), Formats("bf16"))
+    ledger = plan_serving(small, parse_request("input=512 output=64"))
+    assert ledger.facts["fits"] is False
+    assert ledger.totals["kv_tokens"].value == 0
+
+
+def test_the_cache_of_llama_8b_on_an_h100_holds_what_the_arithmetic_says() -> None:
+    one = served()
+    device = accelerator("h100-sxm-80gb")
+    assert device.memory_bytes is not None
+    free = 0.9 * device.memory_bytes.value - 2 * LLAMA.parameters - 1.5e9
+    assert one.kv_tokens == pytest.approx(free / (2 * 2 * 8 * 128 * 32))
+
+
+def test_every_total_says_where_it_is_from_and_lies_in_its_interval() -> None:
+    ledger = plan_serving(served(), parse_request("input=256 output=64 rate=2 ttft=1s tpot=50ms"))
+    for name, total in ledger.totals.items():
+        assert total.basis, name
+        assert total.low is None or total.high is None or total.low <= total.value <= total.high, name
+    assert set(ledger.facts["limits"]) == {"ttft", "tpot", "rate"}
+    steps = sum(line.seconds or 0.0 for line in ledger.lines)
+    assert steps == pytest.approx(ledger.totals["step_seconds"].value)
+    assert sum(ledger.phase_seconds.values()) == pytest.approx(steps)
+
+
+def test_the_search_holds_its_limits_and_takes_the_cheapest() -> None:
+    request = parse_request("input=512 output=128 rate=4 ttft=1s tpot=60ms")
+    chosen, others, _ = search_serving(
+        LLAMA, serving_engine("vllm"), [Formats("bf16")], request, devices=("h100-sxm-80gb", "l40s", "t4")
+    )
+    ledger = plan_serving(chosen.served, request)
+    assert all(limit["holds"] for limit in ledger.facts["limits"].values())
+    assert chosen.usd_per_hour is not None
+    assert all((other.usd_per_hour or 0) >= chosen.usd_per_hour for other in others)
+    with pytest.raises(UserError, match="nothing serves this request"):
+        search_serving(LLAMA, serving_engine("vllm"), [Formats("bf16")], replace(request, tpot=1e-5), devices=("l40s",))
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "tensorrt-llm", "llama.cpp"])
+def test_command_lines_say_what_was_planned(target: str) -> None:
+    one = served(engine=target, weights="fp8" if target != "llama.cpp" else "q4_k_m")
+    words = shlex.split(emit_serving(target, one, parse_request("input=1024 output=256 rate=1")))
+    assert words[0] in ("vllm", "python", "trtllm-serve", "llama-server")
+    assert "2560" in words or str(4 * 2560) in words  # the longest, or that of all slots
+
+
+def test_a_name_never_reaches_the_shell_as_a_command() -> None:
+    one = replace(served(), model=LLAMA.model_copy(update={"name": "x; touch /tmp/owned"}))
+    line = emit_serving("vllm", one, parse_request("input=10 output=10"))
+    assert "'x; touch /tmp/owned'" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "input is not given"),
+        ("input=10", "output is not given"),
+        ("input=10 output=ten", "no amount above 0"),
+        ("input=-1 output=10", "no amount above 0"),
+        ("input=1e999 output=10", "no amount above 0"),
+        ("input=1.5 output=10", "no number of tokens"),
+        ("input=10 output=10 rate=1 concurrency=2", "twice"),
+        ("input=10 output=10 input=11", "given twice"),
+        ("input=10 output=10 speed=3", "unknown word"),
+        ("input=10 output=10 prefix=11", "longer than input"),
+        ("input 10", "not KEY=VALUE"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(text: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        parse_request(text)
+
+
+@pytest.mark.parametrize(
+    ("on", "text", "options", "told"),
+    [
+        ("0xh100-sxm-80gb", "input=1 output=1", {}, "COUNTx"),
+        ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "tp=3"}, "devices"),
+        ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "dp=4"}, "tp="),
+        ("h100-sxm-80gb", "input=1000000 output=1", {}, "takes"),
+        ("h100-sxm-80gb", "input=1 output=1", {"weights": "int5"}, "weight format"),
+        ("h100-sxm-80gb", "input=1 output=1", {"kv": "int5"}, "--kv"),
+        ("h100-sxm-80gb", "input=1 output=1", {"engine": "vlm"}, "vllm"),
+        ("h100-sxm-80gb", "input=1 output=1", {"emit": "triton"}, "triton"),
+        (None, "input=1 output=1", {}, "rate="),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    on: str | None, text: str, options: dict[str, str], told: str
+) -> None:
+    with pytest.raises(UserError, match=told) as refused:
+        answer_serving(LLAMA, on, text, ServeOptions(**options))
+    assert "\n" not in str(refused.value)
