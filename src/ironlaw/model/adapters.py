@@ -7,7 +7,7 @@ A layer may have several, each on some of its rows: query, key and value are one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -57,24 +57,34 @@ class AdaptedLinear(Linear):
         return (linear if self.onednn else F.linear)(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # once, for all products
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         adapters = list(self.each())
         stretched = any(adapter.magnitude is not None for adapter in adapters)
         y = self.product(x, None if stretched else self.bias)
-        parts, row = [], 0
-        for adapter in adapters:
+        if adapters:
+            y = y + self._by_rows([adapter.added(x) for adapter in adapters], y.new_zeros)
+        if stretched:
+            y = y * self._by_rows([self._stretch(adapter) for adapter in adapters], y.new_ones).to(y.dtype)
+            y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y
+
+    def _by_rows(self, parts: list[Tensor], fill: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        """What each adapter has of (..., N), side by side; other rows are filled."""
+        together, row = [], 0
+        for adapter, part in zip(self.each(), parts, strict=True):
             if adapter.start > row:
-                parts.append(y[..., row : adapter.start])
-            part = y[..., adapter.start : adapter.stop] + adapter.added(x)
-            if adapter.magnitude is not None:
-                with torch.autocast(x.device.type, enabled=False), torch.no_grad():
-                    rows = self.frozen()[adapter.start : adapter.stop].float() + adapter.scale * (adapter.b @ adapter.a)
-                part = part * adapter.stretch(rows).to(part.dtype)
-            parts.append(part)
+                together.append(fill((*part.shape[:-1], adapter.start - row)))
+            together.append(part)
             row = adapter.stop
         if row < self.out_features:
-            parts.append(y[..., row:])
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return y + self.bias.to(y.dtype) if stretched and self.bias is not None else y
+            together.append(fill((*parts[0].shape[:-1], self.out_features - row)))
+        return together[0] if len(together) == 1 else torch.cat(together, dim=-1)
+
+    def _stretch(self, adapter: Adapter) -> Tensor:
+        with torch.autocast(adapter.a.device.type, enabled=False), torch.no_grad():
+            rows = self.frozen()[adapter.start : adapter.stop].float() + adapter.scale * (adapter.b @ adapter.a)
+        return adapter.stretch(rows)
 
     def each(self) -> Iterator[Adapter]:
         """In the order of their rows."""
