@@ -252,6 +252,8 @@ class RunConfig(Section):
             raise ValueError(
                 f'{asked} trains narrow matrices, for which {optimizer} is not meant: use optimizer.name = "adamw"'
             )
+        if self.recompute.mode in ("selective", "budget"):
+            raise ValueError(f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"')
         if self.train.offload != "none":
             raise ValueError(f'{asked} leaves little to offload: use train.offload = "none"')
 

@@ -200,6 +200,8 @@ def finetuning_targets(config: RunConfig) -> list[Target]:
 
 def finetuning(config: RunConfig, program: Program) -> str:
     """What is trained."""
+    if config.model.latent is not None:
+        return f"{config.finetune.method} is planned here as if everything were trained: an upper bound"
     trained = sum(p.elements for p in program.stages[0].shards)
     return f"{config.finetune.method} trains {trained:,} parameters beside {config.model.parameters:,} frozen ones"
 
@@ -263,7 +265,7 @@ def plan_step(
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
-    if config.finetune.adapts:
+    if config.finetune.adapts and config.model.latent is None:
         program = finetuned(program, config.finetune, finetuning_targets(config))
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)

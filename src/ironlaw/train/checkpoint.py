@@ -26,9 +26,11 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_text
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.configs import names_of
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
 from ironlaw.train.sessions import read_sessions
 from ironlaw.train.state import Stateful, host_copy, unique_weights
+from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
 from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.transformer import FP32
@@ -124,10 +126,12 @@ STORES: dict[str, Store] = {store.name: store for store in (WholeFiles(), Adapte
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Weights and their average in fp32, and the optimizer's state; the rest is small."""
-    copies = 1 if config.train.average_decay is None else 2
-    state = state_bytes(model_parameters(config.model), config.optimizer)
-    return copies * FP32 * config.model.parameters + state
+    """Trained weights and their average in fp32, and the optimizer's state; the rest is small."""
+    copies, trained = 1 if config.train.average_decay is None else 2, model_parameters(config.model)
+    if config.finetune.adapts:
+        names = names_of(Path(config.train.start_from or ""), config.model)
+        trained = adapter_parameters(config.model, names, config.finetune)
+    return copies * FP32 * sum(p.elements for p in trained) + state_bytes(trained, config.optimizer)
 
 
 def check_space(folder: Path, bytes_each: float, count: int) -> None:

@@ -19,6 +19,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import state_bytes, update_operations
 from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.program import EMBEDDING, Layer, Program, Stage
+from ironlaw.workload.recompute import AGAIN
 from ironlaw.workload.tensors import Tensor
 
 # Linear layers of a block, and the names of their products.
@@ -27,11 +28,11 @@ NAMES = {
     "ffn.down": "ffn_down",
 }  # fmt: skip
 NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/quantized_linear.py
-DEQUANTISED_COPIES = 3  # of the matrix in fp32 at the highest moment of dequantising it
+DEQUANTISING_BYTES = 17  # a number at the highest moment: codes apart, as indices, their values, times their scales
 
 
 def finetuned(program: Program, config: FinetuneConfig, targets: Sequence[Target]) -> Program:
-    """Of one process, without recomputation's own share of adapters."""
+    """Of one process."""
     assert program.shape is not None and program.model is not None
     model, recipe = program.model, program.recipe
     trained = [parameter for target in targets for parameter in target.parameters(config)]
@@ -92,7 +93,20 @@ class _Rewrite:
             key = (id(layer.forward), id(layer.recomputed), first, *((n, len(t)) for n, t in sorted(here.items())))
             if key not in made:
                 backward = () if layer.name == EMBEDDING else tuple(self._backward(layer.backward, here, first))
-                made[key] = replace(layer, forward=tuple(self._forward(layer.forward, here, first)), backward=backward)
+                forward = tuple(self._forward(layer.forward, here, first))
+                again = tuple(self._forward(layer.recomputed, here, first=False))
+                if layer.recomputed:  # the last of the forward pass lets go of what is made again
+                    more = sum(op.saved_bytes for op in forward) - sum(op.saved_bytes for op in layer.forward)
+                    more += 0 if self._casts_weights else layer.cast_weight_bytes
+                    drops = replace(forward[-1], frees_saved_bytes=forward[-1].frees_saved_bytes + more)
+                    forward = (*forward[:-1], drops)
+                made[key] = replace(
+                    layer,
+                    forward=forward,
+                    backward=backward,
+                    recomputed=again,
+                    cast_weight_bytes=layer.cast_weight_bytes if self._casts_weights else 0,
+                )
             result.append(replace(made[key], name=layer.name))
         return tuple(result)
 
@@ -124,7 +138,7 @@ class _Rewrite:
                 yield self._dequantise(op)
             yield op
             if product:
-                yield from self._adapters(op, here.get(op.name, ()))
+                yield from self._adapters(op, here.get(op.name.removesuffix(AGAIN), ()))
 
     def _backward(
         self, operations: Iterable[Operation], here: dict[str, list[Target]], first: bool
@@ -173,6 +187,8 @@ class _Rewrite:
     @property
     def _starts_plain(self) -> bool:
         """Whether nothing before the first block's adapters waits for the backward pass."""
+        if self.shape.recompute and self.shape.recompute[0] is not None:  # its input is what it is made again from
+            return False
         return self.shape.model.norm_place == "pre" and any(t.layer == "blocks.0.attention.qkv" for t in self.targets)
 
     def _is_first(self, op: Operation, first: bool) -> bool:
@@ -188,7 +204,7 @@ class _Rewrite:
     def _dequantise(self, op: Operation) -> Operation:
         assert op.matmul is not None
         elements = op.matmul[1] * op.matmul[2]
-        size = DEQUANTISED_COPIES * elements * FP32
+        size = DEQUANTISING_BYTES * elements
         return Operation(
             f"{op.name}_dequantise", Kind.ELEMENTWISE, op.phase, op.group, "add", op.repeat, elements=elements,
             bytes_moved=size, temporary_bytes=size, frees_temporary_bytes=size,
@@ -198,7 +214,7 @@ class _Rewrite:
         """Down, up, and the sum with what the frozen matrix gives."""
         assert op.matmul is not None
         (tokens, outputs, inputs), rank, w = op.matmul, self.config.rank, self.shape.matmul_bytes
-        name = f"{op.name}_adapter"
+        name = f"{op.name.removesuffix(AGAIN)}_adapter{AGAIN * op.name.endswith(AGAIN)}"
         for target in targets:
             rows = target.stop - target.start
             casts = rank * (rows + inputs) * w if self.shape.casts else 0
