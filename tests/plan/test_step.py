@@ -12,7 +12,8 @@ from ironlaw.machine.links import KINDS, Fabric, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.answer import Options
 from ironlaw.plan.answers import ranks as answers
-from ironlaw.plan.memory import highest, peak_memory
+from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.memory_walk import highest
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.step import plan_run, plan_step
 from ironlaw.workload.blocks import Shape

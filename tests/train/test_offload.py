@@ -15,7 +15,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.setting import Host
+from ironlaw.plan.cluster.system import Host
 from ironlaw.plan.offload import blocks_of, on_device, saved_by
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.supported import check_supported

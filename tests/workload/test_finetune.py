@@ -15,7 +15,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
-from ironlaw.plan.memory import highest
+from ironlaw.plan.memory_walk import highest
 from ironlaw.train.finetune import add_adapters
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.recompute import recompute_blocks

@@ -12,7 +12,7 @@ from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer, block_attention
-from ironlaw.plan.memory import highest
+from ironlaw.plan.memory_walk import highest
 from ironlaw.workload.operations import saved_bytes
 from ironlaw.workload.program import unfolded
 from ironlaw.workload.transformer import Precision, Shape, training_operations

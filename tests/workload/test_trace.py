@@ -15,7 +15,7 @@ from workload_cases import LATENT
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.memory import highest
+from ironlaw.plan.memory_walk import highest
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
 from ironlaw.workload.program import unfolded

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.machine.links import Fabric
-from ironlaw.workload.collectives import Collective, group_of
+from ironlaw.workload.collectives import Collective
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.mesh import group_of
 from ironlaw.workload.program import EMBEDDING, Program
 from ironlaw.workload.sharding import bucket_bytes
 

@@ -100,7 +100,7 @@ class MeasuredMachine:
                 # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
                 seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
             bound = "compute"
-        elif op.attention is not None:
+        elif op.attention is not None and op.kernel != "attention_decode":  # which reads its cache, as a copy does
             _, sequence, _, _, head_size = op.attention
             kernel, _, direction = op.kernel.partition("_")
             pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "blocked")

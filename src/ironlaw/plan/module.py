@@ -18,7 +18,7 @@ from ironlaw.ledger import Decisions, Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
-from ironlaw.plan.cluster.setting import hardware_of
+from ironlaw.plan.cluster.system import hardware_of
 from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.fold import fold
 from ironlaw.plan.machines import Machine, MeasuredMachine

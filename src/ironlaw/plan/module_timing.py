@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ironlaw.ledger import Kind, Origin, Phase
 from ironlaw.machine.efficiency import Hardware, attention_seconds, matmul_seconds, streaming_seconds
 from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO
-from ironlaw.plan.cluster.ingredients import FLASH2_SLOWDOWN
+from ironlaw.plan.cluster.operation_costs import FLASH2_SLOWDOWN
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.machines import AS_MATMUL, COPY_RATE, MeasuredMachine, Timing
 from ironlaw.workload.operations import Operation

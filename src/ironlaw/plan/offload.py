@@ -24,7 +24,7 @@ from ironlaw.workload.optimizers import state_bytes, update_operations
 from ironlaw.workload.program import Layer, Program, runs_on_device
 
 if TYPE_CHECKING:
-    from ironlaw.plan.cluster.setting import Host
+    from ironlaw.plan.cluster.system import Host
 
 SMALLEST_BYTES = 2**20  # of a tensor that is worth a copy: as in train/offload.py
 
@@ -42,7 +42,7 @@ class Offload:
 
 def host_of_machine(profile: Profile) -> Host:
     """The link and the memory of the host, by the catalogue. UserError where it does not know them."""
-    from ironlaw.plan.cluster.setting import host_of  # the cluster planner: a plan without offloading has no need of it
+    from ironlaw.plan.cluster.system import host_of  # the cluster planner: a plan without offloading has no need of it
 
     try:
         found = host_of(parse_cluster(f"1x{catalogued(profile.name)}"))

@@ -40,10 +40,10 @@ from ironlaw.plan.supply import data_supply
 from ironlaw.plan.supported import check_supported
 from ironlaw.plan.totals import System, add_run_totals, add_totals
 from ironlaw.workload.adapted import finetuned
-from ironlaw.workload.collectives import aliases_of
 from ironlaw.workload.finetune import Target, targets_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, micro_batch_shape, step
 from ironlaw.workload.recipe import Recipe

@@ -53,7 +53,8 @@ from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
-from ironlaw.workload.collectives import aliases_of, renamed, traffic
+from ironlaw.workload.collectives import renamed, traffic
+from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies

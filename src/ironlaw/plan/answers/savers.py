@@ -27,9 +27,9 @@ from typing import Any
 from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.estimate import plan_jobs
-from ironlaw.plan.cluster.jobs import jobs_of
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.estimate import plan_candidates
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.collectives import compressed_elements
@@ -104,14 +104,14 @@ def applicable(layout: Layout) -> dict[str, bool]:
 
 def cluster_savers(ask: Ask, layout: Layout) -> list[Saver]:
     """For a planned layout; empty where its gradients are not waited for."""
-    where = setting(ask.cluster, engine_named(ask.engine), ask.precision)
-    jobs = jobs_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
+    where = system_of(ask.cluster, engine_named(ask.engine), ask.precision)
+    candidates = candidates_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
     parameters, can = model_parameters(ask.model), applicable(layout)
 
     def step(gradient_bytes: float) -> tuple[float, float]:
         engine = replace(where.engine, gradient_communication_bytes=gradient_bytes)
-        times = plan_jobs(jobs, replace(where, engine=engine)).times
-        exposed = times.dp_exposed + (times.fsdp_exposed if layout.zero >= 2 else 0.0)
+        times = plan_candidates(candidates, replace(where, engine=engine)).times
+        exposed = times.reduce_exposed + times.gather_exposed + (times.fsdp_exposed if layout.zero >= 2 else 0.0)
         return float(times.step_seconds[0]), float(exposed[0])
 
     now = where.engine.gradient_communication_bytes

@@ -27,8 +27,9 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
-from ironlaw.workload.collectives import Sent, Table, aliases_of, renamed, table_of
+from ironlaw.workload.collectives import Sent, Table, renamed, table_of
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.sharding import expert_holders, shards_hidden
