@@ -48,12 +48,12 @@ def add_adapters(
     for module in linears if finetune.method == "qlora" else ():
         hold_quantized(module)
     for layer, group in groupby(targets, key=lambda target: target.layer):
-        module = model.get_submodule(layer)
-        assert isinstance(module, Linear)
+        linear = model.get_submodule(layer)
+        assert isinstance(linear, Linear)
         adapters = {
             t.name: Adapter(t.start, t.stop, t.inputs, finetune.rank, finetune.scale, finetune.dropout) for t in group
         }
-        adapt(module, adapters, magnitudes=finetune.method == "dora")
+        adapt(linear, adapters, magnitudes=finetune.method == "dora")
     if finetune.start_from:
         read_adapter(Path(finetune.start_from), model, config, names, finetune)
     held = AUTOCAST.get(number_format(precision).held_as)
