@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_va
 
 from ironlaw.catalog.formats import computing_formats
 from ironlaw.catalog.models import model_figures, model_names
+from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import read_toml
@@ -19,7 +20,8 @@ from ironlaw.model.config import ModelConfig, with_overrides
 from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.schema import Section
 from ironlaw.workload.communication import CommunicationConfig
-from ironlaw.workload.optimizers import OptimizerConfig
+from ironlaw.workload.finetune import FinetuneConfig
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
 
@@ -179,6 +181,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     layout: LayoutConfig | None = None
     communication: CommunicationConfig = CommunicationConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -216,6 +219,7 @@ class RunConfig(Section):
                 f"{self.checkpoint.every}: no checkpoint would be kept for it"
             )
         self._communication()
+        self._finetune()
         if self.sequence > self.model.context:
             raise ValueError(
                 f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
@@ -231,6 +235,27 @@ class RunConfig(Section):
             raise ValueError(
                 'communication.gradients = "powersgd" does not go with communication.local_steps: use "fp32" or "bf16"'
             )
+
+    def _finetune(self) -> None:
+        """What adapters do not go with."""
+        if not self.finetune.adapts:
+            return
+        asked, layout = f'finetune.method = "{self.finetune.method}"', self.layout
+        optimizer, precision = self.optimizer.name, self.train.precision
+        if self.model.moe is not None:
+            raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
+        if layout is not None and (layout.dp or 1) * layout.tp * layout.pp * layout.cp * layout.ep > 1:
+            raise ValueError(f"{asked} is trained by one process: leave out [layout]")
+        if precision != "auto" and precision_recipe(precision) is not None:
+            raise ValueError(f'{asked} multiplies in 16 bits or more: use train.precision = "bf16"')
+        if optimizer in MATRIX_OPTIMIZERS:
+            raise ValueError(
+                f'{asked} trains narrow matrices, for which {optimizer} is not meant: use optimizer.name = "adamw"'
+            )
+        if self.recompute.mode in ("selective", "budget"):
+            raise ValueError(f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"')
+        if self.train.offload != "none":
+            raise ValueError(f'{asked} leaves little to offload: use train.offload = "none"')
 
     @property
     def micro_batch(self) -> int:

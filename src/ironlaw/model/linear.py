@@ -36,7 +36,7 @@ class OneDnnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         return onednn_product(x, weight, bias)
 
     @staticmethod
@@ -48,6 +48,7 @@ class OneDnnLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = onednn_product(gradient, weight.t())
         if ctx.needs_input_grad[1]:
+            assert x is not None
             of_weight = onednn_weight_gradient(rows, x.flatten(0, -2))
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)

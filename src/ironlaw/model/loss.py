@@ -68,7 +68,8 @@ class _Chunked(torch.autograd.Function):
             # oneDNN's products of this shape come out transposed: they are added up so, and turned round once.
             turned = onednn and weight.shape[0] > weight.shape[1]
             shape = weight.shape[::-1] if turned else weight.shape
-            of_weight = torch.zeros(shape, dtype=torch.float32, device=x.device) if wanted else None
+            trained = ctx.needs_input_grad[1]
+            of_weight = torch.zeros(shape, dtype=torch.float32, device=x.device) if trained else None
             total = torch.zeros((), dtype=torch.float32, device=x.device)
             for first in range(0, len(x), chunk):
                 rows = slice(first, first + chunk)
@@ -84,10 +85,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_x, of_weight = ctx.gradients
         if _comes_again():
-            return of_x * gradient, of_weight * gradient, None, None, None, None, None
+            return tuple(g if g is None else g * gradient for g in (of_x, of_weight)) + (None,) * 5
         # In place: they are used once. Their scale is known only now: the mean, accumulation, a loss scale.
         ctx.gradients = None
-        return of_x.mul_(gradient), of_weight.mul_(gradient), None, None, None, None, None
+        return tuple(g if g is None else g.mul_(gradient) for g in (of_x, of_weight)) + (None,) * 5
 
 
 def _comes_again() -> bool:
@@ -104,7 +105,7 @@ def _chunk(
     loss, gradient = vocabulary.loss_and_gradient(
         onednn_product(x, weight) if onednn else x @ weight.t(), targets, of_x is not None
     )
-    if of_x is None or of_weight is None or gradient is None:
+    if of_x is None or gradient is None:
         return loss
     counted = (targets != IGNORED).unsqueeze(1)
     if not _all_count(counted):
@@ -112,14 +113,17 @@ def _chunk(
     gradient = gradient.to(x.dtype)
     if onednn:
         of_x[rows] = onednn_product(gradient, weight.t())
-        one, other = (x, gradient) if of_weight.shape != weight.shape else (gradient, x)
-        of_weight += onednn_product(one.t(), other.t())
     else:
         torch.mm(gradient, weight, out=of_x[rows])
-        if x.dtype is torch.float32:
-            of_weight.addmm_(gradient.t(), x)
-        else:
-            of_weight += gradient.t() @ x
+    if of_weight is None:  # frozen
+        return loss
+    if onednn:
+        one, other = (x, gradient) if of_weight.shape != weight.shape else (gradient, x)
+        of_weight += onednn_product(one.t(), other.t())
+    elif x.dtype is torch.float32:
+        of_weight.addmm_(gradient.t(), x)
+    else:
+        of_weight += gradient.t() @ x
     return loss
 
 

@@ -143,9 +143,10 @@ def misaligned_weights(module: nn.Module, rows: int | None, precision: str | Non
     """Linear layers with an odd size: what their product takes, and what the next aligned size takes."""
     found, seen = [], set()
     for name, child in module.named_modules():
-        if not isinstance(child, nn.Linear) or child.weight.device.type != "cpu":
+        weight = child._parameters.get("weight") if isinstance(child, nn.Linear) else None  # none where it is quantised
+        if weight is None or weight.device.type != "cpu":
             continue
-        outputs, inputs = child.weight.shape
+        outputs, inputs = weight.shape
         if (outputs % 8 == 0 and inputs % 8 == 0) or outputs * inputs < 1 << 16 or (outputs, inputs) in seen:
             continue
         seen.add((outputs, inputs))

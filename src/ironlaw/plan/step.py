@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ironlaw import units
@@ -25,6 +26,7 @@ from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
+from ironlaw.model.huggingface.configs import names_of
 from ironlaw.plan.attention import AttentionChoice, choose_attention
 from ironlaw.plan.communication import CollectiveCost, Links
 from ironlaw.plan.fold import fold
@@ -37,6 +39,8 @@ from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.supply import data_supply
 from ironlaw.plan.supported import check_supported
 from ironlaw.plan.totals import System, add_run_totals, add_totals
+from ironlaw.workload.adapted import finetuned
+from ironlaw.workload.finetune import Target, targets_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
@@ -172,6 +176,8 @@ class StepPlan:
             "accumulation": self.program.micro_batches,
             "steps": config.train.steps,
         }
+        if config.finetune.adapts:
+            facts["finetune"] = finetuning(config, self.program)
         if self.attention is not None:
             facts |= {"attention": self.attention.value, "attention_reason": self.attention.reason}
         if self.offload is not None:
@@ -188,6 +194,18 @@ class StepPlan:
                 "stages": [stage_document(self, stage) for stage in self.stages],
             }  # fmt: skip
         return facts
+
+
+def finetuning_targets(config: RunConfig) -> list[Target]:
+    return targets_of(config.model, names_of(Path(config.train.start_from or ""), config.model), config.finetune)
+
+
+def finetuning(config: RunConfig, program: Program) -> str:
+    """What is trained."""
+    if config.model.latent is not None:
+        return f"{config.finetune.method} is planned here as if everything were trained: an upper bound"
+    trained = sum(p.elements for p in program.stages[0].shards)
+    return f"{config.finetune.method} trains {trained:,} parameters beside {config.model.parameters:,} frozen ones"
 
 
 def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
@@ -249,6 +267,8 @@ def plan_step(
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
+    if config.finetune.adapts and config.model.latent is None:
+        program = finetuned(program, config.finetune, finetuning_targets(config))
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     if fabric is None:

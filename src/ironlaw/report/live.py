@@ -105,6 +105,8 @@ class LiveRun:
             f"Model      {plan.facts['model']['name']}, {units.count(totals['parameters'].value)} parameters, "
             f"{units.si(totals['flops_per_step'].value, 'FLOP')} per step"
         )
+        if plan.facts.get("finetune"):
+            self.say(f"Fine-tuning {plan.facts['finetune']}")
         self.say(f"Precision  {plan.facts['precision']} ({plan.facts['precision_reason']})")
         step = totals["step_seconds"]
         self.say(

@@ -42,6 +42,8 @@ def show_plan(console: Console, ledger: Ledger, fits: bool) -> None:
         paragraph(console, f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
     if facts.get("attention") == "blocked":
         paragraph(console, f"Attention: in blocks of queries ({facts['attention_reason']}).")
+    if facts.get("finetune"):
+        paragraph(console, f"Fine-tuning: {facts['finetune']}.")
     if facts.get("data_supply"):
         paragraph(console, f"Data: {supply_words(facts['data_supply'])}")
     paragraph(

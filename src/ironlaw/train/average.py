@@ -16,7 +16,7 @@ class WeightAverage:
     """fp32 copies of the parameters that follow them: average += (1 - decay) (weight - average) after each step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.parameters: list[Tensor] = list(model.parameters())
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.decay = decay
         self.tensors = [parameter.detach().clone() for parameter in self.parameters]
         self.model = model

@@ -26,9 +26,11 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_text
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.configs import names_of
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
 from ironlaw.train.sessions import read_sessions
 from ironlaw.train.state import Stateful, host_copy, unique_weights
+from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
 from ironlaw.workload.parameters import model_parameters
 from ironlaw.workload.transformer import FP32
@@ -69,7 +71,7 @@ class WholeFiles:
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         taken: tuple[dict[str, Tensor], dict[str, Any]] = host_copy(
-            (unique_weights(model), {name: part.state_dict() for name, part in states.items()})
+            (self._weights(model), {name: part.state_dict() for name, part in states.items()})
         )
         return taken
 
@@ -80,9 +82,7 @@ class WholeFiles:
         return {name: sha256(folder / name) for name in (WEIGHTS, STATE)}
 
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
-        weights = load_file(folder / WEIGHTS)
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+        self._load(model, load_file(folder / WEIGHTS), folder)
         if not states:
             return []
         saved = torch.load(folder / STATE, weights_only=True)
@@ -100,12 +100,35 @@ class WholeFiles:
                 ) from None
         return sorted(states.keys() - saved.keys())
 
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return unique_weights(model)
+
+    def _load(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+        missing = model.load_state_dict(weights, strict=False).missing_keys
+        assert all(name == "head.weight" for name in missing), missing  # tied: loaded with the embedding
+
+
+class AdapterFiles(WholeFiles):
+    """The same without what is frozen, which lies elsewhere: `base` in the index says where."""
+
+    name = "adapters"
+
+    def _weights(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+
+    def _load(self, model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+        if weights.keys() != self._weights(model).keys():
+            raise UserError(f"the checkpoint {folder} is of other adapters: resume with its own [finetune]")
+        model.load_state_dict(weights, strict=False)
+
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Weights and their average in fp32, and the optimizer's state; the rest is small."""
-    copies = 1 if config.train.average_decay is None else 2
-    state = state_bytes(model_parameters(config.model), config.optimizer)
-    return copies * FP32 * config.model.parameters + state
+    """Trained weights and their average in fp32, and the optimizer's state; the rest is small."""
+    copies, trained = 1 if config.train.average_decay is None else 2, model_parameters(config.model)
+    if config.finetune.adapts:
+        names = names_of(Path(config.train.start_from or ""), config.model)
+        trained = adapter_parameters(config.model, names, config.finetune)
+    return copies * FP32 * sum(p.elements for p in trained) + state_bytes(trained, config.optimizer)
 
 
 def check_space(folder: Path, bytes_each: float, count: int) -> None:

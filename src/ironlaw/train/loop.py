@@ -54,6 +54,7 @@ from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.compile import compile_blocks
 from ironlaw.train.evaluation import evaluate, in_other_units
+from ironlaw.train.finetune import save_adapter
 from ironlaw.train.journal import Digested, Journal
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.precision import autocast
@@ -148,7 +149,7 @@ class Trainer:
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
-            self.run.checkpoints, config.checkpoint, config.model, say=self.say,
+            self.run.checkpoints, config.checkpoint, config.model, say=self.say, store=self._store(),
             before_write=lambda: self.journal.sync(),
         )  # fmt: skip
         if start is not None:
@@ -167,6 +168,9 @@ class Trainer:
         self._digested: Any = None
         self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         self.recovery.start_over(self.run.metrics())
+
+    def _store(self) -> checkpoint.Store:
+        return checkpoint.AdapterFiles() if self.config.finetune.adapts else checkpoint.WholeFiles()
 
     def _start_anew(self, missing: list[str]) -> None:
         """What a checkpoint does not hold."""
@@ -368,7 +372,13 @@ class Trainer:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
         with copy_scope():
             seconds = self.checkpointer.take(
-                self.step, self.tokens, self.model, self.states, validation_loss, turns=len(self.recovery.turns)
+                self.step,
+                self.tokens,
+                self.model,
+                self.states,
+                validation_loss,
+                turns=len(self.recovery.turns),
+                **self.one_step.about,
             )
         if self.device.type == "cpu" and self.step < self.config.train.steps:  # the next steps run beside it
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
@@ -429,6 +439,8 @@ class Trainer:
 
     def _finish(self) -> Ledger:
         observed, config = self.observed, self.config
+        if config.finetune.adapts:
+            save_adapter(self.run.adapter, self.model, config)
         total = time.perf_counter() - self.started
         observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
         self.journal.sessions.end(self._interrupted or "done", self.step, observed)

@@ -22,7 +22,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, lane: Lane | N
 
     `lane`: state and update on the host that it leads to (`train/host_optimizer.py`).
     """
-    named = list(model.named_parameters())
+    named = trained_parameters(model)
     assigned = assign(described(model), config)
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for (_, tensor), to in zip(named, assigned, strict=True):
@@ -47,9 +47,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, lane: Lane | N
 
 
 def described(model: nn.Module) -> list[Parameter]:
-    """The module's tensors as the workload describes them."""
+    """The module's tensors that are trained, as the workload describes them."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in model.named_parameters()]
+    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in trained_parameters(model)]
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All, or of a model with adapters theirs."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -14,17 +14,20 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.slow_tokenizer import has_tokenizer
 from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
+from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
-from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles, check_model, newest_of
+from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
 from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 
-STORES: dict[str, Store] = {store.name: store for store in (WholeFiles(), QuantizedFiles({}))}  # by name in the index
+STORES: dict[str, Store] = {
+    store.name: store for store in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))
+}  # by name in the index
 
 
 def check_resumable(checkpoint: Checkpoint) -> None:
@@ -45,6 +48,12 @@ def load(
 
         mark_fused(model)
         return ShardedFiles().read(checkpoint.path, model, states or {})
+    if name == AdapterFiles.name and not adapted_layers(model):
+        from ironlaw.train.finetune import load_adapted, merge
+
+        load_adapted(checkpoint, model, config)
+        merge(model)
+        return []
     store = STORES.get(name)
     if store is None:
         raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")

@@ -62,6 +62,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.html"
 
@@ -170,6 +174,7 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
         "train.global_batch": (before.train.global_batch, now.train.global_batch),
         "train.sequence": (before.sequence, now.sequence),
         "train.seed": (before.train.seed, now.train.seed),
+        "finetune": (before.finetune, now.finetune),
     }
     for name, (old, new) in fixed.items():
         if old != new:

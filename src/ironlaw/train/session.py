@@ -22,6 +22,7 @@ from ironlaw.plan.step import plan_run
 from ironlaw.plan.totals import fits
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
+from ironlaw.train.finetune import check_base
 from ironlaw.train.journal import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import locked
@@ -122,7 +123,9 @@ def check_start(
     )
     if start is None:
         checkpoint.check_none_lost(run)
-    if start is None and config.train.start_from:
+    if config.finetune.adapts:
+        check_base(config.finetune, config.train.start_from, config.model, start)
+    elif start is None and config.train.start_from:
         check_first_weights(config.train.start_from, config.model)
     if start is not None:
         checkpoint.check_model(start, config.model)

@@ -22,6 +22,7 @@ from ironlaw.observe.clock import StepClock
 from ironlaw.observe.profile import operation_scope, phase_scope
 from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
+from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.lane import lane_to_host
 from ironlaw.train.noise_scale import NoiseScale
@@ -43,8 +44,13 @@ class Step:
         self.config, self.device = config, device
         self.precision: str = plan.decided.precision
         self.model = Transformer(config.model)
-        if fresh and config.train.start_from:
-            load_first_weights(config.train.start_from, self.model, config.model)
+        source = config.train.start_from
+        self.about: dict[str, Any] = {}  # for the index of checkpoints
+        if source and (fresh or config.finetune.adapts):
+            load_first_weights(source, self.model, config.model)
+        if source and config.finetune.adapts:
+            add_adapters(self.model, config.model, config.finetune, source, self.precision)
+            self.about = about_base(config.finetune, source)
         self.model.to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
         block_attention(self.model, plan.decided.blocked_attention)

@@ -18,7 +18,7 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import read_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.families import FAMILIES, REFUSED
-from ironlaw.model.huggingface.spec import Family, Fields, differences
+from ironlaw.model.huggingface.spec import Family, Fields, Names, differences
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that mean a mixture of experts."""
@@ -87,6 +87,15 @@ def _name(fields: Fields, where: str) -> str:
 def family_of(config: ModelConfig) -> Family:
     """The first family whose own reader gives the model back that it wrote; UserError: none computes the same."""
     return FAMILIES[str(to_fields(config)["model_type"])]
+
+
+def names_of(folder: Path, config: ModelConfig) -> Names:
+    """Of the family that the directory's `config.json` names, or else the one that would be written."""
+    try:
+        kind = read_json(folder / "config.json")["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        kind = None
+    return (FAMILIES[kind] if kind in FAMILIES else family_of(config)).names
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:

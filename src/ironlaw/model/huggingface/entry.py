@@ -1,11 +1,12 @@
-"""One tensor of ours, and those that it consists of in Hugging Face files."""
+"""One tensor of ours, and those that it consists of in Hugging Face files. Needs torch only where there are tensors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class Entry:
 
     def here(self, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape here of tensors that have these shapes there."""
+        import torch
+
         return tuple(self.join([torch.empty(shape, device="meta") for shape in shapes]).shape)
 
     def join(self, tensors: list[Tensor]) -> Tensor:
+        import torch
+
         if self.each:
             return torch.stack(tensors)
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
@@ -44,6 +49,8 @@ class Entry:
 
     def put(self, tensor: Tensor, there: dict[str, Tensor]) -> None:
         """Ours into theirs; some tensors of theirs are made of several of ours."""
+        import torch
+
         tensor = tensor - self.plus if self.plus else tensor
         tensor = tensor.t() if self.transposed else tensor
         if self.order:

@@ -17,24 +17,14 @@ from torch import Tensor
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_json
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.configs import family_of, to_fields
+from ironlaw.model.huggingface.configs import names_of, to_fields
 from ironlaw.model.huggingface.families import FAMILIES
-from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
 # What older files hold beside the weights: attention masks and rotary tables, which are calculated.
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-
-
-def _names(folder: Path, config: ModelConfig) -> Names:
-    """Of the family that the directory's `config.json` names, or else the one that would be written."""
-    try:
-        kind = read_json(folder / "config.json")["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        kind = None
-    return (FAMILIES[kind] if kind in FAMILIES else family_of(config)).names
 
 
 # -- import ------------------------------------------------------------------------------------------------------
@@ -108,7 +98,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         known: set[str] = set()
         if any(name.endswith(".weight_scale_inv") for name in files.names):  # as DeepSeek-V3 was released
             raise UserError(f"the weights in {folder} are stored in 8 bits: convert them to bf16 first")
-        for entry in entries(config, _names(folder, config)):
+        for entry in entries(config, names_of(folder, config)):
             known |= set(entry.theirs)
             shapes = [files.shape(name) for name in entry.theirs]
             found = entry.here(shapes)
@@ -131,7 +121,7 @@ def read_weights(
     folder: Path, config: ModelConfig, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
     """Name here and tensor in the stored precision, one at a time, of those `wanted`. Call `check_weights` first."""
-    names = _names(folder, config)
+    names = names_of(folder, config)
     with ExitStack() as stack:
         files = _Files(folder, stack)
         if config.tied and "lm_head.weight" in files.names:

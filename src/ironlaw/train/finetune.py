@@ -1,0 +1,129 @@
+"""Fine-tuning with adapters: a base model that nothing changes, adapters that are trained, and both as one model again.
+
+Checkpoints hold the adapters only. They name their base and know it by a digest, because with other weights below the
+adapters would mean nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ironlaw.catalog.formats import number_format
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.model.adapters import Adapter, adapt, adapted_layers
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.configs import names_of
+from ironlaw.model.linear import Linear
+from ironlaw.numerics.quantized_linear import hold_quantized
+from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, newest_of
+from ironlaw.train.peft import check_adapter, read_adapter, write_adapter
+from ironlaw.train.precision import AUTOCAST
+from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
+from ironlaw.train.start import check_first_weights, load_first_weights
+from ironlaw.workload.finetune import FinetuneConfig, targets_of
+
+SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a file of weights: another training changes all of them
+
+
+def add_adapters(
+    model: nn.Module, config: ModelConfig, finetune: FinetuneConfig, source: str, precision: str = "fp32"
+) -> None:
+    """Freeze `model`, which holds the weights of `source`, and give it its adapters.
+
+    In 16 bits LoRA's frozen matrices are held so: products would round them anyway, each time anew.
+    """
+    names = names_of(Path(source), config)
+    targets = targets_of(config, names, finetune)
+    model.requires_grad_(False)
+    linears = [module for module in model.get_submodule("blocks").modules() if isinstance(module, Linear)]
+    for module in linears if finetune.method == "qlora" else ():
+        hold_quantized(module)
+    for layer, group in groupby(targets, key=lambda target: target.layer):
+        linear = model.get_submodule(layer)
+        assert isinstance(linear, Linear)
+        adapters = {
+            t.name: Adapter(t.start, t.stop, t.inputs, finetune.rank, finetune.scale, finetune.dropout) for t in group
+        }
+        adapt(linear, adapters, magnitudes=finetune.method == "dora")
+    if finetune.start_from:
+        read_adapter(Path(finetune.start_from), model, config, names, finetune)
+    held = AUTOCAST.get(number_format(precision).held_as)
+    if held is not None and finetune.method == "lora":
+        for module in linears:
+            module.weight.data = module.weight.data.to(held)
+
+
+def merge(model: nn.Module) -> None:
+    """Every adapted layer becomes a plain one again, with the adapters in its matrix."""
+    for layer in adapted_layers(model).values():
+        weight = nn.Parameter(layer.merged().float(), requires_grad=False)
+        del layer.adapters
+        layer.__class__ = Linear  # type: ignore[assignment]
+        for name in list(layer._buffers):
+            del layer._buffers[name]
+        layer.weight = weight
+
+
+def save_adapter(folder: Path, model: nn.Module, config: RunConfig) -> None:
+    """PEFT's directory, whole or as it was."""
+    source = config.train.start_from
+    assert source is not None
+    with complete_or_nothing(folder) as partial:
+        write_adapter(partial, model, config.model, names_of(Path(source), config.model), config.finetune, source)
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier session's
+
+
+def base_digest(source: str) -> str:
+    """Of the weights of a run's newest checkpoint, or of a Hugging Face directory: their sizes and samples of them."""
+    folder = Path(source)
+    if RunDirectory(folder).is_run:
+        return str(newest_of(folder).index["index_sha256"])
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for number in range(SAMPLES + 1):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def about_base(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
+    """For the index of a checkpoint."""
+    return {"base": {"path": source, "sha256": base_digest(source)}, "finetune": finetune.model_dump(mode="json")}
+
+
+def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None) -> None:
+    """UserError, before anything is written, when there is no base, or not the one that `start` was trained on."""
+    if source is None:
+        raise UserError(
+            f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
+        )
+    check_first_weights(source, config)
+    targets_of(config, names_of(Path(source), config), finetune)
+    if start is not None and base_digest(source) != start.index["base"]["sha256"]:
+        raise UserError(f"{source} has changed since {start.path} was trained on it: put its old weights back")
+    if start is None and finetune.start_from:
+        check_adapter(Path(finetune.start_from), finetune)
+
+
+def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> FinetuneConfig:
+    """The base and the adapters of a checkpoint into a plain `model`."""
+    index: Mapping[str, Any] = checkpoint.index
+    finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
+    check_base(finetune, source, config, checkpoint)
+    load_first_weights(source, model, config)
+    with torch.random.fork_rng(devices=[]):  # adapters are drawn, and then read
+        add_adapters(model, config, finetune, source)
+    AdapterFiles().read(checkpoint.path, model, {})
+    return finetune

@@ -1,0 +1,165 @@
+"""Adapters as PEFT's files: `adapter_config.json` and `adapter_model.safetensors`, written and read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ironlaw.errors import UserError
+from ironlaw.files import read_json, write_json
+from ironlaw.model.adapters import AdaptedLinear, Adapter
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.spec import Names
+from ironlaw.workload.finetune import FinetuneConfig, Target, linear_layers, targets_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# What changes what an adapter computes or where it lies, and the one value of each that we have.
+_ONLY = {
+    "peft_type": "LORA", "bias": "none", "use_rslora": False, "modules_to_save": None,
+    "layers_to_transform": None, "exclude_modules": None, "layer_replication": None, "lora_bias": False,
+    "target_parameters": None, "use_qalora": False, "trainable_token_indices": None,
+}  # fmt: skip
+
+
+def adapter_at(model: nn.Module, target: Target) -> Adapter:
+    layer = model.get_submodule(target.layer)
+    assert isinstance(layer, AdaptedLinear)
+    adapter = layer.adapters[target.name]
+    assert isinstance(adapter, Adapter)
+    return adapter
+
+
+def write_adapter(
+    folder: Path, model: nn.Module, config: ModelConfig, names: Names, finetune: FinetuneConfig, base: str
+) -> None:
+    """`base`: the model that the adapters are for, as PEFT names it."""
+    targets = targets_of(config, names, finetune)
+    found: dict[str, list[tuple[Target, Adapter]]] = {}
+    for target in targets:
+        found.setdefault(target.theirs, []).append((target, adapter_at(model, target)))
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for theirs, parts in found.items():
+        # Several of ours in one matrix of theirs are one adapter of several times the rank, each with its own rows.
+        count = parts[0][0].count
+        if count != len(parts):
+            raise UserError(f"{theirs} is {count} matrices here: give finetune.targets all of them")
+        if count > 1:
+            ranks[theirs] = count * finetune.rank
+        prefix = PREFIX + theirs
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat([adapter.a for _, adapter in parts]).detach()
+        tensors[f"{prefix}.lora_B.weight"] = torch.block_diag(*(_theirs(t, a.b) for t, a in parts)).detach()
+        if finetune.method == "dora":
+            lengths = [_theirs(t, a.magnitude) for t, a in parts if a.magnitude is not None]
+            tensors[f"{prefix}.lora_magnitude_vector"] = torch.cat(lengths).detach()
+    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS,
+              metadata={"format": "pt"})  # fmt: skip
+    fields: dict[str, Any] = _ONLY | {
+        "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "r": finetune.rank,
+        "lora_alpha": _whole(finetune.alpha), "lora_dropout": finetune.dropout, "use_dora": finetune.method == "dora",
+        "target_modules": _module_names(targets, linear_layers(config, names)), "init_lora_weights": True,
+        "fan_in_fan_out": any(target.transposed for target in targets),
+    }  # fmt: skip
+    if ranks:
+        by_name = {_tail(theirs): rank for theirs, rank in ranks.items()}
+        fields |= {
+            "rank_pattern": by_name,
+            "alpha_pattern": {n: _whole(r * finetune.scale) for n, r in by_name.items()},
+        }
+    write_json(folder / CONFIG, fields)
+
+
+def _module_names(targets: Sequence[Target], there: Sequence[Target]) -> list[str]:
+    """The last part of a name, or as much as it takes that no other matrix is meant."""
+    chosen, found = {target.theirs for target in targets}, set()
+    others = [target.theirs for target in there if target.theirs not in chosen]
+    for target in targets:
+        parts = target.theirs.split(".")
+        tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        found.add(next(tail for tail in tails if not any(f".{other}".endswith(f".{tail}") for other in others)))
+    return sorted(found)
+
+
+def _tail(theirs: str) -> str:
+    return theirs.rpartition(".")[2]
+
+
+def _whole(number: float) -> float:
+    return int(number) if number.is_integer() else number
+
+
+def _theirs(target: Target, rows: Tensor) -> Tensor:
+    """Rows of ours in the order of theirs."""
+    if not target.order:
+        return rows
+    return torch.empty_like(rows).index_copy_(0, torch.tensor(target.order, device=rows.device), rows.detach())
+
+
+def check_adapter(folder: Path, finetune: FinetuneConfig) -> None:
+    """UserError unless `folder` holds an adapter of this rank, alpha and method."""
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise UserError(f"no adapter in {folder}: give a directory with {CONFIG} and {WEIGHTS}")
+    fields = read_json(folder / CONFIG)
+    for key, value in _ONLY.items():
+        if (fields.get(key) or None) != (value or None):
+            raise UserError(f"{folder / CONFIG} has {key} = {fields[key]!r}, which is not read here")
+    method = "dora" if fields.get("use_dora") else "lora"
+    if (method == "dora") != (finetune.method == "dora"):
+        raise UserError(f'the adapter in {folder} is of another method: use finetune.method = "{method}"')
+    for key, name, value in (("r", "rank", finetune.rank), ("lora_alpha", "alpha", finetune.alpha)):
+        if not math.isclose(float(fields.get(key, 8)), value):
+            raise UserError(f"the adapter in {folder} has {key} = {fields.get(key, 8)}: set finetune.{name} to it")
+    ranks, alphas = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
+    for name in ranks | alphas:
+        if not math.isclose(alphas.get(name, finetune.alpha) / ranks.get(name, finetune.rank), finetune.scale):
+            raise UserError(f"the adapter in {folder} scales {name} otherwise than the rest, which is not read here")
+
+
+@torch.no_grad()
+def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Names, finetune: FinetuneConfig) -> None:
+    """PEFT's tensors into the adapters of `model`. UserError where they are not those of these targets."""
+    check_adapter(folder, finetune)
+    try:
+        there = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise UserError(f"{folder / WEIGHTS} cannot be read ({error})") from None
+    known = set()
+    for target in targets_of(config, names, finetune):
+        adapter = adapter_at(model, target)
+        for part, ours in (("lora_A.weight", adapter.a), ("lora_B.weight", adapter.b),
+                           ("lora_magnitude_vector", adapter.magnitude)):  # fmt: skip
+            name = f"{PREFIX}{target.theirs}.{part}"
+            if ours is None:
+                continue
+            if name not in there:
+                raise UserError(f"the adapter in {folder} has no {name}: give finetune.targets the modules it has")
+            known.add(name)
+            tensor = _ours(target, there[name], finetune.rank, rows=part != "lora_A.weight")
+            if tensor.shape != ours.shape:
+                raise UserError(f"{name} in {folder} has shape {list(there[name].shape)}, of another rank or model")
+            ours.copy_(tensor)
+    left = sorted(there.keys() - known)
+    if left:
+        raise UserError(f"the adapter in {folder} has {left[0]} as well: give finetune.targets the modules it has")
+
+
+def _ours(target: Target, tensor: Tensor, rank: int, rows: bool) -> Tensor:
+    """Of a tensor of theirs what is our target's: a part where theirs is several of ours, rows in our order."""
+    first, size = target.which, target.stop - target.start
+    own = slice(
+        first * rank, (first + 1) * rank
+    )  # of an adapter that `write_adapter` put together; PEFT's own is shared
+    if target.count > 1 and rows:
+        tensor = tensor[first * size : (first + 1) * size]
+        tensor = tensor[:, own] if tensor.dim() == 2 and tensor.shape[1] == target.count * rank else tensor
+    elif target.count > 1 and tensor.shape[0] == target.count * rank:
+        tensor = tensor[own]
+    return tensor[torch.tensor(target.order)] if rows and target.order else tensor

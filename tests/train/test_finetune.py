@@ -1,0 +1,227 @@
+"""Adapters: PEFT computes the same from the same files, runs resume to the bit, and nothing but adapters is trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ironlaw.config import RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.model.adapters import adapted_layers
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.configs import names_of
+from ironlaw.model.huggingface.weights import write_model
+from ironlaw.model.transformer import Transformer
+from ironlaw.numerics import quantize
+from ironlaw.train.finetune import add_adapters, merge
+from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.peft import write_adapter
+from ironlaw.train.restore import load_run
+from ironlaw.train.start import load_first_weights
+from ironlaw.workload.finetune import FinetuneConfig, adapter_parameters
+
+Config = Callable[..., RunConfig]
+Train = Callable[..., Outcome]
+Losses = Callable[[Path], dict[int, float]]
+
+GPT: dict[str, Any] = {"name": "tiny-gpt", "layers": 2, "hidden": 32, "heads": 2, "vocab": 300, "context": 16}
+LLAMA: dict[str, Any] = GPT | {
+    "name": "tiny-llama", "heads": 4, "kv_heads": 2, "ffn": 48, "gated_ffn": True, "activation": "silu",
+    "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False,
+}  # fmt: skip
+MODELS = {"llama": LLAMA, "gpt2": GPT}
+LORA: dict[str, Any] = {"method": "lora", "rank": 4, "alpha": 10.0}
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def write_base(folder: Path, table: dict[str, Any]) -> ModelConfig:
+    """A model with weights and biases that are no zeros."""
+    config = ModelConfig(**table)
+    torch.manual_seed(0)
+    model = Transformer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    write_model(folder, config, model.state_dict())
+    return config
+
+
+def adapted(folder: Path, config: ModelConfig, finetune: FinetuneConfig, drawn: bool = True) -> Transformer:
+    model = Transformer(config)
+    load_first_weights(str(folder), model, config)
+    add_adapters(model, config, finetune, str(folder))
+    with torch.no_grad():
+        for parameter in model.parameters() if drawn else ():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
+@pytest.mark.parametrize("every", [True, False])
+def test_peft_computes_the_same_logits(tmp_path: Path, name: str, method: str, every: bool) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = write_base(tmp_path / "base", MODELS[name])
+    some = ("mlp.down_proj", "v_proj") if name == "llama" else ("attn.c_proj",)
+    finetune = FinetuneConfig(**LORA | {"method": method, "targets": ("all-linear",) if every else some})
+    model = adapted(tmp_path / "base", config, finetune)
+    (tmp_path / "adapter").mkdir()
+    names = names_of(tmp_path / "base", config)
+    write_adapter(tmp_path / "adapter", model, config, names, finetune, str(tmp_path / "base"))
+
+    base = tmp_path / "base"
+    if method == "qlora":  # the adapters are for the rounded matrices
+        rounded = adapted(base, config, finetune, drawn=False)
+        merge(rounded)  # with adapters that are still zero
+        base = tmp_path / "rounded"
+        write_model(base, config, rounded.state_dict())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    plain = theirs(tokens()).logits
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        ours = model(tokens())
+        assert torch.allclose(theirs(tokens()).logits, ours, rtol=0, atol=1e-5)
+        assert not torch.allclose(plain, ours, atol=0.1)  # the adapters do something
+        again = adapted(
+            tmp_path / "base", config, finetune.model_copy(update={"start_from": str(tmp_path / "adapter")}), False
+        )
+        assert torch.equal(again(tokens()), ours)
+        merge(model)
+        assert not adapted_layers(model)
+        assert torch.allclose(model(tokens()), ours, rtol=0, atol=1e-5)
+
+
+class Interruption(Exception):
+    """Stands for whatever ends a process."""
+
+
+def stop_after(step: int) -> Callable[[StepReport], None]:
+    def watch(report: StepReport) -> None:
+        if report.step == step:
+            raise Interruption
+
+    return watch
+
+
+@pytest.fixture
+def finetuning(tiny_document: Callable[..., dict[str, Any]], tmp_path: Path) -> Config:
+    """The config of a run of twelve steps on top of a tiny Llama."""
+    write_base(tmp_path / "base", LLAMA)
+
+    def build(finetune: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+        sections["train"] = {"start_from": str(tmp_path / "base")} | sections.get("train", {})
+        return build_config(tiny_document(LLAMA, finetune=LORA | finetune, **sections))
+
+    return build
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
+def test_a_stopped_run_goes_on_to_the_bit(
+    finetuning: Config, train: Train, losses: Losses, tmp_path: Path, method: str
+) -> None:
+    config = finetuning({"method": method, "dropout": 0.1})
+    train(config, tmp_path / "whole")
+    with pytest.raises(Interruption):
+        train(config, tmp_path / "run", watch=stop_after(6))
+    train(config, tmp_path / "run", resume=True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run")[12] < losses(tmp_path / "run")[1]
+    found, whole = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("run", "whole"))
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_only_adapters_are_trained_and_kept(finetuning: Config, train: Train, tmp_path: Path) -> None:
+    config = finetuning({}, train={"average_decay": 0.9})
+    names = names_of(tmp_path / "base", config.model)
+    trained = {p.name: p.shape for p in adapter_parameters(config.model, names, config.finetune)}
+    train(config, tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    held = load_file(newest / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == trained
+    state = torch.load(newest / "training.pt", weights_only=True)
+    assert len(state["optimizer"]["state"]) == len(state["average"]["tensors"]) == len(trained)
+
+
+def test_export_merges(finetuning: Config, train: Train, ironlaw_here: Callable[..., Any], tmp_path: Path) -> None:
+    train(finetuning({"method": "dora"}), tmp_path / "run")
+    code, out, _ = ironlaw_here("export", tmp_path / "run", tmp_path / "hf", "--json")
+    assert code == 0 and json.loads(out)["step"] == 12
+    merged = Transformer(ModelConfig(**LLAMA)).eval()
+    load_first_weights(str(tmp_path / "hf"), merged, merged.config)
+    with torch.no_grad():
+        assert torch.allclose(merged(tokens()), load_run(tmp_path / "run").model(tokens()), atol=1e-5)
+        base = Transformer(merged.config).eval()
+        load_first_weights(str(tmp_path / "base"), base, base.config)
+        assert not torch.allclose(merged(tokens()), base(tokens()), atol=1e-2)
+
+
+def test_a_base_that_has_changed_is_refused(finetuning: Config, train: Train, tmp_path: Path) -> None:
+    with pytest.raises(Interruption):
+        train(finetuning({}), tmp_path / "run", watch=stop_after(6))
+    torch.manual_seed(5)
+    write_model(tmp_path / "base", ModelConfig(**LLAMA), Transformer(ModelConfig(**LLAMA)).state_dict())
+    with pytest.raises(UserError, match="has changed since"):
+        train(finetuning({}), tmp_path / "run", resume=True)
+    with pytest.raises(UserError, match="has changed since"):
+        load_run(tmp_path / "run")
+
+
+def test_a_fine_tuned_run_is_a_base(finetuning: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+    """Its own adapters merged."""
+    train(finetuning({}), tmp_path / "first")
+    config = finetuning({"method": "dora"}, train={"start_from": str(tmp_path / "first")})
+    train(config, tmp_path / "second")
+    assert losses(tmp_path / "second")[1] < losses(tmp_path / "first")[1]
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"optimizer": {"name": "muon"}}, "narrow matrices, for which muon"),
+        ({"layout": {"tp": 2}}, "trained by one process"),
+        ({"train": {"precision": "mxfp8"}}, "16 bits or more"),
+        ({"train": {"offload": "both"}}, "leaves little to offload"),
+    ],
+)
+def test_what_adapters_do_not_go_with(finetuning: Config, sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        finetuning({}, **sections)
+
+
+def test_a_target_that_is_not_there(finetuning: Config, train: Train, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'qproj', which no matrix is called: did you mean q_proj"):
+        train(finetuning({"targets": ["qproj"]}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_to_adapt_must_be_named(
+    tiny_document: Callable[..., dict[str, Any]], train: Train, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"model\.from=DIR"):
+        train(build_config(tiny_document(finetune=LORA)), tmp_path / "run")
+
+
+def test_a_quantised_base_takes_four_bits_a_weight(tmp_path: Path) -> None:
+    config = write_base(tmp_path / "base", GPT | {"hidden": 128, "heads": 4})
+    model = adapted(tmp_path / "base", config, FinetuneConfig(**LORA | {"method": "qlora"}), drawn=False)
+    plain = Transformer(config)
+    load_first_weights(str(tmp_path / "base"), plain, config)
+    for name, layer in adapted_layers(model).items():
+        weight = plain.get_submodule(name).weight
+        bits = 8 * sum(b.numel() * b.element_size() for b in layer.buffers(recurse=False)) / weight.numel()
+        assert bits == pytest.approx(4.127, abs=0.03)
+        once = quantize(weight, "nf4").dequantize()
+        error, twice = (weight - once).abs().mean(), (weight - layer.frozen()).abs().mean()
+        assert twice < 1.02 * error  # scales in 8 bits cost next to nothing
