@@ -2,8 +2,9 @@
 
     ledger, fits = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
 
-One process, one micro-batch per step, AdamW on every trained parameter, gradients in the parameters' own type. The
-module decides the rest: what it recomputes, which types it uses. torch is imported when a module is traced, not before.
+One process, one micro-batch per step, gradients in the parameters' own type, and AdamW on every trained parameter
+unless a loop's own optimizers are known. The module decides the rest: what it recomputes, which types it uses. torch is
+imported when a module is traced, not before.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ironlaw.plan.process.traced_timing import AS_MATMUL, COPY_RATE, CataloguedA
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
 from ironlaw.workload.operations import Operation, line_name
 from ironlaw.workload.optimizers import adamw_operations
+from ironlaw.workload.updates import Update, loop_operations
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +51,16 @@ ACCELERATOR_FACTORS = (0.75, 1.6)
 
 ACCELERATOR_MEMORY_INTERVAL = 0.1
 """A trace sees what CPU kernels keep; those of accelerators keep a little less (dropout masks) or more (workspaces)."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a user's loop does around the micro-batches of a step. `gradients`: which ones the forward pass finds,
+    "none" where they were cleared before it, "forward" where they are cleared after it, "kept" where never (zeroed)."""
+
+    updates: tuple[Update, ...]
+    clips: bool
+    gradients: str = "none"
 
 
 @dataclass(frozen=True)
@@ -110,20 +122,26 @@ def plan_module(
 
 
 def plan_trace(
-    traced: Trace, profile: Profile | None, on: str = "this", *, accumulation: int = 1, name: str | None = None
-) -> Ledger:
+    traced: Trace, profile: Profile | None, on: str = "this", *, accumulation: int = 1, name: str | None = None,
+    loop: Loop | None = None,
+) -> Ledger:  # fmt: skip
     """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
     or without one on the accelerator `on`."""
     place = _this_machine(profile, "auto") if profile else _accelerator(on, "as is")
-    return _planned(traced, place, name, accumulation)
+    return _planned(traced, place, name, accumulation, loop)
 
 
-def _planned(traced: Trace, place: _Place, name: str | None, accumulation: int = 1) -> Ledger:
-    update = adamw_operations(traced.trained_parameters, traced.trained_tensors, accumulation=accumulation)
+def _planned(traced: Trace, place: _Place, name: str | None, accumulation: int = 1, loop: Loop | None = None) -> Ledger:
+    if loop is None:
+        update = adamw_operations(traced.trained_parameters, traced.trained_tensors, accumulation=accumulation)
+    else:
+        cuda = place.facts["device"] != "cpu"
+        trained = traced.trained_parameters
+        update = loop_operations(loop.updates, trained, accumulation=accumulation, clips=loop.clips, cuda=cuda)
     micro_batches = [replace(op, repeat=op.repeat * accumulation) for op in traced.operations]
     operations: list[Operation] = [*micro_batches, *update]
     ledger = Ledger("plan", lines=_lines(operations, place))
-    peak, ledger.memory = _memory(traced, accumulation)
+    peak, ledger.memory = _memory(traced, accumulation, loop)
     ledger.facts = place.facts | {
         "model": {"name": name or traced.name},
         "machine": place.name,
@@ -135,6 +153,7 @@ def _planned(traced: Trace, place: _Place, name: str | None, accumulation: int =
         "memory_bytes": place.memory_bytes,
         "traced_operations": len(traced.operations),
         "assumed": [list(one) for one in traced.assumptions],
+        "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
     }
     ledger.totals = _totals(ledger, traced, place)
     return ledger
@@ -244,15 +263,22 @@ def _lines(operations: Sequence[Operation], place: _Place) -> list[Line]:
     return lines
 
 
-def _memory(traced: Trace, accumulation: int) -> tuple[Peak, list[MemoryLine]]:
-    """Weights, gradients and two moments of AdamW, and the highest moment of the micro-batch."""
-    held = traced.trained_bytes if accumulation > 1 else 0
-    peaks = [walk(traced.operations, 1, held), Peak(f"update, {Phase.OPTIMIZER}", 0, 0, traced.trained_bytes)]
+def _memory(traced: Trace, accumulation: int, loop: Loop | None) -> tuple[Peak, list[MemoryLine]]:
+    """Weights, gradients and the optimizers' states, and the highest moment of the micro-batch."""
+    every, before = traced.trained_bytes, loop.gradients if loop else "none"
+    kept = accumulation > 1 or before == "kept"
+    temporary = sum(update.temporary_bytes() for update in loop.updates) if loop else 0
+    peaks = [walk(traced.operations, 1, every if kept else 0), Peak(f"update, {Phase.OPTIMIZER}", 0, temporary, every)]
+    if before == "forward":
+        passed = walk([op for op in traced.operations if op.phase is Phase.FORWARD], 1)
+        peaks.append(replace(passed, gradient_bytes=every))
+    state = sum(update.state_bytes() for update in loop.updates) if loop else 2 * every
+    whose = " and ".join(dict.fromkeys(u.optimizer for u in loop.updates)) if loop else "two moments of AdamW"
     peak = max(peaks, key=lambda p: p.saved_bytes + p.temporary_bytes + p.gradient_bytes)
     return peak, [
         MemoryLine("weights", traced.parameter_bytes + traced.buffer_bytes, note="parameters and buffers"),
         MemoryLine("gradients", peak.gradient_bytes),
-        MemoryLine("optimizer", 2 * traced.trained_bytes, note="two moments of AdamW"),
+        MemoryLine("optimizer", state, note=whose),
         MemoryLine("activations", peak.saved_bytes, note="saved for the backward pass"),
         MemoryLine("temporaries", peak.temporary_bytes),
         MemoryLine("batch", traced.input_bytes, note="inputs"),
