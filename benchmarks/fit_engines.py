@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from ironlaw.plan.cluster.ingredients import Parts, step_parts
-from ironlaw.plan.cluster.jobs import Jobs, jobs_of_columns
+from ironlaw.plan.cluster.candidates import Candidates, candidates_of_rows
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
-from ironlaw.plan.cluster.setting import setting
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
+from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engines
 from ironlaw.plan.engines.words import MEANING
-from ironlaw.plan.measured.evaluate import settings_of, settled, under_pressure
+from ironlaw.plan.measured.evaluate import settled, systems_of, under_pressure
 from ironlaw.plan.measured.read import Run, read_runs
 
 # name: (lowest, highest, scale of the prior in the fitted variable)
@@ -88,8 +88,8 @@ PRIOR_WEIGHT = 0.05
 class Block:
     """Runs of one engine in one setting, with their engine-independent ingredients."""
 
-    jobs: Jobs
-    parts: Parts
+    candidates: Candidates
+    costs: StepCosts
     layers: StageLayers
     measured: np.ndarray
     weight: np.ndarray
@@ -103,14 +103,14 @@ def blocks(runs: list[Run], kind: str) -> list[Block]:
     for run in chosen:
         sizes[run.group] = sizes.get(run.group, 0) + 1
     result = []
-    for where, index in settings_of(chosen):
+    for where, index in systems_of(chosen):
         part = [chosen[i] for i in index]
-        jobs = jobs_of_columns([r.columns for r in part])
-        layers = stage_layers(jobs, where.engine.partition)
+        candidates = candidates_of_rows([r.columns for r in part])
+        layers = stage_layers(candidates, where.engine.partition)
         result.append(
             Block(
-                jobs,
-                step_parts(jobs, where, layers),
+                candidates,
+                step_costs(candidates, where, layers),
                 layers,
                 np.array([value(r, kind) for r in part]),
                 np.array([sizes[r.group] ** -0.25 for r in part]),
@@ -149,8 +149,8 @@ def put(engine: Engine, values: dict[str, float]) -> Engine:
 def predicted(block: Block, engine: Engine, kind: str) -> np.ndarray:
     engine = engine.on(block.generation)
     if kind == "time":
-        return assemble(block.parts, block.jobs, engine, block.layers).step_seconds
-    return reported_bytes(block.jobs, engine, block.layers)
+        return assemble(block.costs, block.candidates, engine, block.layers).step_seconds
+    return reported_bytes(block.candidates, engine, block.layers)
 
 
 def fit(engine: Engine, data: list[Block], names: list[str], kind: str) -> Engine:
@@ -311,16 +311,16 @@ def left_out(name: str, runs: list[Run], names: list[str], kind: str, quiet: boo
 def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, float]]:
     """Each run with ln(measured / planned) by this engine in place of its own."""
     result: list[tuple[Run, float]] = []
-    for _, index in settings_of(runs):
+    for _, index in systems_of(runs):
         part = [runs[i] for i in index]
-        where = setting(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
-        jobs = jobs_of_columns([r.columns for r in part])
-        layers = stage_layers(jobs, engine.partition)
+        where = system_of(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
+        candidates = candidates_of_rows([r.columns for r in part])
+        layers = stage_layers(candidates, engine.partition)
         if kind == "time":
-            seconds = assemble(step_parts(jobs, where, layers), jobs, where.engine, layers).step_seconds
-            planned = under_pressure(seconds, peak_memory(jobs, where.engine, layers).total, where)
+            seconds = assemble(step_costs(candidates, where, layers), candidates, where.engine, layers).step_seconds
+            planned = under_pressure(seconds, peak_memory(candidates, where.engine, layers).total, where)
         else:
-            planned = reported_bytes(jobs, where.engine, layers)
+            planned = reported_bytes(candidates, where.engine, layers)
         measured = np.array([value(r, kind) for r in part])
         result += [(r, float(e)) for r, e in zip(part, np.log(measured / planned), strict=True)]
     return result

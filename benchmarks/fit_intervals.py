@@ -21,10 +21,9 @@ from fit_engines import blocks as blocks_of
 from scipy.optimize import minimize
 
 from ironlaw.plan.cluster.intervals import Distance, comparable, spread_factors
-from ironlaw.plan.cluster.jobs import jobs_of_columns
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured.evaluate import settled
+from ironlaw.plan.measured.evaluate import of_runs, settled
 from ironlaw.plan.measured.read import Run, read_runs
 
 LEARNED = ("within", "between", "unknown_engine", "skew")
@@ -103,7 +102,9 @@ def _by_group(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def parameters_of(runs: list[Run]) -> dict[str, float]:
-    return dict(zip([r.id for r in runs], jobs_of_columns([r.columns for r in runs]).parameters.tolist(), strict=True))
+    return dict(
+        zip([r.id for r in runs], of_runs(runs, lambda candidates: candidates.parameters).tolist(), strict=True)
+    )
 
 
 def learn(left: list[Left]) -> dict[str, float]:

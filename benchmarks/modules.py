@@ -32,10 +32,11 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from ironlaw import units
 from ironlaw.errors import UserError
-from ironlaw.plan.process.memory import walk
+from ironlaw.plan.memory import peak_memory
 from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import saved_bytes, total_flops
+from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import Trace, _floating, _tensors, trace
 from ironlaw.workload.trace_inputs import arguments, as_tensors, named_inputs
 
@@ -385,9 +386,7 @@ class Row:
         shapes = " ".join(f"{'x'.join(map(str, i.shape))}" for i in self.case.inputs[:3])
         if self.traced is None:
             return [self.case.name, shapes, self.answer.replace("|", "/"), *"------"]
-        highest = walk(self.traced.operations, 1)
-        peak = self.traced.parameter_bytes + self.traced.buffer_bytes + 2 * self.traced.trained_bytes
-        peak += highest.saved_bytes + highest.temporary_bytes + highest.gradient_bytes + self.traced.input_bytes
+        peak = peak_memory(step_of_trace(self.traced)).total
         return [
             self.case.name, shapes, self.answer, units.count(self.traced.parameters),
             units.si(total_flops(self.traced.operations), "FLOP"), units.bytes_(saved_bytes(self.traced.operations)),

@@ -3,7 +3,7 @@
     ironlaw measure && python benchmarks/plan_error.py --write benchmarks/results/plan_error.md
 
 Each configuration trains some seconds on mock data. The interval that a plan states before a machine has runs of its
-own (`plan/process/record.py`) is the middle 80% of measured / planned of this table.
+own (`plan/record.py`) is the middle 80% of measured / planned of this table.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure_case(name: str, model: dict[str, object], batch: int, micro: int, pr
         "evaluation": {"every": 0, "batches": 1},
         "checkpoint": {"every": 0},
     }  # fmt: skip
-    from ironlaw.plan.process.estimate import plan_run
+    from ironlaw.plan.step import plan_run
 
     planned_seconds = plan_run(build_config(document), profile).totals["step_seconds"].value
     document["train"]["steps"] = max(24, min(400, int(SECONDS / planned_seconds)))  # type: ignore[index]

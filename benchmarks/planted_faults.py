@@ -219,7 +219,7 @@ RANKED = ("straggling_rank", "sync_inside_accumulation", "two_ranks", "two_ranks
 
 def run(fault: str, out: Path) -> None:
     """In a child of this process, which has imported everything and computed nothing."""
-    for module in ("torch._dynamo", "torch.utils.checkpoint", "ironlaw.plan.process.traced", "ironlaw.workload.trace"):
+    for module in ("torch._dynamo", "torch.utils.checkpoint", "ironlaw.plan.module", "ironlaw.workload.trace"):
         importlib.import_module(module)
 
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ import pytest
 import ironlaw
 from ironlaw.config import RunConfig, build_config
 from ironlaw.machine.profile import Curve, MatmulFit, Profile, save_profile
-from ironlaw.plan.process.estimate import step_operations
+from ironlaw.plan.step import step_operations
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 REPOSITORY = Path(__file__).parents[1]

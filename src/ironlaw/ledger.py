@@ -8,7 +8,7 @@ other is meaningful. What a side cannot know is `None`, never 0: zero means "loo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,34 @@ class Line:
     bound: str | None = None  # "compute", "memory", "overhead", "network": which ceiling set the time
     origin: Origin = Origin.CALCULATED
 
+    @property
+    def key(self) -> Key:
+        return self.phase, self.kind, self.operation
+
+
+Key = tuple[Phase, Kind, str]
+UNNAMED = "other"
+"""Operation of a line, of kind `OTHER`, for all in a phase that a plan has no name for. A plan lists everything that it
+knows, and so plans 0 seconds of it."""
+
+
+def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
+    """Measured lines under the keys of a plan: what it has no name for is one line of its phase, where it plans one."""
+    keys = {line.key for line in planned}
+    unnamed = {
+        phase: Line(phase, kind, UNNAMED, seconds=0.0, origin=Origin.MEASURED)
+        for phase, kind, operation in keys
+        if operation == UNNAMED
+    }
+    result = []
+    for line in lines:
+        if line.key in keys or line.phase not in unnamed:
+            result.append(line)
+        else:
+            known = unnamed[line.phase]
+            unnamed[line.phase] = replace(known, seconds=(known.seconds or 0.0) + (line.seconds or 0.0))
+    return result + list(unnamed.values())
+
 
 @dataclass(frozen=True)
 class MemoryLine:
@@ -124,6 +152,27 @@ class MemoryLine:
     bytes: float | None
     origin: Origin = Origin.CALCULATED
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a plan decides for the trainer where the config leaves it open; the reasons are among the facts."""
+
+    precision: str  # of the matrix products
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all of a micro-batch
+    # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
+    recompute: tuple[frozenset[str] | None, ...] = ()
+    offload_ahead_bytes: int = 0  # of saved activations that may be on their way to or from the host
+    blocked_attention: bool = False  # products over blocks of queries in place of the fused kernel
+
+    def to_json(self) -> dict[str, Any]:
+        kept = [None if layer is None else sorted(layer) for layer in self.recompute]
+        return asdict(self) | {"recompute": kept}
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Decisions:
+        kept = tuple(None if layer is None else frozenset(layer) for layer in document["recompute"])
+        return Decisions(**(document | {"recompute": kept}))
 
 
 @dataclass
@@ -136,6 +185,13 @@ class Ledger:
     totals: dict[str, Estimate] = field(default_factory=dict)  # step_seconds, peak_bytes, flops_per_step, ...
     phase_seconds: dict[Phase, float] = field(default_factory=dict)  # measured directly, profiler off
     facts: dict[str, Any] = field(default_factory=dict)  # model, machine, versions, config: provenance
+    decisions: Decisions | None = None  # of a plan
+
+    @property
+    def decided(self) -> Decisions:
+        """The decisions of a plan that was made for a trainer."""
+        assert self.decisions is not None, "a ledger that no plan of a run has made"
+        return self.decisions
 
     def select(self, **wanted: Any) -> Iterator[Line]:
         """Lines whose named fields equal the given values: `ledger.select(phase=Phase.FORWARD)`."""
@@ -168,7 +224,7 @@ class Ledger:
             "lines": [asdict(line) for line in self.lines],
             "memory": [asdict(line) for line in self.memory],
             "facts": self.facts,
-        }
+        } | ({} if self.decisions is None else {"decisions": self.decisions.to_json()})
 
     @staticmethod
     def from_json(document: dict[str, Any]) -> Ledger:
@@ -185,6 +241,7 @@ class Ledger:
             lines=[_line(entry) for entry in document["lines"]],
             memory=[MemoryLine(**(entry | {"origin": Origin(entry["origin"])})) for entry in document["memory"]],
             facts=document["facts"],
+            decisions=Decisions.from_json(document["decisions"]) if "decisions" in document else None,
         )
 
     def save(self, path: Path) -> None:

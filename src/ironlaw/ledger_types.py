@@ -34,7 +34,7 @@ TEXTS = (
 
 def _record(**types: Any) -> Any:
     """An object with at least these keys."""
-    made: Any = create_model("Record", **{name: (kind, ...) for name, kind in types.items()})
+    made: Any = create_model("Record", **{name: (kind, ...) for name, kind in types.items()})  # type: ignore[call-overload]
     return made
 
 

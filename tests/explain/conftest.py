@@ -13,7 +13,7 @@ from synthetic import make_config, make_profile
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,7 +12,7 @@ from typing import Any
 from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
-from ironlaw.plan.process.estimate import step_operations
+from ironlaw.plan.step import step_operations
 
 GPT = {"name": "gpt-tiny", "layers": 4, "hidden": 256, "heads": 8, "vocab": 4096, "context": 256}
 LLAMA = GPT | {"positions": "rope", "norm": "rmsnorm", "activation": "silu", "gated_ffn": True, "bias": False}

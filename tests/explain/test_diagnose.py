@@ -13,7 +13,7 @@ from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.rules import RULES, Axis
 from ironlaw.ledger import Kind, Ledger, Phase
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 
 def verdict(plan: Ledger, gains: dict[str, float] | None = None, **changes: Any) -> Diagnosis:

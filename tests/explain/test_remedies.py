@@ -10,7 +10,7 @@ from synthetic import make_config, make_profile, make_run
 from ironlaw.config import RunConfig
 from ironlaw.explain.remedies import LEAST_GAIN, Effect, Remedy, find_remedies, situation, with_settings
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 
 def remedies(config: RunConfig, profile: Profile, **facts: Any) -> dict[str, Remedy]:

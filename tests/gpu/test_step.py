@@ -108,9 +108,9 @@ def test_offloading_changes_no_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Tensors of a megabyte and more, so that copies take their time; peak memory falls."""
-    from ironlaw.plan.cluster.setting import Host
+    from ironlaw.plan.cluster.system import Host
 
-    monkeypatch.setattr("ironlaw.plan.process.estimate.host_of_machine", lambda profile: Host(2e10, 2.0**36, 1e11))
+    monkeypatch.setattr("ironlaw.plan.step.host_of_machine", lambda profile: Host(2e10, 2.0**36, 1e11))
     model = {"layers": 8, "hidden": 512, "heads": 8, "vocab": 512, "context": 256}
     sections: dict[str, Any] = {"train": {"global_batch": 16, "micro_batch": 8}}
     train(config(model, **sections), tmp_path / "plain")

@@ -9,7 +9,7 @@ from pathlib import Path
 from ironlaw.cli.measure import kept
 from ironlaw.config import RunConfig
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 
 def busy(profile: Profile, share: float = 0.5) -> Profile:

@@ -13,7 +13,7 @@ import pytest
 from ironlaw.config import RunConfig, build_config
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import choose_precision, plan_run
+from ironlaw.plan.step import choose_precision, plan_run
 
 
 @pytest.fixture(scope="module")

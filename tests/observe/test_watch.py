@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ironlaw
 from ironlaw.errors import UserError
+from ironlaw.explain.observed import explain_observed
 from ironlaw.ledger import STEP_PHASES, Kind, Ledger, Phase
+from ironlaw.machine.profile import Profile
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import attention_seconds, score_products
 from ironlaw.workload.module_source import Input
@@ -117,6 +120,19 @@ def test_operations_have_the_names_of_a_trace(ledger: Ledger) -> None:
     assert wanted <= set(found)
     assert found[Phase.FORWARD, Kind.MATMUL, "layers.*.1"] == 3
     assert found[Phase.BACKWARD, Kind.MATMUL, "layers.*.3"] == 6
+
+
+def test_a_traced_plan_and_the_run_have_the_same_keys(tmp_path: Path, machine_profile: Profile) -> None:
+    run = run_loop(tmp_path / "run", accumulate=2)
+    here = replace(machine_profile, name=run.facts["machine"], threads=run.facts["threads"])
+    explained = explain_observed(tmp_path / "run", here)
+    plan, run = explained.plan, explained.run
+    assert {line.key for line in plan.lines} == {line.key for line in run.lines}
+    # Of the module all is planned; beside it is the loss of the loop, which a trace does not see.
+    planned = {line.key for line in plan.lines if line.seconds is not None}
+    passes = [line for line in run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    beside = sum(line.seconds or 0.0 for line in passes if line.key not in planned)
+    assert planned and beside < 0.5 * sum(line.seconds or 0.0 for line in passes)
 
 
 def test_the_timeline_covers_the_recorded_step(ledger: Ledger) -> None:

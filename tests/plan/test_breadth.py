@@ -8,9 +8,9 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import plan_cluster, plan_jobs
-from ironlaw.plan.cluster.jobs import jobs_of
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.update_cost import ADAMW, update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engines
@@ -23,9 +23,9 @@ GIB = 2**30
 
 
 def outcome(*layouts, cluster="8xh100-sxm-80gb", precision="bf16", optimizer="adamw", model=LLAMA, batch=64, **engine):
-    where = setting(parse_cluster(cluster), Engine("plain", **engine), precision, update_cost(optimizer, model))
-    jobs = jobs_of(model, [parse_layout(text) for text in layouts], sequence=4096, global_batch=batch)
-    return plan_jobs(jobs, where)
+    where = system_of(parse_cluster(cluster), Engine("plain", **engine), precision, update_cost(optimizer, model))
+    candidates = candidates_of(model, [parse_layout(text) for text in layouts], sequence=4096, global_batch=batch)
+    return plan_candidates(candidates, where)
 
 
 def ledger(layout, cluster="8xh100-sxm-80gb", **options):
@@ -74,7 +74,7 @@ def test_sgd_moves_fewer_bytes_than_adamw():
 
 def test_every_second_block_costs_half_of_full_recomputation():
     found = outcome(*(f"dp=8 zero=3 recompute={word}" for word in ("none", "every:2", "full")))
-    none, half, full = found.times.recomputed
+    none, half, full = found.times.backward - found.times.backward[0]
     assert none == 0 and half == pytest.approx(full / 2)
     kept = found.peak.activations
     assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2)
@@ -129,14 +129,14 @@ def test_hybrid_sharding_divides_by_the_group_and_gathers_inside_it():
     found = outcome("dp=64 zero=3", "dp=64 zero=3 shard=8", cluster="64xh100-sxm-80gb")
     state = found.peak.master + found.peak.moments
     assert state[1] / state[0] == pytest.approx(8)
-    assert found.parts.fsdp_gather_layer[1] < 0.7 * found.parts.fsdp_gather_layer[0]  # NVLink instead of the network
-    assert found.parts.dp_reduce[1] > 0 == found.parts.dp_reduce[0]  # copies are averaged once per step
+    assert found.costs.fsdp_gather_layer[1] < 0.7 * found.costs.fsdp_gather_layer[0]  # NVLink instead of the network
+    assert found.costs.dp_reduce[1] > 0 == found.costs.dp_reduce[0]  # copies are averaged once per step
 
 
 def test_sharded_gradients_are_scattered_every_micro_batch():
     found = outcome("dp=8 zero=1 pp=1", "dp=8 zero=2", "dp=2 pp=4 zero=2", "dp=2 pp=4 zero=3")
-    assert found.parts.fsdp_scatter_layer[0] == 0 < found.parts.fsdp_scatter_layer[1]
-    assert (found.parts.fsdp_gather_layer[1:3] == 0).all() and found.parts.fsdp_gather_layer[3] > 0
+    assert found.costs.fsdp_scatter_layer[0] == 0 < found.costs.fsdp_scatter_layer[1]
+    assert (found.costs.fsdp_gather_layer[1:3] == 0).all() and found.costs.fsdp_gather_layer[3] > 0
     assert found.peak.gradients[1] == pytest.approx(found.peak.gradients[0] / 8)
     assert found.peak.weights[3] == pytest.approx(found.peak.weights[2] / 2, rel=0.05)
 
@@ -155,9 +155,9 @@ def test_offloaded_state_is_on_the_host_and_its_way_there_takes_time():
 def test_a_host_that_is_too_small_or_unknown_is_said():
     cluster = parse_cluster("8xh100-sxm-80gb")
     small = replace(cluster.node, host_memory_bytes=replace(cluster.node.host_memory_bytes, value=64e9))
-    where = setting(replace(cluster, node=small), Engine("plain"), "bf16")
-    jobs = jobs_of(LLAMA, [parse_layout("dp=8 zero=1 offload=optimizer")], sequence=4096, global_batch=64)
-    found = plan_jobs(jobs, where)
+    where = system_of(replace(cluster, node=small), Engine("plain"), "bf16")
+    candidates = candidates_of(LLAMA, [parse_layout("dp=8 zero=1 offload=optimizer")], sequence=4096, global_batch=64)
+    found = plan_candidates(candidates, where)
     assert found.peak.total[0] < found.limit_bytes and not found.fits[0]
     with pytest.raises(UserError, match="lacks the host's memory"):
         ledger("dp=8 zero=1 offload=optimizer", cluster="8xh100-sxm-80gb@pcie-server")

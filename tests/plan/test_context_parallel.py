@@ -7,12 +7,13 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
+from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import plan_cluster, plan_jobs
-from ironlaw.plan.cluster.jobs import CP_KINDS, jobs_of
+from ironlaw.plan.cluster.candidates import CP_KINDS, candidates_of
+from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import layout_of, layout_table
 from ironlaw.plan.cluster.search import search
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.workload.layout import parse_layout
 
@@ -24,8 +25,8 @@ def outcome(*texts, on="8xh100-sxm-80gb", sequence=LONG, model=LLAMA, name="mega
     chosen = [parse_layout(text) for text in texts]
     for layout in chosen:
         layout.check(model, sequence=sequence, global_batch=8)
-    jobs = jobs_of(model, chosen, sequence=sequence, global_batch=8)
-    return jobs, plan_jobs(jobs, setting(parse_cluster(on), engine(name), "bf16"))
+    candidates = candidates_of(model, chosen, sequence=sequence, global_batch=8)
+    return candidates, plan_candidates(candidates, system_of(parse_cluster(on), engine(name), "bf16"))
 
 
 def test_bytes_of_each_kind_set_its_time():
@@ -37,23 +38,24 @@ def test_bytes_of_each_kind_set_its_time():
         7 * 2 * tokens * key_value * 2,
         (2 * query + 2 * key_value) * tokens * 2 * 7 / 8,
     ])  # fmt: skip
-    rates = sent / plans.parts.cp_layer
+    rates = sent / plans.costs.cp_layer
     assert (rates > 0.4 * 450e9).all() and (rates < 450e9).all()
 
 
 def test_a_ring_hides_behind_attention_and_the_others_do_not():
-    jobs, plans = outcome(*(f"dp=1 cp=8 cp_kind={kind}" for kind in CP_KINDS), sequence=LONG)
-    ring, gather, swap = plans.times.cp_exposed / (jobs.accumulation * LLAMA.layers)
-    message = plans.parts.cp_layer
+    candidates, plans = outcome(*(f"dp=1 cp=8 cp_kind={kind}" for kind in CP_KINDS), sequence=LONG)
+    ring, gather, swap = plans.times.cp_exposed / (candidates.accumulation * LLAMA.layers)
+    message = plans.costs.cp_layer
     assert gather == pytest.approx(3 * message[1]) and swap == pytest.approx(2 * message[2])
     assert ring == pytest.approx((1 - engine("megatron-core").cp_hidden) * 3 * message[0])
     # Where attention is shorter than what is sent, no more than attention is hidden.
-    jobs, plans = outcome("dp=1 cp=8 cp_kind=ring", sequence=4096)
-    parts, where = plans.parts, engine("megatron-core").on("hopper")
-    lasts = (parts.layer_attention_forward + parts.layer_attention_backward)[0] * where.attention_slowdown
-    sent = 3 * parts.cp_layer[0]
+    candidates, plans = outcome("dp=1 cp=8 cp_kind=ring", sequence=4096)
+    costs, where = plans.costs, engine("megatron-core").on("hopper")
+    attention = sum(costs.block["attention", phase][0] for phase in (Phase.FORWARD, Phase.BACKWARD))
+    lasts = attention * where.attention_slowdown
+    sent = 3 * costs.cp_layer[0]
     assert lasts < sent
-    exposed = plans.times.cp_exposed[0] / (jobs.accumulation[0] * LLAMA.layers)
+    exposed = plans.times.cp_exposed[0] / (candidates.accumulation[0] * LLAMA.layers)
     assert exposed == pytest.approx(sent - where.cp_hidden * lasts * 7 / 8)
 
 
@@ -66,17 +68,17 @@ def test_recomputed_attention_exchanges_again():
 def test_all_to_all_costs_less_on_many_ranks_and_rings_less_with_few_key_value_heads():
     wide = LLAMA.model_copy(update={"kv_heads": 32})
     _, plans = outcome(*(f"dp=1 cp=8 cp_kind={kind}" for kind in CP_KINDS), model=wide)
-    assert plans.parts.cp_layer[2] < plans.parts.cp_layer[0] / 2
+    assert plans.costs.cp_layer[2] < plans.costs.cp_layer[0] / 2
     few = LLAMA.model_copy(update={"kv_heads": 2})
     _, plans = outcome(*(f"dp=1 cp=2 cp_kind={kind}" for kind in CP_KINDS), model=few, on="2xh100-sxm-80gb")
-    assert plans.parts.cp_layer[0] < plans.parts.cp_layer[2]
+    assert plans.costs.cp_layer[0] < plans.costs.cp_layer[2]
 
 
 def test_messages_across_the_network_cost_more_and_so_does_their_latency():
     _, near = outcome("dp=1 cp=8 cp_kind=ring", "dp=1 cp=8 cp_kind=all_gather")
     _, far = outcome("dp=1 cp=16 cp_kind=ring", "dp=1 cp=16 cp_kind=all_gather", on="16xh100-sxm-80gb")
-    assert far.parts.cp_layer[0] > 5 * near.parts.cp_layer[0]  # a ring's one message at a time has one card
-    assert far.parts.cp_layer[1] > 1.3 * near.parts.cp_layer[1]  # a collective has those of all ranks of a node
+    assert far.costs.cp_layer[0] > 5 * near.costs.cp_layer[0]  # a ring's one message at a time has one card
+    assert far.costs.cp_layer[1] > 1.3 * near.costs.cp_layer[1]  # a collective has those of all ranks of a node
 
 
 def test_what_is_held_on_the_way():

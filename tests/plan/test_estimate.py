@@ -12,9 +12,10 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import MatmulFit, Profile
-from ironlaw.plan.process import record
-from ironlaw.plan.process.estimate import choose_precision, fits, plan_run
-from ironlaw.plan.process.timing import MeasuredMachine
+from ironlaw.plan import record
+from ironlaw.plan.machines import MeasuredMachine
+from ironlaw.plan.step import choose_precision, plan_run
+from ironlaw.plan.totals import fits
 from ironlaw.workload.operations import Operation
 
 Config = Callable[..., RunConfig]

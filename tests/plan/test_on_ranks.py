@@ -10,10 +10,9 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve, Profile
-from ironlaw.plan.process.estimate import plan_run
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.search import best_layout
+from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.schedule import play
+from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.workload.collectives import traffic
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.recipe import Batch
@@ -36,9 +35,9 @@ def config(model: dict[str, Any] = GPT) -> RunConfig:
     return build_config({"model": model, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32"}})
 
 
-def planned(profile: Profile, layout: str | Layout, fabric: Fabric | None = None, **model: Any) -> RanksPlan:
+def planned(profile: Profile, layout: str | Layout, fabric: Fabric | None = None, **model: Any) -> StepPlan:
     chosen = parse_layout(layout + " micro_batch=2") if isinstance(layout, str) else layout
-    return plan_ranks(config(GPT | model), profile, chosen.accelerators, chosen, fabric or Fabric(COSTS))
+    return plan_step(config(GPT | model), profile, chosen, fabric or Fabric(COSTS))
 
 
 LATENT: dict[str, Any] = LLAMA | {
@@ -53,7 +52,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
     family: dict[str, Any], layout: str, machine_profile: Profile
 ) -> None:
     chosen = parse_layout(layout + " micro_batch=2")
-    plan = plan_ranks(config(family), machine_profile, chosen.accelerators, chosen, Fabric(COSTS))
+    plan = plan_step(config(family), machine_profile, chosen, Fabric(COSTS))
     ledger = plan.ledger()
     alone = plan_run(config(family), machine_profile)
     model, flops = config(family).model, alone.totals["flops_per_step"].value
@@ -151,7 +150,7 @@ def test_the_best_layout_is_the_fastest_that_fits(machine_profile: Profile) -> N
 
 def test_what_cannot_be_planned_is_said(machine_profile: Profile) -> None:
     with pytest.raises(UserError, match="accelerators, the cluster has 4"):
-        plan_ranks(config(), machine_profile, 4, Layout(dp=2, micro_batch=2), Fabric(COSTS))
+        plan_step(config(), machine_profile, Layout(dp=2, micro_batch=2), Fabric(COSTS), 4)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", "pp=2"])
@@ -160,10 +159,10 @@ def test_what_is_recomputed_and_how_the_loss_is_computed_is_the_configs(layout: 
     document = {"model": GPT, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32", "loss": "chunked"}}
     wanted = build_config(document | {"recompute": {"mode": "every", "every": 2}})
     chosen = parse_layout(layout + " micro_batch=2")
-    plan = plan_ranks(wanted, machine_profile, 2, chosen, Fabric(COSTS))
+    plan = plan_step(wanted, machine_profile, chosen, Fabric(COSTS), 2)
     alone, ledger = plan_run(wanted, machine_profile), plan.ledger()
-    for fact in ("recompute", "loss_chunk"):
-        assert ledger.facts[fact] and ledger.facts[fact] == alone.facts[fact]
+    assert ledger.decided.recompute and ledger.decided.loss_chunk
+    assert ledger.decisions == alone.decisions
     assert (
         ledger.totals["flops_per_step"].value
         >= planned(machine_profile, layout).ledger().totals["flops_per_step"].value

@@ -293,7 +293,7 @@ def test_a_network_can_be_described():
         plan_request("llama3-8b", on="64xh100-sxm-80gb", layout=layout, options=Options(network=words, per_node=size))
         for words, size in ((None, None), ("4x 400 Gb/s IB", None), ("8x NDR IB per node, 2:1", None), (None, 4))
     )
-    seconds = [answer.more["terms"]["gathering of sharded weights"] for answer in (usual, slow, over, small)]
+    seconds = [answer.more["terms"]["communication of sharded state"] for answer in (usual, slow, over, small)]
     assert seconds[1] > 1.5 * seconds[0] and seconds[2] == pytest.approx(seconds[1])
     assert slow.more["cluster"]["network_bytes_per_second"] == 200e9
     assert small.more["cluster"]["nodes"] == 16 and small.more["cluster"]["per_node"] == 4

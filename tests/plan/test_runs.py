@@ -9,8 +9,9 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.jobs import jobs_of_columns
+from ironlaw.plan.cluster.candidates import candidates_of_rows
 from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.evaluate import of_runs
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.measured.validate import validate
@@ -45,9 +46,9 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
             rows.append(ROW | {"accelerator": name} | cells)
     record = validate(write(tmp_path / "runs.csv", rows))
     assert {run.cluster.accelerator.name for run in record.runs} == set(accelerator_names())
-    jobs = jobs_of_columns([run.columns for run in record.runs])
     seconds = record.prediction.step_seconds
-    mfu = jobs.model_flops() / (jobs.accelerators * record.prediction.peak_flops_per_second * seconds)
+    flops = of_runs(record.runs, lambda candidates: candidates.model_flops() / candidates.accelerators)
+    mfu = flops / (record.prediction.peak_flops_per_second * seconds)
     assert np.isfinite(seconds).all() and (record.prediction.reported_bytes > 0).all()
     assert mfu.min() > 0.01 and mfu.max() < 0.8
     assert {reason for _, _, reason in record.rejected} <= {  # one module of these has nothing to talk over
@@ -280,7 +281,7 @@ def test_a_name_tells_the_experts_where_no_column_does(tmp_path):
 )
 def test_named_experts_make_the_published_number_of_parameters(tmp_path, cells, billions, layers):
     run, _ = read(tmp_path, **cells)
-    parameters = jobs_of_columns([run.columns]).parameters
+    parameters = candidates_of_rows([run.columns]).parameters
     assert parameters[0] == pytest.approx(billions * 1e9, rel=1e-3)
     assert run.columns["expert_layers"] == layers
 

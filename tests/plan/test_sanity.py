@@ -9,11 +9,11 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import plan_jobs
-from ironlaw.plan.cluster.jobs import jobs_of_table
+from ironlaw.plan.cluster.candidates import candidates_of_table
+from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.layout_space import COLUMNS, layout_table, savings
 from ironlaw.plan.cluster.search import hiding, search
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 
 CASES = [
@@ -31,7 +31,8 @@ CASES = [
 PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
 TERMS = (
     "forward", "backward", "host_excess", "bubble", "tp_exposed", "cp_exposed", "pp_exposed", "ep_exposed",
-    "fsdp_exposed", "dp_exposed", "optimizer", "offload_exposed", "host_step",
+    "fsdp_exposed", "reduce_exposed", "gather_exposed", "optimizer", "offload_exposed", "host_step", "told",
+    "head_matmul", "loss", "embedding",
 )  # fmt: skip
 
 
@@ -39,22 +40,22 @@ TERMS = (
 def test_no_plan_is_absurd(case):
     name, on, software, precision, sequence, batch = case
     model, cluster = ModelConfig.named(name).model_copy(update={"context": max(sequence, 1024)}), parse_cluster(on)
-    where = setting(cluster, engine(software), precision)
+    where = system_of(cluster, engine(software), precision)
     rows = list(layout_table(model, cluster.count, sequence, batch, {}, cp_kinds=where.engine.cp_kinds))
     table = np.array(random.Random(0).sample(rows, min(600, len(rows))), dtype=float)
 
     def planned(table, where):
         columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-        jobs = jobs_of_table(model, columns, sequence=sequence, global_batch=batch)
-        return jobs, plan_jobs(jobs, where)
+        candidates = candidates_of_table(model, columns, sequence=sequence, global_batch=batch)
+        return candidates, plan_candidates(candidates, where)
 
-    jobs, plans = planned(table, where)
+    candidates, plans = planned(table, where)
     seconds = plans.times.step_seconds
     np.testing.assert_allclose(sum(getattr(plans.times, term) for term in TERMS), seconds, rtol=1e-9)
     np.testing.assert_allclose(sum(getattr(plans.peak, part) for part in PARTS), plans.peak.total, rtol=1e-9)
     assert all((getattr(plans.times, term) >= -1e-9 * seconds).all() for term in TERMS)
     assert all((getattr(plans.peak, part) >= 0).all() for part in PARTS)
-    used = jobs.model_flops() / seconds / cluster.count / where.hardware.peak(precision)
+    used = candidates.model_flops() / seconds / cluster.count / where.hardware.peak(precision)
     assert (used > 0).all() and used.max() < 0.72
 
     hardware, fabric = where.hardware, where.fabric
@@ -102,7 +103,7 @@ def test_a_successor_is_never_slower_under_the_same_software(older, newer):
         rows = list(layout_table(model, count, sequence, batch, {}))
         table = np.array(random.Random(0).sample(rows, 40), dtype=float)
         columns = {column: table[:, i] for i, column in enumerate(COLUMNS)}
-        jobs = jobs_of_table(model, columns, sequence=sequence, global_batch=batch)
+        candidates = candidates_of_table(model, columns, sequence=sequence, global_batch=batch)
         clusters = [parse_cluster(f"{count}x{accelerator}") for accelerator in (older, newer)]
         peaks = [cluster.accelerator.peak_flops_per_second for cluster in clusters]
         formats = [
@@ -113,7 +114,7 @@ def test_a_successor_is_never_slower_under_the_same_software(older, newer):
         for software in ("nemo", "torchtitan", "generic"):
             for precision in dict.fromkeys(formats):
                 before, after = (
-                    plan_jobs(jobs, setting(cluster, engine(software), precision)).times.step_seconds
+                    plan_candidates(candidates, system_of(cluster, engine(software), precision)).times.step_seconds
                     for cluster in clusters
                 )
                 assert (after <= 1.005 * before).all(), (name, software, precision)

@@ -14,7 +14,7 @@ from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.answers.savers import Saver, cluster_savers, compressed_share, rank_savers
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.ranks.estimate import plan_ranks
+from ironlaw.plan.step import plan_step
 from ironlaw.plan.work import Work
 from ironlaw.workload.collectives import compressed_elements, traffic
 from ironlaw.workload.layout import parse_layout
@@ -70,7 +70,7 @@ def test_savers_of_ranks_pay_over_slow_links_only(machine_profile: Profile) -> N
 
     def savers(bytes_per_second: float) -> dict[str, Saver]:
         fabric = Fabric(COSTS, ranks_per_host=1, between=Link(0.0, bytes_per_second))
-        return by_setting(rank_savers(plan_ranks(config, machine_profile, 2, layout, fabric)))
+        return by_setting(rank_savers(plan_step(config, machine_profile, layout, fabric, 2)))
 
     slow = savers(1e6)
     assert all(saver.pays for saver in slow.values()) and len(slow) == 3
@@ -87,9 +87,9 @@ def test_a_plan_of_ranks_sends_what_the_config_says(gradients: str, machine_prof
     document: dict[str, Any] = {"model": GPT, "train": {"global_batch": 4, "micro_batch": 2, "precision": "fp32"}}
     config = build_config(document | {"communication": {"gradients": gradients}})
     layout = parse_layout("dp=2 micro_batch=2")
-    plan = plan_ranks(config, machine_profile, 2, layout, Fabric(COSTS))
+    plan = plan_step(config, machine_profile, layout, Fabric(COSTS), 2)
     (talk,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
     (table,) = traffic(config.model, layout, Batch(4, 64), Recipe(communication=config.communication))
     assert talk.bytes == table["replicate", "all_reduce"].bytes < 4 * config.model.parameters
-    plain = plan_ranks(build_config(document), machine_profile, 2, replace(layout), Fabric(COSTS))
+    plain = plan_step(build_config(document), machine_profile, replace(layout), Fabric(COSTS), 2)
     assert plan.step_seconds < plain.step_seconds

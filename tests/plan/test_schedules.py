@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.jobs import SCHEDULES, jobs_of
+from ironlaw.plan.cluster.candidates import SCHEDULES, candidates_of
 from ironlaw.plan.cluster.memory import in_flight
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
@@ -82,8 +82,8 @@ def planned_idle(schedule, ranks, chunks, seconds):
 
 def held(schedule, ranks, chunks, micro_batches):
     layout = Layout(dp=1, pp=ranks, virtual_stages=chunks, schedule=schedule)
-    jobs = jobs_of(GPT, [layout], sequence=1024, global_batch=micro_batches)
-    return [float(in_flight(jobs, stage)[0]) for stage in range(ranks)]
+    candidates = candidates_of(GPT, [layout], sequence=1024, global_batch=micro_batches)
+    return [float(in_flight(candidates, stage)[0]) for stage in range(ranks)]
 
 
 @pytest.mark.parametrize("seconds", SPEEDS)
@@ -133,8 +133,8 @@ def test_the_ends_hold_one_layer_less_where_that_makes_it_even():
     model = GPT.model_copy(update={"layers": 126})
 
     def counts(**layout):
-        jobs = jobs_of(model, [Layout(**layout)], sequence=1024, global_batch=64)
-        return [int(n) for n in stage_layers(jobs).counts[0]]
+        candidates = candidates_of(model, [Layout(**layout)], sequence=1024, global_batch=64)
+        return [int(n) for n in stage_layers(candidates).counts[0]]
 
     assert counts(pp=16) == [7, *[8] * 14, 7]
     assert counts(pp=16, virtual_stages=8) == [7, *[8] * 14, 7]
@@ -149,7 +149,7 @@ def test_virtual_stages_that_do_not_divide_the_layers_are_as_equal_as_can_be():
     for schedule, held in (("1f1b", [3, *[4] * 13, 3, 3]), ("dualpipe", [2, 3, *[4] * 14])):
         layout = Layout(pp=16, virtual_stages=2, schedule=schedule)
         assert layout.reason_invalid(model, sequence=1024, global_batch=64) is None
-        jobs = jobs_of(model, [layout], sequence=1024, global_batch=64)
-        assert [int(n) for n in stage_layers(jobs).counts[0]] == held and sum(held) == 61
+        candidates = candidates_of(model, [layout], sequence=1024, global_batch=64)
+        assert [int(n) for n in stage_layers(candidates).counts[0]] == held and sum(held) == 61
     too_many = Layout(pp=16, virtual_stages=4).reason_invalid(model, sequence=1024, global_batch=64)
     assert too_many == "61 layers are fewer than pp 16 x virtual_stages 4"

@@ -11,11 +11,11 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.abilities import lacking
-from ironlaw.plan.cluster.estimate import least_seconds, plan_cluster, plan_jobs
-from ironlaw.plan.cluster.jobs import jobs_of_table
+from ironlaw.plan.cluster.candidates import candidates_of_table
+from ironlaw.plan.cluster.estimate import least_seconds, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
 from ironlaw.plan.cluster.search import hiding, search
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 
 TINY = ModelConfig.named("gpt2").model_copy(update={"layers": 6})
@@ -109,13 +109,13 @@ def test_no_layout_is_faster_than_its_bound():
         ("llama3-8b", "32xb200-sxm", "torchtitan"),
     ):
         model, cluster = ModelConfig.named(name), parse_cluster(on)
-        where = setting(cluster, engine(software), "bf16")
+        where = system_of(cluster, engine(software), "bf16")
         table = layout_table(model, cluster.count, 8192, 256, {}, cp_kinds=where.engine.cp_kinds)
         table = table[rng.choice(len(table), 2000, replace=False)]
         for saving in ((0, 1, 0), *savings(model, offload=False), *savings(model, offload=True)):
             rows = table.astype(float)
             rows[:, -3:] = saving
             columns = {column: rows[:, i] for i, column in enumerate(COLUMNS)}
-            jobs = jobs_of_table(model, columns, sequence=8192, global_batch=256)
-            least = least_seconds(jobs, where) * (1 - hiding(rows))
-            assert (least <= plan_jobs(jobs, where).step_seconds).all(), saving
+            candidates = candidates_of_table(model, columns, sequence=8192, global_batch=256)
+            least = least_seconds(candidates, where) * (1 - hiding(rows))
+            assert (least <= plan_candidates(candidates, where).step_seconds).all(), saving

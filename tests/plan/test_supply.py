@@ -9,7 +9,7 @@ from typing import Any
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.report.data_view import supply_words
 
 FACTS = {"tokens_per_second": 8e6, "stage_tokens_per_second": {"read": 2e7, "pack": 1.5e7, "copy": 9e7}}

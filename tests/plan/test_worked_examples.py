@@ -4,19 +4,19 @@ import pytest
 
 from ironlaw.machine.efficiency import collective_seconds, ideal_fabric, traffic_bytes
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.jobs import jobs_of
+from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.layout import Layout
 
 GPT2 = ModelConfig.named("gpt2")
 XL = ModelConfig.named("gpt2-xl")
-MIXED = Engine("mixed precision", gradient_bytes=2.0, dropout_mask_bytes=2.0)
+MIXED = Engine("mixed precision", gradient_bytes=2.0, dropout_mask_bytes=1)
 
 
 def one(model, micro_batch=1, sequence=1024, recompute="none"):
     layout = Layout(micro_batch=micro_batch, recompute=recompute)
-    return jobs_of(model, [layout], sequence=sequence, global_batch=micro_batch, flash=False)
+    return candidates_of(model, [layout], sequence=sequence, global_batch=micro_batch, flash=False)
 
 
 def test_gpt2_parameters():

@@ -15,7 +15,7 @@ from synthetic import make_config, make_profile, make_run, write_run
 
 from ironlaw.explain import Explanation, explain_run
 from ironlaw.ledger import Ledger
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 
 @pytest.fixture(scope="session", autouse=True)

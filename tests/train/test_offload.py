@@ -15,16 +15,16 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.setting import Host
-from ironlaw.plan.process.estimate import plan_run
-from ironlaw.plan.process.offload import held_operations, saved_by_layer
-from ironlaw.plan.process.supported import check_supported
+from ironlaw.plan.cluster.system import Host
+from ironlaw.plan.offload import blocks_of, on_device, saved_by
+from ironlaw.plan.step import plan_run
+from ironlaw.plan.supported import check_supported
 from ironlaw.train.lane import Arrival
 from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
-from ironlaw.workload.program import unfolded
+from ironlaw.workload.program import in_order, layers_of_shape, unfolded
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -77,9 +77,9 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     late = LateLane()
     monkeypatch.setattr("ironlaw.train.step.lane_to_host", lambda device: late)
     monkeypatch.setattr("ironlaw.train.offload.SMALLEST_BYTES", 1)
-    monkeypatch.setattr("ironlaw.plan.process.offload.SMALLEST_BYTES", 1)
-    monkeypatch.setattr("ironlaw.plan.process.estimate.host_of_machine", lambda profile: HOST)
-    monkeypatch.setattr("ironlaw.plan.process.estimate.check_supported", lambda config, device: None)
+    monkeypatch.setattr("ironlaw.plan.offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("ironlaw.plan.step.host_of_machine", lambda profile: HOST)
+    monkeypatch.setattr("ironlaw.plan.step.check_supported", lambda config, device: None)
     return late
 
 
@@ -145,17 +145,17 @@ def test_the_plan_of_offloaded_experts_holds_two_blocks(moe: dict[str, int], tin
     """Whatever the kinds of the layers, gradients of all of them are made and what is kept is freed."""
     model = tiny_config({"layers": 8, "bias": False, "moe": {"experts": 4, "experts_per_token": 2} | moe}).model
     shape = Shape(model, 4, 64)
-    operations = list(held_operations(shape))
+    layers = layers_of_shape(shape)
+    operations = list(in_order(on_device(layers, shape.tokens * model.hidden * 4)))
     made = sum(op.gradient_bytes for op in unfolded(shape))
     kinds = layer_groups(model)
-    # A dense layer of the two is put first: their gradients are the same.
     assert sum(op.gradient_bytes for op in operations) == made
     assert {op.group for op in operations} >= set(kinds[-2:])
     kept = [op.saved_bytes - op.frees_saved_bytes for op in operations]
     assert min(np.cumsum(kept)) >= 0 and sum(kept) == sum(
         op.saved_bytes - op.frees_saved_bytes for op in unfolded(shape)
     )
-    saved = saved_by_layer(shape)
+    saved = [saved_by(layer, 0) for layer in blocks_of(layers)]
     assert [big + small for big, small in saved] == [
         sum(op.saved_bytes for op in forward_of(shape, kind)) for kind in kinds
     ]
@@ -197,7 +197,7 @@ def test_the_plan_needs_less_memory_and_says_what_it_costs(
     assert both.facts["offload"]["host_bytes"] > both.facts["offload"]["activation_bytes"]
     fast = both.totals["step_seconds"].value
     slow = Host(1e8, HOST.memory_bytes, HOST.memory_bytes_per_second)
-    monkeypatch.setattr("ironlaw.plan.process.estimate.host_of_machine", lambda profile: slow)
+    monkeypatch.setattr("ironlaw.plan.step.host_of_machine", lambda profile: slow)
     waiting = plan_run(tiny_config(model, train={"offload": "both"}), machine_profile)
     assert waiting.totals["step_seconds"].value > fast
     shown = {line.phase: line.seconds for line in waiting.lines if line.operation == "host_offload"}
@@ -218,7 +218,7 @@ def test_what_the_host_cannot_do_is_refused(sections: dict[str, Any], message: s
 
 
 def test_a_machine_whose_host_is_not_known_is_refused(machine_profile: Profile) -> None:
-    from ironlaw.plan.process.offload import host_of_machine
+    from ironlaw.plan.offload import host_of_machine
 
     with pytest.raises(UserError, match="the catalogue lacks the host's memory"):
         host_of_machine(machine_profile)

@@ -22,7 +22,7 @@ from ironlaw.model.loss import chunked_cross_entropy
 from ironlaw.model.masks import block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.loop import Outcome
 from ironlaw.train.noise_scale import NoiseScale

@@ -20,7 +20,7 @@ from ironlaw.ledger import Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.workload.operations import total_flops
 from ironlaw.workload.transformer import Shape, attention_score_pairs, training_operations
 

@@ -12,9 +12,10 @@ from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer, block_attention
-from ironlaw.plan.process.memory import in_execution_order, walk
+from ironlaw.plan.memory_walk import highest
 from ironlaw.workload.operations import saved_bytes
-from ironlaw.workload.transformer import Precision, Shape, layer_groups, training_operations
+from ironlaw.workload.program import unfolded
+from ironlaw.workload.transformer import Precision, Shape, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {
@@ -107,8 +108,7 @@ def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = F
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Precision, tolerance: float) -> None:
     config = ModelConfig(**CASES[name])
-    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE, precision)), layer_groups(config))
-    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    planned = highest(list(unfolded(Shape(config, BATCH, SEQUENCE, precision)))).total
     assert planned == pytest.approx(highest_moment(config, precision), rel=tolerance)
 
 
@@ -116,9 +116,9 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(name: str, precision: Preci
 def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name: str) -> None:
     config = ModelConfig(**CASES[name])
     held = 4 * config.parameters
-    peak = walk(training_operations(Shape(config, BATCH, SEQUENCE)), layer_groups(config), gradients_held=held)
-    assert peak.gradient_bytes == held
-    planned = peak.saved_bytes + peak.temporary_bytes
+    peak = highest(list(unfolded(Shape(config, BATCH, SEQUENCE))), gradients_held=held)
+    assert peak.components["gradients"] == held
+    planned = peak.total - held
     assert planned == pytest.approx(highest_moment(config, "fp32", gradients_held=True), rel=0.01)
 
 
@@ -126,9 +126,7 @@ def test_the_peak_of_a_second_micro_batch_holds_the_gradients_of_the_first(name:
 @pytest.mark.parametrize("name", CASES)
 def test_everything_saved_is_freed_and_every_gradient_is_made(name: str, precision: Precision) -> None:
     config = ModelConfig(**CASES[name])
-    operations = list(
-        in_execution_order(training_operations(Shape(config, BATCH, SEQUENCE, precision)), layer_groups(config))
-    )
+    operations = list(unfolded(Shape(config, BATCH, SEQUENCE, precision)))
     assert sum(op.gradient_bytes for op in operations) == 4 * config.parameters
     saved = sum(op.saved_bytes for op in operations)
     freed = sum(op.frees_saved_bytes for op in operations)
@@ -144,6 +142,5 @@ def test_blocked_attention_holds_the_bytes_that_are_planned(name: str, precision
     operations = training_operations(shape)
     assert abs(saved_bytes(operations) - saved_by_autograd(config, precision, blocked=True)) <= LOSS_SCALARS
     assert sum(op.saved_bytes for op in operations) == sum(op.frees_saved_bytes for op in operations)
-    peak = walk(operations, layer_groups(config))
-    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    planned = highest(list(unfolded(shape))).total
     assert planned == pytest.approx(highest_moment(config, precision, blocked=True), rel=tolerance)

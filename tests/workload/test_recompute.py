@@ -18,8 +18,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_available, use_onednn
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.process.memory import highest
-from ironlaw.plan.process.recompute import choices, solve
+from ironlaw.plan.memory_walk import highest
+from ironlaw.plan.recompute import choices, solve
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.operations import Operation
@@ -140,8 +140,7 @@ def highest_moment(shape: Shape) -> int:
 @pytest.mark.parametrize(("model", "keep"), [*product(MODELS, KEEP)])
 def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Precision, tolerance: float) -> None:
     shape = shaped(model, keep, precision)
-    peak = highest(unfolded(shape))
-    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    planned = highest(list(unfolded(shape))).total
     assert planned == pytest.approx(highest_moment(shape), rel=tolerance)
 
 
@@ -149,8 +148,7 @@ def test_the_peak_is_that_of_the_allocator(model: str, keep: str, precision: Pre
 @pytest.mark.parametrize(("model", "keep"), [*product(("gpt", "llama", "mixtral", "deepseek"), ("full", "all"))])
 def test_the_peak_with_products_by_onednn(model: str, keep: str) -> None:
     shape = replace(shaped(model, keep), onednn=True)
-    peak = highest(unfolded(shape))
-    planned = peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    planned = highest(list(unfolded(shape))).total
     assert planned == pytest.approx(highest_moment(shape), rel=0.03)  # with biases oneDNN holds some workspace
 
 
@@ -187,8 +185,7 @@ def seconds(op: Operation) -> float:
 
 
 def peak_bytes(shape: Shape) -> float:
-    peak = highest(unfolded(shape))
-    return peak.saved_bytes + peak.temporary_bytes + peak.gradient_bytes
+    return highest(list(unfolded(shape))).total
 
 
 def recomputing(shape: Shape) -> float:

@@ -106,7 +106,7 @@ def test_tensor_parallel_ranks_divide_a_pass_and_add_up_their_parts() -> None:
     alone, half = (forward_pass(LLAMA, [Chunk(1, 50)] * 8, Layout(tp=tp)) for tp in (1, 2))
     head = 2 * 8 * LLAMA.hidden * (2 * 51 - 101)  # the vocabulary is padded
     assert 2 * half.flops() == alone.flops() + head
-    sent = {(c.dimension, c.kind): (c.count, c.bytes) for c in half.collectives[0]}
+    sent = {(c.dimension, c.kind): (c.calls, c.bytes) for c in half.collectives[0]}
     assert sent["tp", "all_reduce"] == (7, 7 * 8 * LLAMA.hidden * 2)
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.errors import UserError
-from ironlaw.plan.process.memory import walk
+from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.request import Options, plan_request
 from ironlaw.plan.work import Wishes
 from ironlaw.workload.module_source import Input
+from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import Trace, trace
 from ironlaw.workload.trace_layers import longest_stack
 
@@ -73,8 +74,8 @@ def same_rows(build: Callable[[], nn.Module], inputs: list[Input]) -> tuple[Trac
     assert rows(whole) == rows(repeated)
     for name in ("saved_bytes", "gradient_bytes", "temporary_bytes"):
         assert sum(getattr(op, name) for op in whole.operations) == sum(getattr(op, name) for op in repeated.operations)
-    peaks = [walk(found.operations, 1) for found in (whole, repeated)]
-    assert len({p.saved_bytes + p.temporary_bytes + p.gradient_bytes for p in peaks}) == 1
+    peaks = [peak_memory(step_of_trace(found)) for found in (whole, repeated)]
+    assert peaks[0].total == peaks[1].total
     assert whole.parameters == repeated.parameters
     return whole, repeated
 

@@ -11,11 +11,13 @@ import pytest
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.profile import Curve, MatmulFit, Profile
-from ironlaw.plan.process import traced as traced_plan
-from ironlaw.plan.process.traced import fits, line_name, plan_module, plan_traced
-from ironlaw.plan.process.traced_timing import AS_MATMUL, COPY_RATE
+from ironlaw.plan import module as traced_plan
+from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
+from ironlaw.plan.module import plan_module, plan_traced
 from ironlaw.plan.request import Options, plan_request
+from ironlaw.plan.totals import fits
 from ironlaw.workload.module_source import Input, parse_input, resolve_module
+from ironlaw.workload.operations import line_name
 
 CODE = """
 import torch
@@ -224,7 +226,7 @@ def test_layers_of_a_stack_share_a_line() -> None:
 
 
 def test_planning_does_not_import_torch() -> None:
-    code = "import sys, ironlaw.plan.process.traced; sys.exit('torch' in sys.modules)"
+    code = "import sys, ironlaw.plan.module; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,12 +11,26 @@ from ironlaw.cli.console import messages, output, print_json
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(help="A run directory, or a PyTorch profiler trace (.json, .json.gz).")],
+    run: Annotated[
+        Path,
+        typer.Argument(help="A run directory, of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
+    ],
     other: Annotated[Path | None, typer.Argument(help="A second one: why is it faster or slower?")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     if other is not None:
         _compare(run, other, json)
+        return
+    from ironlaw.explain.serving import explain_serving, is_serving_run
+
+    if is_serving_run(run):
+        from ironlaw.report.serving_explanation_view import show_serving_explanation
+
+        document = explain_serving(run).to_json()
+        if json:
+            print_json(document)
+        else:
+            show_serving_explanation(output(), document)
         return
     from ironlaw.explain.open import explain_path
     from ironlaw.report.html import write_run

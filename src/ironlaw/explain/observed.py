@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ironlaw import units
 from ironlaw.catalog.accelerators import catalogued
@@ -16,15 +16,12 @@ from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.observed_remedies import AS_IT_IS, Observed, find_observed_remedies
 from ironlaw.explain.remedies import Remedy
 from ironlaw.files import read_json
-from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Origin, Phase
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
-from ironlaw.workload.updates import Update
-
-if TYPE_CHECKING:
-    from ironlaw.plan.process.traced import Loop
+from ironlaw.workload.updates import Loop, Update
 
 GRADED = (
     "precision",
@@ -51,6 +48,8 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     """What `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
     run = load_ledger(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
+    if plan.lines:
+        _share_keys(plan, run)
     _add_rates(plan, run)
     _add_ranks(run_dir, run)
     if not run.facts.get("machine_speed"):
@@ -62,6 +61,13 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
     metrics = read_metrics(run_dir / "metrics.jsonl")
     return Explanation(run_dir, None, "", plan, run, gap, diagnosis, remedies, note, metrics)
+
+
+def _share_keys(plan: Ledger, run: Ledger) -> None:
+    """What the loop does beside its module, the plan has the keys of, and no figures."""
+    known = {line.key for line in plan.lines}
+    plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
+    run.lines = named_as(run.lines, plan.lines)
 
 
 def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:
@@ -77,7 +83,7 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
 
 def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
     """Plans of the module run otherwise, each scaled to the samples of one step of the run."""
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
@@ -95,13 +101,12 @@ def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[s
 
 def _loop(run: Ledger) -> Loop | None:
     """What the loop was seen to do around its micro-batches; None where it was observed before anybody looked."""
-    from ironlaw.plan.process.traced import Loop
 
     updates = run.facts.get("updates")
     if not updates:
         return None
     clips = any(line.phase is Phase.OPTIMIZER and line.operation == "clip" and line.count for line in run.lines)
-    return Loop(tuple(Update.from_json(u) for u in updates), clips, run.facts.get("gradients_found", "none"))
+    return Loop(tuple(Update.from_json(u) for u in updates), clips, run.facts["device"] != "cpu")
 
 
 def _add_shapes(document: dict[str, Any], run: Ledger) -> None:
@@ -162,7 +167,7 @@ def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
 
 
 def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -> Ledger:
-    from ironlaw.plan.process.traced import plan_trace
+    from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
     traced, facts = trace_from_json(operations), run.facts

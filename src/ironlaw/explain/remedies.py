@@ -15,7 +15,7 @@ from ironlaw.errors import UserError
 from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of
 from ironlaw.ledger import Kind, Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 LEAST_GAIN = 0.02  # below this a gain is within the noise of two runs of the same config
 TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time
@@ -112,7 +112,7 @@ class Remedy:
 
 
 def _precisions(now: Situation) -> Iterable[Settings]:
-    return [{"train.precision": p} for p in now.profile.matmul if p != now.plan.facts["precision"]]
+    return [{"train.precision": p} for p in now.profile.matmul if p != now.plan.decided.precision]
 
 
 def _micro_batches(now: Situation) -> Iterable[Settings]:
@@ -150,11 +150,11 @@ def _other_losses(now: Situation) -> Iterable[Settings]:
     """All logits at once, or a few hundred tokens' at a time: the one that the run does not do."""
     if not now.config.model.logits_are_a_product:
         return []
-    return [{"train.loss": "full" if now.plan.facts.get("loss_chunk") else "chunked"}]
+    return [{"train.loss": "full" if now.plan.decided.loss_chunk else "chunked"}]
 
 
 def _smaller_loss(now: Situation) -> Iterable[Settings]:
-    possible = now.config.model.logits_are_a_product and not now.plan.facts.get("loss_chunk")
+    possible = now.config.model.logits_are_a_product and not now.plan.decided.loss_chunk
     return [{"train.loss": "chunked"}] if _tight(now) and possible else []
 
 

@@ -1,4 +1,4 @@
-"""Remedies of a job on several CPU ranks: planned on as many, over what their links were when it ran."""
+"""Remedies of a job on several ranks: planned on as many, CPUs over what their links were when it ran."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, load_costs
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.ranks.search import best_layout
+from ironlaw.plan.layouts import best_layout
 from ironlaw.workload.layout import Layout
 
 
 def ranks_of(run: Ledger) -> int:
-    """Of a job that `plan_ranks` can plan; 1 for anything else, one process included."""
-    return int(run.facts.get("ranks") or 1) if "fabric" in run.facts else 1
+    """Of a job that can be planned on as many; 1 for anything else, one process included."""
+    known = "fabric" in run.facts or run.facts.get("device", "cpu") != "cpu"
+    return int(run.facts.get("ranks") or 1) if known else 1
 
 
 def fabric_of(run: Ledger) -> Fabric:
@@ -29,9 +30,20 @@ def fabric_of(run: Ledger) -> Fabric:
 
 def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Ledger]:
     """Plans a config on the ranks of `run`; UserError for what cannot run on them, or does not fit."""
-    from ironlaw.train.parallel.planning import plan_config
+    from ironlaw.train.parallel.planning import plan_config, plan_on_accelerators
 
-    ranks, fabric = ranks_of(run), fabric_of(run)
+    ranks = ranks_of(run)
+    if profile.device != "cpu":
+
+        def on_accelerators(config: RunConfig) -> Ledger:
+            plan = plan_on_accelerators(config, profile, ranks)
+            if not plan.facts["fits"]:
+                needed = units.bytes_(plan.totals["peak_bytes"].value)
+                raise UserError(f"{plan.facts['layout']} does not fit: {needed} a rank")
+            return plan
+
+        return on_accelerators
+    fabric = fabric_of(run)
 
     def replan(config: RunConfig) -> Ledger:
         plan = plan_config(config, profile, ranks, fabric)
@@ -44,7 +56,7 @@ def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Led
 
 def other_layouts(config: RunConfig, profile: Profile, run: Ledger) -> Iterable[dict[str, Any]]:
     """The settings of the best planned layout for as many ranks, where it is not the run's own."""
-    if ranks_of(run) == 1 or (config.layout is not None and config.layout.shard):
+    if ranks_of(run) == 1 or "fabric" not in run.facts or (config.layout is not None and config.layout.shard):
         return []
     from ironlaw.train.parallel.planning import runs
 

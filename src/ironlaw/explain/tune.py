@@ -26,7 +26,7 @@ from ironlaw.explain.explanation import read_metrics
 from ironlaw.explain.remedies import EFFECTS, Effect, Remedy, find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 
 LEAST_STEPS, MOST_STEPS = 12, 200
 TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps

@@ -1,6 +1,6 @@
 """What it costs ranks on CPUs to talk, and to share one machine.
 
-Made by `measure_links`, read by `plan/ranks/estimate.py`.
+Made by `measure_links`, read by `plan/step.py`.
 
     costs = load_costs()                                  # measured between two processes of this machine
     costs.collective_seconds("all_reduce", 2**20, 4)      # gloo, all four on this machine

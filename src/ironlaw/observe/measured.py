@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase
+from ironlaw.ledger import Estimate, Kind, Ledger, MemoryLine, Origin, Phase, named_as
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
 
@@ -115,7 +115,7 @@ def measured_ledger(
         ledger.facts["slow_steps_fraction"] = max(0.0, excess) / sum(s.wall_seconds for s in observed.steps)
     _add_memory(ledger, observed, held, batch_bytes)
     if observed.profile is not None:
-        ledger.lines = observed.profile.lines
+        ledger.lines = named_as(observed.profile.lines, planned.lines)
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds

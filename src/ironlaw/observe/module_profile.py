@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from ironlaw.ledger import Kind, Line, Origin, Phase
+from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import Held, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
@@ -20,7 +20,6 @@ from ironlaw.observe.spans import LEAF, MARK, MODULE_SCOPE, RECOMPUTED, Span, ki
 from ironlaw.observe.timeline import Segment, timeline
 
 WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
-Key = tuple[Phase, Kind, str]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 
 from ironlaw.catalog import Cluster, Figure, Quote, grid, node, price, pue, source
 from ironlaw.errors import UserError
-from ironlaw.ledger import Estimate, Ledger, Origin, Phase
+from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
 
 JOULES_PER_KWH = 3.6e6
 HOURS_PER_MONTH = 730.5
@@ -172,7 +172,7 @@ def _power(
     if tdp is None:
         facts["power"] = None
         return
-    waiting = sum(seconds for phase, seconds in ledger.seconds_by_phase().items() if phase in WAITING)
+    waiting = sum(line.seconds or 0.0 for line in ledger.lines if line.phase in WAITING or line.kind is Kind.HOST)
     computing = 1 - min(1.0, waiting / ledger.totals["step_seconds"].value)
     host, host_words = _host_watts(cluster)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.config import RunConfig
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.workload.blocks import FP32, Precision
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import policies
 
@@ -19,6 +20,26 @@ def batch_of(config: RunConfig) -> Batch:
         config.train.global_batch, config.sequence, config.data.masks_documents, config.data.packing == "best_fit",
         config.micro_batch,
     )  # fmt: skip
+
+
+def layout_of(layout: LayoutConfig, micro_batch: int, dp: int = 1) -> Layout:
+    """A config's layout with what it leaves open: the replicas, and the sequences of a forward pass of each."""
+    return Layout(**layout.model_dump() | {"dp": layout.dp or dp}, micro_batch=micro_batch)
+
+
+def micro_batch_of(config: RunConfig, share: int, stages: int | None = None) -> int:
+    """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
+    below it, so that a job that goes on with fewer ranks need not be configured anew.
+
+    Where it is not given, pipeline stages (the config's layout's unless given) get four micro-batches each, or as many
+    as there are: their bubble is then a fifth of the step at most (arXiv 2104.04473, section 2.2).
+    """
+    if stages is None:
+        stages = config.layout.pp if config.layout is not None else 1
+    wanted = config.micro_batch
+    if config.train.micro_batch is None and stages > 1:
+        wanted = max(1, share // (4 * stages))
+    return next(size for size in range(min(wanted, share), 0, -1) if share % size == 0)
 
 
 def recipe_of(

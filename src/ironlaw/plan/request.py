@@ -18,8 +18,9 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.process.estimate import fits, plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.plan.subject import Subject
+from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, settle
 
 __all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
@@ -32,7 +33,7 @@ def plan_request(
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
     if re.fullmatch(r"[\w.]+:\w+", what):
-        from ironlaw.plan.process.traced import plan_traced
+        from ironlaw.plan.module import plan_traced
 
         ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
         return Answer(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
@@ -57,8 +58,8 @@ TRACED_SEQUENCE = 2048
 
 def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Answer:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
-    from ironlaw.plan.process.traced import fits as traced_fits
-    from ironlaw.plan.process.traced import plan_module
+    from ironlaw.plan.module import plan_module
+    from ironlaw.plan.totals import fits as traced_fits
     from ironlaw.workload.module_source import Input
     from ironlaw.workload.transformers_source import causal_decoder
 

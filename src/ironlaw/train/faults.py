@@ -12,7 +12,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
+from ironlaw.plan.step import plan_run
 from ironlaw.train.checkpoint import Checkpoint
 
 # PyTorch's allocator on the CPU raises plain RuntimeErrors.

@@ -47,7 +47,7 @@ from ironlaw.observe.profile import (
     step_scope,
 )
 from ironlaw.observe.trials import misaligned_weights, odd_sizes
-from ironlaw.plan.process.memory import batch_bytes
+from ironlaw.plan.recipe import batch_of
 from ironlaw.train import checkpoint
 from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage
@@ -65,6 +65,7 @@ from ironlaw.train.sessions import earlier_profile, keep_profile, now
 from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.step import Step
 from ironlaw.train.transfer import Transfer
+from ironlaw.workload.tensors import batch_bytes
 
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
@@ -117,7 +118,7 @@ class Trainer:
         self.watch = watch or (lambda report: None)
         self.say = say or (lambda message: None)
         self.device = torch.device(profile.device)
-        self.precision: str = plan.facts["precision"]
+        self.precision: str = plan.decided.precision
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
@@ -458,7 +459,7 @@ class Trainer:
             observed,
             planned=self.plan,
             held=held_bytes(self.model, self.optimizer, average.tensors if average else ()) | observed.copies(),
-            batch_bytes=batch_bytes(config),
+            batch_bytes=batch_bytes(batch_of(config)),
             tokens_per_step=config.tokens_per_step,
             facts=facts,
         )

@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ironlaw.ledger import Ledger
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.moe import MixtureOfExperts, expert_layers
 from ironlaw.observe.profile import RECOMPUTE_SCOPE
@@ -95,11 +94,6 @@ def _contexts(keep: frozenset[str], linears: Sequence[str], experts: Sequence[Mi
 
 def _unselective(experts: Sequence[MixtureOfExperts]) -> tuple[Any, Any]:
     return nullcontext(), _Recording(nullcontext(), experts) if experts else record_function(RECOMPUTE_SCOPE)
-
-
-def solved_policies(plan: Ledger) -> list[Policy]:
-    """What the plan chose for each layer; empty where nothing is recomputed."""
-    return [None if kept is None else frozenset(kept) for kept in plan.facts.get("recompute", ())]
 
 
 def recompute_blocks(blocks: Iterable[nn.Module], policies: Sequence[Policy]) -> None:

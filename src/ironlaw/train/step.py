@@ -27,7 +27,7 @@ from ironlaw.train.lane import lane_to_host
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
-from ironlaw.train.recompute import recompute_blocks, solved_policies
+from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import Stateful
@@ -41,17 +41,17 @@ class Step:
     ) -> None:
         """`fresh`: no checkpoint follows, so that `train.start_from` says where the weights come from."""
         self.config, self.device = config, device
-        self.precision: str = plan.facts["precision"]
+        self.precision: str = plan.decided.precision
         self.model = Transformer(config.model)
         if fresh and config.train.start_from:
             load_first_weights(config.train.start_from, self.model, config.model)
         self.model.to(device)
         use_onednn(self.model, profile.fp32_products == "onednn")
-        block_attention(self.model, plan.facts.get("attention") == "blocked")
+        block_attention(self.model, plan.decided.blocked_attention)
         precision.prepare(self.model, self.model.blocks, device, self.precision)
         self.model.dropout_seed = config.train.seed
-        self.model.loss_chunk = plan.facts.get("loss_chunk", 0)
-        recompute_blocks(self.model.blocks, solved_policies(plan))
+        self.model.loss_chunk = plan.decided.loss_chunk
+        recompute_blocks(self.model.blocks, plan.decided.recompute)
         lane = lane_to_host(device) if config.train.offload != "none" else None
         self.optimizer = build_optimizer(
             self.model, config.optimizer, lane=lane if config.train.offloads_optimizer else None
@@ -62,7 +62,7 @@ class Step:
         self.noise = NoiseScale()
         self.offload: ActivationOffload | None = None
         if lane is not None and config.train.offloads_activations:
-            self.offload = ActivationOffload(self.model, device, lane, plan.facts["offload"]["block_bytes"])
+            self.offload = ActivationOffload(self.model, device, lane, plan.decided.offload_ahead_bytes)
             self.model.around = self.offload.around
         self.gradient_pointers: set[int] = set()  # of the last recorded step
         self._norm = 0.0

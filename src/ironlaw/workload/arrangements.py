@@ -45,7 +45,7 @@ def _sizes(shape: Shape) -> tuple[int, int, int]:
 def _with_norms_after(shape: Shape) -> list[Operation]:
     attention, network = _readers(shape)
     operations = _entrance(shape, "attention_norm", attention)
-    kept = not (shape.casts or shape.software.fused)
+    kept = not (shape.casts or shape.conventions.fused)
     operations += attention_branch(shape, keep=kept) + _after(shape, "attention_after")
     operations += _entrance(shape, "ffn_norm", network)
     operations += feed_forward(shape, shape.model.ffn_size, "ffn", keep=kept)
@@ -70,7 +70,7 @@ def _after(shape: Shape, name: str) -> list[Operation]:
         Operation(
             name, Kind.NORM, Phase.FORWARD, "block", f"{shape.model.norm}_forward", shape.model.layers,
             elements=elements, bytes_moved=2 * full, temporary_bytes=full,
-            saved_bytes=norm_saved_bytes(shape, shape.tokens, shape.model.hidden) + cast * shape.software.fused,
+            saved_bytes=norm_saved_bytes(shape, shape.tokens, shape.model.hidden) + cast * shape.conventions.fused,
         )
     )  # fmt: skip
     joined = replace(residual(shape, shape.model.layers), bytes_moved=3 * full, frees_temporary_bytes=full)
@@ -158,7 +158,7 @@ def _parallel_backward(shape: Shape) -> list[Operation]:
                 shape, f"{network}_cast", "cast", elements, 3, backward=True, temporary=full, frees_temporary=cast
             )
         )
-    else:  # attention has read the same tensor, and frees it
+    elif not shape.conventions.fused:  # attention has read the same tensor, and frees it
         read = [op.name == network and op.kernel == "matmul_weight_gradient" for op in operations].index(True)
         operations[read] = replace(operations[read], frees_saved_bytes=operations[read].frees_saved_bytes - cast)
     operations += start + attention_branch_backward(shape, branch_gradient(shape))

@@ -18,7 +18,7 @@ from ironlaw.workload.blocks import (
     qk_norm_saved_bytes,
 )
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.forward import scaled
+from ironlaw.workload.forward import fused_loss, scaled
 from ironlaw.workload.layers import cast_gradient, joining, linear_backward, norm_backward
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.sizes import Size
@@ -31,6 +31,9 @@ def head_backward(shape: Shape) -> list[Operation]:
 def full_head_backward(shape: Shape) -> list[Operation]:
     model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
     logits = tokens * model.vocab
+    if shape.conventions.fused:
+        products = linear_backward(shape, "head", "head", 1, model.hidden, model.vocab, frees=0, bias=False)
+        return [fused_loss(shape, Phase.BACKWARD), *products]
     operations = [
         Operation(
             # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
@@ -106,7 +109,7 @@ def feed_forward_backward(shape: Shape, width: int, name: str, consumes: int) ->
     """`feed_forward` in reverse. `consumes`: bytes of the gradient of its output that die with their last use."""
     model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
     inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
-    if shape.software.fused:
+    if shape.conventions.fused:
         both = 2 * width if model.gated_ffn else width
         operations = linear_backward(
             shape, f"{name}_down", "block", layers, width, model.hidden, frees=0, bias=model.has_ffn_bias
@@ -203,7 +206,7 @@ def projections_backward(shape: Shape) -> list[Operation]:
                 gradient_bytes=sum(model.qk_norm_sizes) * FP32,
             )
         )  # fmt: skip
-    if not (shape.software.fused and model.positions == "rope"):  # whose kernel gives them in their place
+    if not (shape.conventions.fused and model.positions == "rope"):  # whose kernel gives them in their place
         operations.append(
             elementwise(
                 shape, "qkv", "concatenate", tokens * qkv, 2, backward=True,
@@ -218,6 +221,10 @@ def projections_backward(shape: Shape) -> list[Operation]:
 def embedding_backward(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     full, table = tokens * model.hidden * FP32, model.vocab * model.hidden * FP32
+    if shape.conventions.fused:
+        stream = shape.stream_tokens * model.hidden
+        added = elementwise(shape, "embedding", "embedding_backward", stream, 4, backward=True)
+        return [replace(added, kind=Kind.EMBEDDING, group="embedding", repeat=1)]
     operations = []
     if model.embedding_norm:
         fp32 = replace(shape, precision="fp32")

@@ -11,9 +11,9 @@ from typing import Literal
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.switches import score_blocks
+from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import Size, divided, smaller
-from ironlaw.workload.software import OURS, Software
+from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -25,10 +25,15 @@ Policy = frozenset[str] | None  # what a block keeps of its expensive results; N
 class Division:
     """How ranks share one micro-batch, as far as it changes what a rank holds (`division.py`)."""
 
-    tp: int = 1
+    tp: Size = 1
     sp: bool = False  # tp divides the residual stream between its layers, too
-    cp: int = 1
+    cp: Size = 1
     split_qkv: bool = False  # query, key and value are three layers instead of one
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is divided."""
+        return not (several(self.tp) or several(self.cp) or self.split_qkv)
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Shape:
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
     blocked: bool = False  # causal attention in blocks (model/blocked.py)
     division: Division = Division()
-    software: Software = OURS
+    conventions: Conventions = OURS
     # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
     cp: Size = 1  # ranks that share each sequence
     stream_shards: Size = 1  # ranks that share the residual stream between layers
@@ -66,7 +71,7 @@ class Shape:
     @property
     def stream_bytes(self) -> int:
         """Of an element of the residual stream and of what norms give."""
-        return FP32 if self.software.autocast else self.matmul_bytes
+        return FP32 if self.conventions.autocast else self.matmul_bytes
 
     @property
     def matmul_bytes(self) -> int:
@@ -74,16 +79,16 @@ class Shape:
 
     @property
     def casts(self) -> bool:
-        return self.precision != "fp32" and self.software.autocast
+        return self.precision != "fp32" and self.conventions.autocast
 
     @property
     def normed_bytes(self) -> Size:
         """Of what a norm gives to linear layers, which keep it as gathered or as theirs."""
         held = self.tokens * self.model.hidden
-        if self.software.autocast:
+        if self.conventions.autocast:
             return held * FP32
-        gathered = self.software.gathered_inputs * (self.stream_shards > 1)
-        return held * self.software.held.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
+        gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
+        return held * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -131,10 +136,10 @@ class Shape:
     @property
     def pads_values(self) -> bool:
         """A CPU's fused attention wants values as wide as keys; so do ranks that gather both as one tensor."""
-        if self.model.latent is None or self.software.fused:
+        if self.model.latent is None or self.conventions.fused:
             return False
         narrower = self.model.size_of_value < self.model.size_of_head
-        return narrower and not self.composes_attention and (not self.fused_rmsnorm or self.division != Division())
+        return narrower and not self.composes_attention and (not self.fused_rmsnorm or not self.division.is_whole)
 
     @property
     def value_width(self) -> int:
@@ -157,14 +162,14 @@ def attention_score_pairs(sequence: Size, window: int | None) -> Size:
 
 def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
     """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor."""
-    if shape.software.fused:
+    if shape.conventions.fused:
         return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
         return 2 * rows * FP32
     return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
 
 
-def attention_saved_bytes(shape: Shape) -> int:
+def attention_saved_bytes(shape: Shape) -> Size:
     """Output and the log-sum-exp per query that a flash kernel keeps (arXiv 2205.14135).
 
     Composed: scaled query and key and the value, each with all heads; of every score the softmax, its noise and
@@ -172,11 +177,9 @@ def attention_saved_bytes(shape: Shape) -> int:
     a cap keeps, the softmax, and what of it the second product reads, if that is another tensor.
     """
     model = shape.model
-    if shape.software.fused:
-        # Materialised: softmax, its dropout and a one-byte mask of every score.
-        core = FP32 if not shape.materialised else shape.sequence * (2 * shape.matmul_bytes + 1)
-        output = model.mixed_size * (shape.matmul_bytes + shape.software.held.attention_copy_bytes)
-        return shape.tokens * (output + model.heads * core)
+    if shape.conventions.fused:
+        output = model.mixed_size * (shape.matmul_bytes + shape.conventions.storage.attention_copy_bytes)
+        return shape.tokens * output + attention_core_bytes(shape)
     if shape.composes_attention and model.composes_scores:
         w, rows = shape.matmul_bytes, shape.micro_batch * model.heads * shape.sequence
         weights = rows * (shape.sequence + model.attention_sinks) * FP32
@@ -193,12 +196,18 @@ def attention_saved_bytes(shape: Shape) -> int:
     return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
-def rotary_saved_bytes(shape: Shape) -> int:
+def attention_core_bytes(shape: Shape) -> Size:
+    """What attention keeps beside its output; materialised, softmax, its dropout and a one-byte mask of every score."""
+    of_a_query = shape.sequence * (2 * shape.matmul_bytes + 1) if shape.materialised else FP32
+    return shape.tokens * shape.model.heads * of_a_query
+
+
+def rotary_saved_bytes(shape: Shape) -> Size:
     """Rotated copies, which attention keeps; the unrotated ones stay because value is a view of the same buffer."""
     if shape.model.positions != "rope":
         return 0
-    if shape.software.fused:
-        return shape.rotated_bytes * shape.software.unrotated_kept
+    if shape.conventions.fused:
+        return shape.rotated_bytes * (shape.conventions.unrotated_kept if shape.model.latent is None else 1)
     tables = 2 * shape.sequence * shape.model.size_of_rotary * shape.matmul_bytes if shape.casts else 0
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
@@ -238,8 +247,8 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
 
 
 def elementwise(
-    shape: Shape, name: str, kernel: str, elements: int, tensors: int, *, backward: bool = False,
-    saved: int = 0, temporary: int = 0, frees_saved: int = 0, frees_temporary: int = 0,
+    shape: Shape, name: str, kernel: str, elements: Size, tensors: float, *, backward: bool = False,
+    saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
 ) -> Operation:  # fmt: skip
     """`tensors`: how many tensors of `elements` it reads and writes."""
     phase = Phase.BACKWARD if backward else Phase.FORWARD

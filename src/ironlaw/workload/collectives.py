@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.mesh import counted_together, replicas_of
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Batch, Recipe
@@ -38,9 +39,9 @@ from ironlaw.workload.sharding import (
     expert_holders,
     is_plain,
     of_site,
+    parameter_groups,
     shard_of,
     stage_parameters,
-    units_of,
 )
 
 FP32, BF16, INT64 = 4, 2, 8
@@ -86,8 +87,8 @@ def table_of(found: Iterable[Collective]) -> Table:
     return {key: sent for key, sent in table.items() if sent.bytes}
 
 
-def merged(table: Table, aliases: dict[str, str]) -> Table:
-    """The table with dimensions renamed, where one process group serves two of them."""
+def renamed(table: Table, aliases: dict[str, str]) -> Table:
+    """The table with dimensions under the names of `aliases_of`."""
     result: Table = {}
     for (dimension, kind), sent in table.items():
         key = aliases.get(dimension, dimension), kind
@@ -97,14 +98,14 @@ def merged(table: Table, aliases: dict[str, str]) -> Table:
 
 
 class Collective(NamedTuple):
-    """`count` calls of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
+    """`calls` of one kind over a dimension of the mesh, in a step of one rank, with buffers of `bytes` in all.
 
     One for each size of buffer.
     """
 
     dimension: str
     kind: str
-    count: int
+    calls: int
     bytes: int
 
 
@@ -114,7 +115,7 @@ def collectives(
 ) -> Iterator[Collective]:  # fmt: skip
     """Of a rank at a pipeline position in a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
-    counting = max(1, batch.counted // (batch.sequences // layout.dp))  # replicas that count experts' load
+    counting = counted_together(layout, batch)
     everybody, layout = layout, of_site(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
@@ -148,13 +149,6 @@ def _once(
         yield dimension, "all_reduce", 1, layers * (model.moe.experts + 1) * INT64
     if layout.pp > 1:  # what is said of them
         yield "pp", "all_reduce", 1, 4 * 8
-
-
-def replicas_of(layout: Layout) -> tuple[int, int]:
-    """Ranks that share a copy of the state, and copies."""
-    if layout.zero:
-        return (layout.shard or layout.dp) * layout.cp, layout.dp // (layout.shard or layout.dp)
-    return 1, layout.dp * layout.cp
 
 
 def compressed_elements(shape: tuple[int, ...], rank: int) -> int:
@@ -220,8 +214,8 @@ class _Stage:
     def data_parallel(self) -> Iterable[Line]:
         layout, communication = self.layout, self.recipe.communication
         compressed = 0  # bytes of all that PowerSGD sends
-        units = units_of(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
-        for unit, tensors in units.items():
+        groups = parameter_groups(self.model, self.parameters, layout.ep, bool(self.recipe.loss_chunk))
+        for unit, tensors in groups.items():
             if unit.endswith(EXPERTS):
                 yield from self.expert_state(tensors)
                 continue

@@ -11,7 +11,6 @@ On CPUs gloo copies what it gathers and what it reduces and scatters: bytes that
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import larger, several, whole
 
 WIDENING = ("qkv", "ffn_gate", "ffn_up")
 NARROWING = ("attention_out", "ffn_down")
@@ -32,16 +32,23 @@ STREAM = ("attention_norm", "ffn_norm", "final_norm", "residual", "dropout", "re
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
     """The model whose whole operations are one rank's: fewer heads, narrower, parts of the words and the experts."""
     tp, update = layout.tp, dict[str, Any]()
-    if tp > 1:
+    if several(tp):
         update = {
-            "heads": model.heads // tp, "kv_heads": max(1, model.key_value_heads // tp),
-            "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": math.ceil(model.vocab / tp),
+            "heads": model.heads // tp, "kv_heads": larger(1, model.key_value_heads // tp),
+            "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": -(-model.vocab // tp),
         }  # fmt: skip
         if model.latent is not None:  # whose narrow vectors every rank computes whole
             update |= {"kv_heads": None, "head_size": None}
-    if layout.ep > 1 and model.moe is not None:  # its share of the experts, which take the choices of ep ranks
-        update["moe"] = model.moe.model_copy(update={"experts": model.moe.experts // layout.ep})
-    if layout.pp > 1 and model.tied:  # the last stage has a copy
+    if model.moe is not None:
+        moe = dict[str, Any]()
+        if several(layout.ep):  # its share of the experts, which take the choices of ep ranks
+            moe["experts"] = model.moe.experts // layout.ep
+        if several(tp):
+            given = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
+            moe |= {name: width // tp for name, width in given.items() if width is not None}
+        if moe:
+            update["moe"] = model.moe.model_copy(update=moe)
+    if several(layout.pp) and model.tied:  # the last stage has a copy
         update["tied"] = False
     return model.model_copy(update=update) if update else model
 
@@ -49,7 +56,7 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
 def local_shape(shape: Shape, layout: Layout) -> Shape:
     """`shape` is the whole model's; its micro-batch is the layout's."""
     here = shape.sequence // layout.cp
-    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=layout.tp > 1 or sharded(layout))
+    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=several(layout.tp) or sharded(layout))
     return replace(
         shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch, division=division
     )
@@ -57,13 +64,13 @@ def local_shape(shape: Shape, layout: Layout) -> Shape:
 
 def sharded(layout: Layout) -> bool:
     """Whether FSDP2 holds the weights; if not, and there are replicas, DDP does."""
-    replicas = layout.dp * layout.cp > 1
-    return layout.zero > 0 or (replicas and layout.tp * layout.pp * layout.ep > 1)
+    replicas = several(layout.dp * layout.cp)
+    return several(layout.zero + 1) or (replicas and several(layout.tp * layout.pp * layout.ep))
 
 
 def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:
     """The operations with a rank's memory and work; `shape.division` says how the ranks share."""
-    if shape.division == Division():
+    if shape.division.is_whole:
         return operations
     rank = _Rank(shape)
     return [rank.work(rank.operation(op)) for op in operations]
@@ -73,12 +80,14 @@ class _Rank:
     def __init__(self, shape: Shape) -> None:
         self.shape, division = shape, shape.division
         model, w = shape.model, shape.matmul_bytes
-        self.tp, self.cp, self.split = division.tp > 1, division.cp, division.split_qkv
-        self.parts = division.tp if division.sp else 1  # of the residual stream
+        self.tp, self.cp, self.split = several(division.tp), division.cp, division.split_qkv
+        self.divides_sequence, self.sp = several(division.cp), self.tp and division.sp
+        self.parts = division.tp if self.sp else 1  # of the residual stream
         self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w
         self.key_value = 2 * shape.tokens * model.key_value_size * w
+        self.met_input_cast = False
         # Query and key as the layer gives them are kept by attention or by their norm, or die when others are made.
         self.keeps_query = shape.keeps_qkv and (
             not shape.casts if model.qk_norm else model.positions != "rope"
@@ -99,15 +108,15 @@ class _Rank:
         if op.name == "embedding":
             return self.embedding(op)
         if self.shape.model.latent is not None:
-            return self.latent_attention(op, forward) if self.cp > 1 else op
-        if self.split or self.cp > 1:
+            return self.latent_attention(op, forward) if self.divides_sequence else op
+        if self.split or self.divides_sequence:
             return self.attention(op, forward)
         return op
 
     def work(self, op: Operation) -> Operation:
-        if self.parts > 1 and op.name in STREAM and op.matmul is None:
+        if self.sp and op.name in STREAM and op.matmul is None:
             return replace(op, elements=op.elements // self.parts, bytes_moved=op.bytes_moved // self.parts)
-        if self.cp > 1 and op.attention is not None:
+        if self.divides_sequence and op.attention is not None:
             # Each rank has as much under the causal mask as any other, against keys of the whole sequence.
             batch, here, heads, groups, size = op.attention
             window = self.shape.model.sliding_window
@@ -115,14 +124,14 @@ class _Rank:
             grown = pairs / attention_score_pairs(here, window)
             return replace(
                 op, attention=(batch, here * self.cp, heads, groups, size), elements=batch * heads * pairs // 2,
-                flops=None if op.flops is None else round(op.flops * grown),
+                flops=None if op.flops is None else whole(op.flops * grown),
             )  # fmt: skip
         return op
 
     # -- the residual stream ---------------------------------------------------------------------------------------
 
     def stream(self, op: Operation) -> Operation:
-        if self.parts == 1:
+        if not self.sp:
             return op
         return replace(
             op, saved_bytes=op.saved_bytes // self.parts, temporary_bytes=op.temporary_bytes // self.parts,
@@ -149,7 +158,7 @@ class _Rank:
 
     def norm_forward(self, op: Operation) -> Operation:
         """Its result is gathered where ranks hold parts of it: a copy by gloo, and one in the order of the tokens."""
-        if self.parts == 1:
+        if not self.sp:
             return op
         statistics = norm_saved_bytes(self.shape, self.shape.tokens, self.shape.model.hidden)
         saved = op.saved_bytes - statistics + statistics // self.parts
@@ -159,7 +168,7 @@ class _Rank:
         """Its gradient is the sum of what the ranks have."""
         if not self.tp:
             return op
-        if self.parts == 1:
+        if not self.sp:
             return _passing(op, self.full)
         freed = op.frees_saved_bytes // self.parts
         gradient = op.temporary_bytes - self.full + self.full // self.parts
@@ -169,14 +178,14 @@ class _Rank:
         """A part of a sum, added up over the ranks in a copy."""
         if not self.tp:
             return op
-        if self.parts == 1:
+        if not self.sp:
             return _passing(op, self.cast)
         gone = self.cast - self.cast // self.parts
         return _passing(replace(op, frees_temporary_bytes=op.frees_temporary_bytes + gone), 2 * self.cast)
 
     def widened_gradient(self, op: Operation) -> Operation:
         """The gradient of what was scattered is gathered for the layer's two products, and dies with the second."""
-        if self.parts == 1:
+        if not self.sp:
             return op
         if op.kernel == "matmul":
             grown = 0 if self.shape.casts else self.full  # a cast has made the copy already
@@ -199,8 +208,8 @@ class _Rank:
             return 0
         whole = self.query + self.key_value
         if not self.split:  # one tensor of which the three are parts
-            return whole if self.cp == 1 or self.keeps_query else 0
-        if self.cp > 1:  # what is gathered of keys and values is kept instead
+            return whole if not self.divides_sequence or self.keeps_query else 0
+        if self.divides_sequence:  # what is gathered of keys and values is kept instead
             return self.query if self.keeps_query else 0
         return whole if self.keeps_query else self.key_value // 2
 
@@ -210,12 +219,12 @@ class _Rank:
         model, shape = self.shape.model, self.shape
         if model.positions != "rope" or shape.composes_attention:
             return 0
-        return self.query if self.cp > 1 else shape.rotated_bytes
+        return self.query if self.divides_sequence else shape.rotated_bytes
 
     @property
     def gathered(self) -> int:
         """Keys and values of the whole sequence, the masks of two chunks, and the output put together of them."""
-        if self.cp == 1:
+        if not self.divides_sequence:
             return 0
         chunk = self.shape.sequence // 2
         masks = chunk * chunk * (2 * self.cp + 1) * self.shape.matmul_bytes
@@ -226,8 +235,10 @@ class _Rank:
         dying = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
             return replace(op, saved_bytes=op.saved_bytes - dying, temporary_bytes=op.temporary_bytes + dying)
-        if op.name == "qkv_cast" and op.elements == shape.tokens * shape.model.hidden and self.split and forward:
-            return replace(op, saved_bytes=3 * op.saved_bytes)  # each layer casts its input by itself
+        if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next one is of the weights
+            self.met_input_cast = True
+            casts = 3 if self.split else 1  # each layer casts its input by itself
+            return replace(op, saved_bytes=casts * op.saved_bytes)
         if op.name == "qkv" and op.kernel == "concatenate":
             held = self.projected if shape.keeps_qkv else 0
             made = 0 if self.split else op.temporary_bytes
@@ -238,12 +249,12 @@ class _Rank:
         if op.name == "qkv" and op.kernel == "matmul_weight_gradient" and self.split and shape.casts:
             return replace(op, frees_saved_bytes=op.frees_saved_bytes + 2 * self.cast)
         last = "rotary" if shape.model.positions == "rope" else "qk_norm"
-        if op.name == last and forward and self.cp == 1:
+        if op.name == last and forward and not self.divides_sequence:
             return replace(op, frees_temporary_bytes=op.frees_temporary_bytes + dying)
-        lost = shape.rotated_bytes - self.rotated if self.cp > 1 and not shape.composes_attention else 0
+        lost = shape.rotated_bytes - self.rotated if self.divides_sequence and not shape.composes_attention else 0
         if op.name == "rotary" and forward:
             return replace(op, saved_bytes=op.saved_bytes - lost, temporary_bytes=op.temporary_bytes + lost)
-        if op.kind is Kind.ATTENTION and op.name == "attention" and self.cp > 1:
+        if op.kind is Kind.ATTENTION and op.name == "attention" and self.divides_sequence:
             more = self.gathered - lost
             if forward:
                 freed = op.frees_temporary_bytes + dying + lost

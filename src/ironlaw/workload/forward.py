@@ -28,6 +28,10 @@ from ironlaw.workload.sizes import Size
 def embedding(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     full = tokens * model.hidden * FP32
+    if shape.conventions.fused:
+        stream = shape.stream_tokens * model.hidden
+        looked_up = elementwise(shape, "embedding", "embedding_forward", stream, 2)
+        return [replace(looked_up, kind=Kind.EMBEDDING, group="embedding", repeat=1)]
     operations = [
         Operation(
             "embedding", Kind.EMBEDDING, Phase.FORWARD, "embedding", "embedding_forward",
@@ -122,7 +126,7 @@ def projections(shape: Shape) -> list[Operation]:
                 kind=Kind.NORM,
             )
         )  # fmt: skip
-    if shape.software.fused and model.positions != "rope":  # batched products want them in another order
+    if shape.conventions.fused and model.positions != "rope":  # batched products want them in another order
         operations.append(elementwise(shape, "qkv", "copy", tokens * qkv, 2))
     if model.positions == "rope":
         rotated = shape.rotated_bytes if shape.composes_attention else 0
@@ -141,7 +145,7 @@ def feed_forward(shape: Shape, width: int, name: str, keep: bool = False) -> lis
     """
     model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
     inner, normed, bias = shape.tokens * width, shape.tokens * model.hidden * w, model.has_ffn_bias
-    if shape.software.fused:
+    if shape.conventions.fused:
         both = 2 * width if model.gated_ffn else width
         operations = linear(shape, f"{name}_up", "block", layers, model.hidden, both, keep=True, bias=bias)
         operations.append(activated(shape, inner))
@@ -171,7 +175,7 @@ def activated(shape: Shape, inner: Size) -> Operation:
 
     Eager software keeps more: what lies between the two.
     """
-    held = shape.software.held.input_bytes + (shape.software.activation_saves - 1) * shape.matmul_bytes
+    held = shape.conventions.storage.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
     tensors = 3 if shape.model.gated_ffn else 2
     return elementwise(shape, "activation", f"{shape.model.activation}_forward", inner, tensors, saved=inner * held)
 
@@ -201,6 +205,11 @@ def final_norm(shape: Shape) -> list[Operation]:
 def full_head(shape: Shape) -> list[Operation]:
     model, tokens = shape.model, shape.tokens
     logits = tokens * model.vocab
+    if shape.conventions.fused:
+        return [
+            *linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=False),
+            fused_loss(shape, Phase.FORWARD),
+        ]
     operations = final_norm(shape)
     operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=model.head_bias)
     if model.logit_cap is not None:
@@ -226,6 +235,15 @@ def full_head(shape: Shape) -> list[Operation]:
         )
     )  # fmt: skip
     return operations
+
+
+def fused_loss(shape: Shape, phase: Phase) -> Operation:
+    """Logits to fp32 and their log-sum-exp; backward, their gradient, as wide as the products."""
+    logits = shape.tokens * shape.model.vocab
+    return Operation(
+        "loss", Kind.LOSS, phase, "head", f"loss_{phase}", elements=logits,
+        bytes_moved=logits * (shape.matmul_bytes + 2 * FP32),
+    )  # fmt: skip
 
 
 def chunked_head(shape: Shape) -> list[Operation]:

@@ -7,6 +7,8 @@ All that is not a product or a norm has one name, `rotary`: turning, padding, an
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
@@ -48,6 +50,9 @@ def projections(shape: Shape) -> list[Operation]:
     up = latent.up_size(model.heads)
     kept = not (shape.pads_values or shape.composes_attention)  # by values, which are views of it
     operations += linear(shape, "latent_up", "block", layers, latent.key_value_rank, up, keep=kept, bias=False)
+    if shape.conventions.fused:  # of which values that are no view of it keep their own part
+        plain = model.heads * latent.plain_size * (1 - shape.conventions.unrotated_kept)
+        operations[-1] = replace(operations[-1], saved_bytes=operations[-1].saved_bytes - tokens * plain * w)
     # Rotated parts are put beside the others: copies of all queries and keys, which attention keeps.
     copies = 0 if shape.composes_attention else queries + keys
     dying = queries + (tokens * latent.down_size * w if shape.casts else 0)
@@ -92,7 +97,7 @@ def projections_backward(shape: Shape) -> list[Operation]:
     queries, keys, ups = (tokens * size * w for size in _sizes(model))
     values = tokens * model.heads * shape.value_width * w
     kept = not (shape.pads_values or shape.composes_attention)
-    fused, own = shape.software.fused, narrow_tokens(shape)
+    fused, own = shape.conventions.fused, narrow_tokens(shape)
     operations = []
     if fused:  # all of it in one kernel
         operations.append(elementwise(shape, "rotary", "rotary", (queries + keys) / w, 2, backward=True))
@@ -144,7 +149,7 @@ def projections_backward(shape: Shape) -> list[Operation]:
 
 def narrow_tokens(shape: Shape) -> Size:
     """Tokens whose narrow vectors a rank computes and keeps: its own, or all that it gathered the stream of."""
-    return shape.stream_tokens if shape.software.narrows_own_tokens else shape.tokens
+    return shape.stream_tokens if shape.conventions.narrows_own_tokens else shape.tokens
 
 
 def _of(model: ModelConfig) -> LatentConfig:
@@ -199,3 +204,19 @@ def _norm_backward(shape: Shape, name: str, width: int, whole: int, *, reader: s
         )  # fmt: skip
 
     return [cast(f"{reader}_cast", full, reduced), operation, cast("latent_cast", reduced, full)]
+
+
+def gathered_share(model: ModelConfig) -> Size:
+    """Of the residual stream, what is gathered where ranks narrow their own tokens: narrow vectors, and the stream
+    itself for queries that come straight from it."""
+    latent = _of(model)
+    queries = model.hidden if latent.query_rank is None else latent.query_rank
+    return (queries + latent.down_size) / model.hidden
+
+
+def widened_bytes(shape: Shape) -> Size:
+    """Queries, keys and values as attention takes them, and before their rotation: what one block keeps of them."""
+    model, latent = shape.model, _of(shape.model)
+    plain = model.heads * latent.plain_size * shape.conventions.unrotated_kept
+    wide = model.query_size + model.key_value_size + model.heads * model.size_of_value
+    return shape.tokens * shape.matmul_bytes * (wide + plain)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import FP32, Shape, dropout, elementwise, norm_saved_bytes
+from ironlaw.workload.conventions import Casts
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.sizes import Size
-from ironlaw.workload.software import Casts
 
 
 def linear(
@@ -51,8 +51,8 @@ def quantised(
     batch: Size = 1,
 ) -> list[Operation]:  # fmt: skip
     """What a product of 8 or 4 bits costs beside itself: casts of its operands, in a block's linear layers only."""
-    casts, weights = shape.software.casts, inputs * outputs * batch
-    if casts == Casts() or group == "head" or name == "router":
+    casts, weights = shape.conventions.casts, inputs * outputs * batch
+    if casts == Casts() or group == "head" or name in ("router", "shared_gate"):
         return []
     if phase is Phase.FORWARD:
         moved = casts.inputs * rows * inputs * batch + casts.weights * weights
@@ -91,14 +91,14 @@ def residual(shape: Shape, repeat: int) -> Operation:
     return Operation(
         "residual", Kind.ELEMENTWISE, Phase.FORWARD, "block", "add", repeat,
         elements=elements, bytes_moved=elements * (2 * width + shape.matmul_bytes),
-        saved_bytes=elements * (width + shape.software.dropout_mask_bytes),
+        saved_bytes=elements * (width + shape.conventions.dropout_mask_bytes),
         frees_temporary_bytes=elements * shape.matmul_bytes,
     )  # fmt: skip
 
 
 def joining(shape: Shape, phase: Phase) -> list[Operation]:
     """What a branch goes through before it joins the residual stream: a factor, dropout; mostly nothing."""
-    if shape.software.fused:  # with the addition that follows
+    if shape.conventions.fused:  # with the addition that follows
         return []
     elements = shape.tokens * shape.model.hidden
     branch, backward = elements * shape.matmul_bytes, phase is Phase.BACKWARD
@@ -141,7 +141,7 @@ def linear_backward(
             frees_saved_bytes=frees + weight_copy,
         ),
     ]  # fmt: skip
-    if bias and not shape.software.fused:
+    if bias and not shape.conventions.fused:
         operations.append(
             Operation(
                 name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "sum_rows", repeat,
@@ -187,7 +187,7 @@ def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: s
         operations.append(
             Operation(
                 "residual", Kind.ELEMENTWISE, Phase.BACKWARD, group, "add_in_place", repeat,
-                elements=tokens * hidden, bytes_moved=(2 if shape.software.fused else 3) * full,
+                elements=tokens * hidden, bytes_moved=(2 if shape.conventions.fused else 3) * full,
                 frees_temporary_bytes=full,
             )
         )  # fmt: skip

@@ -10,8 +10,12 @@ Its FLOPs are exact whatever the load. Its time is that of an even one: on one d
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.backward import (
     activated_backward,
     attention_half_backward,
@@ -21,9 +25,18 @@ from ironlaw.workload.backward import (
 from ironlaw.workload.blocks import FP32, INDEX, Shape, elementwise, norm_saved_bytes
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import activated, attention_half, feed_forward
-from ironlaw.workload.layers import cast_gradient, joining, norm, norm_backward, quantised, residual
+from ironlaw.workload.layers import (
+    cast_gradient,
+    joining,
+    linear,
+    linear_backward,
+    norm,
+    norm_backward,
+    quantised,
+    residual,
+)
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import Size, divided, larger
+from ironlaw.workload.sizes import Size, any_of, divided, is_array, larger, smaller
 
 GROUP = "moe_block"
 
@@ -47,17 +60,9 @@ def moe_block_backward(shape: Shape) -> list[Operation]:
     if _shared(shape):
         operations += _shared_experts_backward(shape)
     operations += _experts_backward(shape) + _route_backward(shape)
-    wide = shape if shape.software.fused else replace(shape, precision="fp32")
+    wide = shape if shape.conventions.fused else replace(shape, precision="fp32")
     operations += norm_backward(wide, "ffn_norm", "block", 1, reader="", residual=True)
     return _of_moe_layers(shape, on_rank(shape, operations + attention_half_backward(shape)))
-
-
-def routing_buffer_bytes(shape: Shape) -> int:
-    """Load per expert and dropped choices of every layer with experts, and the biases of the choice."""
-    moe = shape.model.moe
-    if moe is None:
-        return 0
-    return shape.model.moe_layers * (moe.experts * (INDEX + FP32 * (moe.balance == "bias")) + INDEX)
 
 
 def _of_moe_layers(shape: Shape, operations: list[Operation]) -> list[Operation]:
@@ -74,8 +79,38 @@ def rows(shape: Shape) -> int:
     assert moe is not None
     if shape.rows_per_token is not None:
         return shape.tokens * shape.rows_per_token
+    if is_array(shape.tokens) and moe.capacity_factor is not None:  # `MoEConfig.capacity` of many layouts
+        mean = shape.tokens * moe.experts_per_token / moe.experts
+        return moe.experts * smaller(shape.tokens, larger(1, np.ceil(mean * moe.capacity_factor)))
     capacity = moe.capacity(shape.tokens)
     return shape.tokens * moe.experts_per_token if capacity is None else moe.experts * capacity
+
+
+IMBALANCE = 1.1
+"""Rows of the busiest expert parallel rank over the mean. Assumed: balancing aims at 1 (arXiv 2408.15664 measures how
+far the fullest expert is off), and no published figure is per rank and micro-batch. In a run's metrics,
+`expert_load_busiest_over_mean` is an upper bound of it. Published speeds of a vendor are of random choices, which are
+even (`moe_router_force_load_balancing` in the scripts they come from): `default_imbalance` of the engine."""
+
+
+def row_factor(moe: MoEConfig, ep: Size, imbalance: Size = 0.0) -> Size:
+    """Rows that a rank computes over an even share: its capacity, or the imbalance where ranks wait for each other.
+
+    `imbalance`: rows of the busiest rank over the mean; 0: what training is taken to have.
+    """
+    if moe.capacity_factor is not None:
+        return moe.capacity_factor
+    return np.where(np.asarray(ep) > 1, np.where(np.asarray(imbalance) > 0, imbalance, IMBALANCE), 1.0)
+
+
+def rows_of_a_rank(moe: MoEConfig, ep: Size, split: Size, imbalance: Size = 0.0) -> Size:
+    """Rows per token of a rank's micro-batch: fewer where experts are split over less than tp, `split` of it."""
+    return moe.experts_per_token * row_factor(moe, ep, imbalance) * split
+
+
+def is_exchanged(ep: Size, split: Size, tp: Size) -> Any:
+    """Whether rows move on their own instead of as a dense network's tokens under tensor parallelism."""
+    return (ep > 1) | (split != tp)
 
 
 def _small(
@@ -104,7 +139,7 @@ def _mask_bytes(shape: Shape) -> int:
 
 def _norm(shape: Shape) -> list[Operation]:
     """Its output is kept in fp32 whatever the precision, for the router reads it so."""
-    if shape.software.fused:
+    if shape.conventions.fused:
         return norm(shape, "ffn_norm", "block", 1, reader="")
     elements = shape.tokens * shape.model.hidden
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
@@ -145,7 +180,7 @@ def _route(shape: Shape) -> list[Operation]:
         flops=2 * tokens * count * model.hidden, precision="fp32",
         bytes_moved=w * (tokens * model.hidden + count * model.hidden + scores), temporary_bytes=scores * w,
     )  # fmt: skip
-    if shape.software.fused:
+    if shape.conventions.fused:
         return [replace(router, saved_bytes=scores * w)]
     operations = [
         router,
@@ -156,7 +191,7 @@ def _route(shape: Shape) -> list[Operation]:
         _small("route", forward, "multiply", choices, 4 * choices * w, saved=choices * w + normalised,
                frees_temporary=scores * w),
     ]  # fmt: skip
-    if balance := _balance_saved_bytes(shape):
+    if any_of(balance := _balance_saved_bytes(shape)):
         operations.append(_small("route", forward, "add", scores, scores * w, saved=balance))
     # Sorting, and where each choice went: two tables of indices; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)
@@ -172,7 +207,7 @@ def _rows_by_expert(shape: Shape) -> tuple[Size, Size]:
     moe, count = shape.model.moe, rows(shape)
     assert moe is not None
     local = divided(moe.experts, shape.ep)
-    if shape.software.fused:
+    if shape.conventions.fused or is_array(count, local):
         return divided(count, larger(local, 1)), local
     return max(1, round(count / local)), min(local, count)
 
@@ -199,7 +234,7 @@ def _grouped(shape: Shape, name: str, inputs: int, outputs: int, *, keep: bool) 
             saved_bytes=out if keep else 0, temporary_bytes=0 if keep else out,
         )
     )  # fmt: skip
-    if moe.bias and not shape.software.fused:
+    if moe.bias and not shape.conventions.fused:
         operations.append(elementwise(shape, name, "add_in_place", count * outputs, 3))
     return operations
 
@@ -210,7 +245,7 @@ def _experts(shape: Shape) -> list[Operation]:
     assert model.moe is not None
     elements, width = rows(shape) * model.hidden, model.expert_ffn_size
     inner, stream, k = rows(shape) * width, shape.tokens * model.hidden, model.moe.experts_per_token
-    if shape.software.fused:
+    if shape.conventions.fused:
         return _fused_experts(shape)
     operations = []
     cast = stream * w if shape.casts else 0
@@ -245,16 +280,16 @@ def _experts(shape: Shape) -> list[Operation]:
 
 def _fused_experts(shape: Shape) -> list[Operation]:
     """The same where tokens are sorted to rows, and rows added up to tokens, by one kernel each."""
-    model, software = shape.model, shape.software
+    model, conventions = shape.model, shape.conventions
     count, width = rows(shape), model.expert_ffn_size
     both = 2 * width if model.gated_ffn else width
     sent, back = permuted_elements(shape)
     return [
         replace(elementwise(shape, "dispatch", "embedding_forward", sent, 1),
-                saved_bytes=count * model.hidden * software.held.input_bytes),
+                saved_bytes=count * model.hidden * conventions.storage.input_bytes),
         *_grouped(shape, "expert_up", model.hidden, both, keep=True),
         activated(shape, count * width),
-        *_grouped(shape, "expert_down", width, model.hidden, keep=software.keeps_expert_outputs),
+        *_grouped(shape, "expert_down", width, model.hidden, keep=conventions.keeps_expert_outputs),
         elementwise(shape, "combine", "add", back, 1),
     ]  # fmt: skip
 
@@ -266,7 +301,7 @@ def permuted_elements(shape: Shape) -> tuple[Size, Size]:
     """
     moe, count, tokens = shape.model.moe, rows(shape) * shape.model.hidden, shape.tokens * shape.model.hidden
     assert moe is not None
-    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.software.rows_sent == "choices")
+    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
     return 2 * count * (1 + again), 2 * count * again + count + tokens
 
 
@@ -274,8 +309,9 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     """One dense network that every token visits, perhaps scaled, added to what `combine` gave."""
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
-    if shape.software.fused:
-        return feed_forward(shape, model.shared_ffn_size, "shared_ffn")
+    if shape.conventions.fused:
+        gate = linear(shape, "shared_gate", "block", 1, model.hidden, 1, keep=True, bias=False)
+        return feed_forward(shape, model.shared_ffn_size, "shared_ffn") + (gate if model.moe.shared_gate else [])
     stream = shape.tokens * model.hidden
     operations = []
     if shape.casts:
@@ -304,8 +340,10 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
     """Ends with one gradient of the normed input, in fp32."""
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
-    if shape.software.fused:
-        return feed_forward_backward(shape, model.shared_ffn_size, "shared_ffn", consumes=0)
+    if shape.conventions.fused:
+        gate = linear_backward(shape, "shared_gate", "block", 1, model.hidden, 1, frees=0, bias=False)
+        network = feed_forward_backward(shape, model.shared_ffn_size, "shared_ffn", consumes=0)
+        return (gate if model.moe.shared_gate else []) + network
     stream, full = shape.tokens * model.hidden * w, shape.tokens * model.hidden * FP32
     operations, extra = [], 0
     if model.moe.shared_gate:
@@ -342,7 +380,7 @@ def _shared_experts_backward(shape: Shape) -> list[Operation]:
                 frees_temporary=stream,
             )
         )  # fmt: skip
-    if extra:
+    if model.moe.shared_gate:
         operations.append(
             elementwise(
                 shape, "ffn_norm", "add_in_place", shape.tokens * model.hidden, 3, backward=True,
@@ -388,7 +426,7 @@ def _grouped_backward(
             frees_temporary_bytes=consumes,
         ),
     ]  # fmt: skip
-    if moe.bias and not shape.software.fused:
+    if moe.bias and not shape.conventions.fused:
         gradients = moe.experts * outputs * FP32
         summed = elementwise(shape, name, "sum_rows", count * outputs, 1, backward=True)
         operations.insert(1, replace(summed, gradient_bytes=gradients))
@@ -417,7 +455,7 @@ def _fused_experts_backward(shape: Shape) -> list[Operation]:
 
 
 def _experts_backward(shape: Shape) -> list[Operation]:
-    if shape.software.fused:
+    if shape.conventions.fused:
         return _fused_experts_backward(shape)
     model, w = shape.model, shape.matmul_bytes
     assert model.moe is not None
@@ -511,6 +549,6 @@ def _route_backward(shape: Shape) -> list[Operation]:
         ),
         _small("ffn_norm", backward, "add_in_place", tokens * model.hidden, 3 * full, frees_temporary=full),
     ]  # fmt: skip
-    if shape.software.fused:
+    if shape.conventions.fused:
         return [op for op in operations if op.kind is Kind.MATMUL]
     return operations

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.workload.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,19 @@ class Operation:
     phase: Phase
     group: str  # "embedding", "block", "moe_block" (one with experts), "head" or "optimizer"
     kernel: str
-    repeat: int = 1
-    matmul: tuple[int, int, int] | None = None  # (m, n, k) of C[m, n] = A[m, k] B[k, n]
-    batch: int = 1  # products of that shape in the call: of a batch, groups of a convolution, experts
-    attention: tuple[int, int, int, int, int] | None = None  # sequences, tokens, heads, kv_heads, head_size
-    flops: int | None = None
+    repeat: Size = 1
+    matmul: tuple[Size, Size, Size] | None = None  # (m, n, k) of C[m, n] = A[m, k] B[k, n]
+    batch: Size = 1  # products of that shape in the call: of a batch, groups of a convolution, experts
+    attention: tuple[Size, Size, Size, Size, Size] | None = None  # sequences, tokens, heads, kv_heads, head_size
+    flops: Size | None = None
     precision: str | None = None  # where it is not the step's
-    elements: int = 0  # of the main tensor: what an elementwise kernel's time is counted in
-    bytes_moved: int = 0  # read once plus written once: the least traffic
-    saved_bytes: int = 0
-    temporary_bytes: int = 0
-    frees_saved_bytes: int = 0
-    frees_temporary_bytes: int = 0
-    gradient_bytes: int = 0
+    elements: Size = 0  # of the main tensor: what an elementwise kernel's time is counted in
+    bytes_moved: Size = 0  # read once plus written once: the least traffic
+    saved_bytes: Size = 0
+    temporary_bytes: Size = 0
+    frees_saved_bytes: Size = 0
+    frees_temporary_bytes: Size = 0
+    gradient_bytes: Size = 0
 
 
 def total_flops(operations: Iterable[Operation]) -> int:

@@ -8,8 +8,8 @@
 A single process is `Layout()`, all ones. A layout rewrites the program of one process: tensor, sequence and context
 parallelism divide operations (`division.py`) and insert collectives (`collectives.py`), expert parallelism its
 exchanges, ZeRO shards what a rank holds and updates (`sharding.py`), a pipeline cuts the list of layers, recomputation
-repeats operations (`recompute.py`). A traced module is another source of the same type (`traced.py`), serving a third
-(`serving.py`). No hardware is known here: seconds are the planner's.
+repeats operations (`recompute.py`). A traced module is another source of the same type (`step_of_trace`), serving a
+third (`serving.py`). No hardware is known here: seconds are the planner's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -29,12 +29,17 @@ from ironlaw.workload.forward import embedding, head
 from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.optimizers import update_operations
+from ironlaw.workload.optimizers import adamw_operations, update_operations
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
 from ironlaw.workload.sharding import local_parameters, of_site, stage_parameters
+from ironlaw.workload.tensors import Tensor, lasting_tensors
+from ironlaw.workload.updates import Loop
+
+if TYPE_CHECKING:  # a trace needs torch, a program does not
+    from ironlaw.workload.trace import Trace
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
@@ -64,14 +69,6 @@ class Stage:
     def operations(self) -> Iterator[tuple[Operation, int]]:
         """Of a micro-batch with how often each runs: forward then backward, layers of a kind folded."""
         return folded(self.layers)
-
-
-class Tensor(NamedTuple):
-    """What a rank holds throughout, by component: weights, the optimizer's state, a cache, ..."""
-
-    component: str
-    bytes: float
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,22 +111,25 @@ class Program:
 def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
     """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`)."""
     layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
-    per_site = of_site(layout, recipe.communication)
-    whole = micro_batch_shape(model, layout.micro_batch, batch, recipe)
-    shape = local_shape(whole, per_site)
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
-    count = layout.pp * layout.virtual_stages
-    layers = layers_of_shape(shape)
-    embedded, *blocks, output = layers
-    cut = layers_of(model.layers, count, layout.virtual_stages)
+    count, per_site = layout.pp * layout.virtual_stages, of_site(layout, recipe.communication)
+    shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), per_site)
+    embedded, *blocks, output = layers_of_shape(shape)
     stages = []
+    cut = layers_of(model.layers, count, layout.virtual_stages)
     for stage, numbers in enumerate(cut):
-        mine = [blocks[number] for number in numbers]
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
-        shards = local_parameters(model, per_site, stage)
-        update = update_operations(shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda)
-        parameters = stage_parameters(model, per_site, stage)
-        stages.append(Stage(tuple(first + mine + last), tuple(parameters), tuple(shards), tuple(update)))
+        parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
+        update = update_operations(
+            shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
+        )  # fmt: skip
+        if recipe.offloads_optimizer:  # the update is the host's; clipping stays with the gradients
+            update = [op for op in update if op.phase is not Phase.OPTIMIZER or runs_on_device(op)]
+        layers = (*first, *(blocks[number] for number in numbers), *last)
+        stages.append(Stage(layers, tuple(parameters), tuple(shards), tuple(update)))
+    positions = [
+        stages_of(layout.schedule, layout.pp, layout.virtual_stages, position) for position in range(layout.pp)
+    ]
     return Program(
         layout, tuple(stages), micro_batches + bool(rest),
         tuple(layers_of_shape(replace(shape, micro_batch=rest))) if rest else (),
@@ -137,8 +137,45 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
             tuple(collectives(model, layout, batch, recipe, position)) if layout.accelerators > 1 else ()
             for position in range(layout.pp)
         ),
-        (), model, batch, recipe, shape,
+        tuple(
+            tuple(
+                lasting_tensors(
+                    model, layout, batch, recipe, [n for stage in held for n in cut[stage]],
+                    [p for stage in held for p in stages[stage].shards],
+                )
+            )
+            for held in positions
+        ),
+        model, batch, recipe, shape,
     )  # fmt: skip
+
+
+def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None) -> Program:
+    """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter
+    unless the optimizers of a loop are known.
+
+    Gradients have the parameters' own type; what is recomputed and which types are used, the module has decided.
+    """
+    operations = trace.operations
+    turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
+    layer = Layer(trace.name, "module", tuple(operations[:turn]), tuple(operations[turn:]))
+    if loop is None:
+        update = adamw_operations(trace.trained_parameters, trace.trained_tensors, accumulation=accumulation)
+        state, whose = 2 * trace.trained_bytes, "two moments of AdamW"
+    else:
+        update = loop.operations(trace.trained_parameters, accumulation)
+        state, whose = loop.state_bytes(), loop.names()
+    tensors = (
+        Tensor("weights", trace.parameter_bytes + trace.buffer_bytes, "parameters and buffers"),
+        Tensor("optimizer", state, whose),
+        Tensor("batch", trace.input_bytes, "inputs"),
+    )
+    return Program(Layout(), (Stage((layer,), update=tuple(update)),), accumulation, tensors=(tensors,))
+
+
+def runs_on_device(update: Operation) -> bool:
+    """Of an optimizer that updates on the host, what stays: clipping."""
+    return update.name.startswith("clip")
 
 
 def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe: Recipe) -> Shape:
@@ -146,6 +183,7 @@ def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe
     return Shape(
         model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
         recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
+        blocked=recipe.blocked,
     )  # fmt: skip
 
 
@@ -224,5 +262,6 @@ __all__ = [
     "in_order",
     "layers_of_shape",
     "step",
+    "step_of_trace",
     "unfolded",
 ]

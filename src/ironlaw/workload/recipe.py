@@ -43,6 +43,7 @@ class Recipe:
     offload: Offload = "none"
     average: bool = False  # an exponential average of the weights is kept
     checkpoints: bool = False  # written beside the steps, from a copy of the state
+    blocked: bool = False  # causal attention as products over blocks of queries, in place of the fused kernel
 
     @property
     def offloads_activations(self) -> bool:

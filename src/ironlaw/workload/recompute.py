@@ -20,6 +20,7 @@ from ironlaw.workload.blocks import FP32, Policy, Shape, attention_saved_bytes
 from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
 from ironlaw.workload.operations import Operation
+from ironlaw.workload.sizes import any_of
 
 Keepable = Literal["qkv", "attention", "attention_out", "ffn_gate", "ffn_up"]
 KEEPABLE: tuple[Keepable, ...] = (
@@ -52,8 +53,13 @@ class RecomputeConfig(Section):
         return self
 
 
+def layout_word(config: RecomputeConfig) -> str:
+    """The same as a layout says it (`workload/layout.py`)."""
+    return {"every": f"every:{config.every}", "budget": f"budget:{config.budget}"}.get(config.mode, config.mode)
+
+
 def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
-    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/process/recompute.py`)."""
+    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/recompute.py`)."""
     match config.mode:
         case "full":
             return (frozenset(),) * model.layers
@@ -108,7 +114,7 @@ def again(shape: Shape, policy: frozenset[str], kind: str = "block") -> list[Ope
             # It is there already: what waits for the backward pass anyway goes on waiting, the rest becomes temporary.
             op = replace(
                 op, repeat=0, flops=None, matmul=None, attention=None, saved_bytes=0,
-                frees_saved_bytes=0 if op.saved_bytes else op.temporary_bytes,
+                frees_saved_bytes=0 if any_of(op.saved_bytes) else op.temporary_bytes,
             )  # fmt: skip
         result.append(op)
     dying = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # with the recomputation
@@ -126,7 +132,7 @@ def _until_all_is_there(shape: Shape, kind: str) -> list[Operation]:
     if has_experts(kind):
         assert shape.model.moe is not None
         # Combining, and scaling the shared experts, keep what the last product gave.
-        last = "shared_ffn_down" if shape.model.shared_ffn_size else "combine"
+        last = "shared_ffn_down" if shape.model.moe.shared_experts else "combine"
         if shape.model.moe.shared_gate:
             last = "shared_sum"
     if to_the_end or last == "combine":

@@ -21,18 +21,19 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.collectives import Collective
+from ironlaw.workload.conventions import Conventions
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.forward import embedding, final_norm
 from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage, Tensor
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, Stage
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.sharding import stage_parameters
-from ironlaw.workload.software import Software
+from ironlaw.workload.tensors import Tensor
 
-INFERENCE = Software(autocast=False)
+INFERENCE = Conventions(autocast=False)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def forward_pass(
     layout = layout or Layout()
     _check(model, layout)
     tokens = sum(chunk.tokens for chunk in chunks)
-    whole = Shape(model, 1, tokens, precision, fused_rmsnorm=cuda, software=INFERENCE)
+    whole = Shape(model, 1, tokens, precision, fused_rmsnorm=cuda, conventions=INFERENCE)
     shape = replace(local_shape(whole, layout), division=whole.division)
     layers = [Layer(EMBEDDING, "embedding", tuple(_kept_none([op for op in embedding(shape) if op.name != "mask"])))]
     blocks = {kind: tuple(_block(shape, kind, chunks)) for kind in dict.fromkeys(layer_groups(model))}

@@ -1,7 +1,7 @@
 """What one rank of a layout holds of a model: layers and tensors of its stages, and how they travel together.
 
 stage_parameters(model, layout, stage)                                     # as one tensor parallel rank holds them
-units_of(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
+parameter_groups(model, parameters), bucket_bytes(parameters)                      # what FSDP gathers, what DDP reduces
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ def expert_holders(dp: int, cp: int, ep: int) -> int:
     return dp * cp // ep
 
 
-def shards_hidden(model: ModelConfig, ep: int, ranks: int) -> bool:
+def shards_hidden(model: ModelConfig | None, ep: int, ranks: int) -> bool:
     """Whether FSDP divides experts by their hidden size over the `ranks` that hold the same ones, not one from another.
 
     Always over ep; else where some ranks would have no expert, and FSDP pad them to one each.
     """
-    if model.moe is None:
+    if model is None or model.moe is None:
         return False
     return ep > 1 or (ranks > 1 and model.moe.experts % ranks != 0 and model.hidden % ranks == 0)
 
 
-def shard_of(parameter: Parameter, model: ModelConfig, ep: int, ranks: int) -> Parameter:
+def shard_of(parameter: Parameter, model: ModelConfig | None, ep: int, ranks: int) -> Parameter:
     """One rank's part of a tensor that FSDP shards over `ranks`: rows, padded; of experts perhaps the hidden size."""
     rows, *rest = parameter.shape
-    if of_experts(parameter) and shards_hidden(model, ep, ranks):
+    if model is not None and of_experts(parameter) and shards_hidden(model, ep, ranks):
         shape = (rows, *(size // ranks if size == model.hidden else size for size in rest))
     else:
         shape = (-(-rows // ranks), *rest)
@@ -130,8 +130,8 @@ def bucket_bytes(parameters: list[Parameter]) -> list[int]:
     return [size for size in buckets if size]
 
 
-def units_of(
-    model: ModelConfig, parameters: list[Parameter], ep: int = 1, chunked: bool = False
+def parameter_groups(
+    model: ModelConfig | None, parameters: list[Parameter], ep: int = 1, chunked: bool = False
 ) -> dict[str, list[Parameter]]:
     """What FSDP gathers at a time: each block, embedding and output layer unless they are one tensor, and the rest.
 
@@ -141,11 +141,17 @@ def units_of(
     """
     names = {p.name for p in parameters}
     apart = {"embedding.weight", "head.weight"}
-    if model.tied and "embedding.weight" in names and "head.weight" not in names and "final_norm.weight" in names:
+    if (
+        model is not None
+        and model.tied
+        and "embedding.weight" in names
+        and "head.weight" not in names
+        and "final_norm.weight" in names
+    ):
         apart = set()  # one tensor, used at both ends
     if chunked:
         apart.discard("head.weight")
-    units: dict[str, list[Parameter]] = {}
+    groups: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         unit = "root"
         if parameter.name.startswith("blocks."):
@@ -154,8 +160,8 @@ def units_of(
                 unit += EXPERTS
         elif parameter.name in apart:
             unit = parameter.name
-        units.setdefault(unit, []).append(parameter)
-    return units
+        groups.setdefault(unit, []).append(parameter)
+    return groups
 
 
 def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:

@@ -17,12 +17,31 @@ def is_array(*sizes: Size) -> bool:
     return any(isinstance(size, np.ndarray) for size in sizes)
 
 
+def any_of(size: Size) -> bool:
+    """Whether it is not zero, for some layout."""
+    return bool(np.any(size))
+
+
+def several(size: Size) -> bool:
+    """Whether it is more than one, for all layouts alike."""
+    if not is_array(size):
+        return bool(size > 1)
+    found = bool((size > 1).all())
+    assert found or not (size > 1).any(), "layouts that divide and layouts that do not are described apart"
+    return found
+
+
 def divided(size: Size, parts: Size) -> Size:
     """`size / parts`; a whole number where both are and it divides."""
     if is_array(size, parts):
         return size / parts
     quotient, rest = divmod(size, parts)
     return size / parts if rest or isinstance(quotient, float) else quotient
+
+
+def whole(size: Size) -> Size:
+    """The nearest whole number of what is one but for rounding; an array as it is."""
+    return size if is_array(size) else round(size)
 
 
 def larger(a: Size, b: Size) -> Size:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -107,11 +106,23 @@ class Update:
         return Update(**(document | {"shapes": shapes}))
 
 
-def loop_operations(
-    updates: Sequence[Update], trained: int, *, accumulation: int, clips: bool, cuda: bool
-) -> list[Operation]:
-    """What happens once per step of a loop: clipping if it clips, and the updates of all its optimizers."""
-    operations = [streamed("clip", "clip", trained, 3)] if clips else []
-    for update in updates:
-        operations += update.operations(cuda)
-    return operations + accumulate(trained, accumulation)
+@dataclass(frozen=True)
+class Loop:
+    """What a user's loop does once per step, around its micro-batches."""
+
+    updates: tuple[Update, ...]
+    clips: bool
+    cuda: bool = False
+
+    def operations(self, trained: int, accumulation: int) -> list[Operation]:
+        """Clipping if it clips, and the updates of all its optimizers; `trained` parameters have gradients."""
+        operations = [streamed("clip", "clip", trained, 3)] if self.clips else []
+        for update in self.updates:
+            operations += update.operations(self.cuda)
+        return operations + accumulate(trained, accumulation)
+
+    def state_bytes(self) -> int:
+        return sum(update.state_bytes() for update in self.updates)
+
+    def names(self) -> str:
+        return " and ".join(dict.fromkeys(update.optimizer for update in self.updates))

@@ -34,7 +34,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
@@ -53,7 +53,8 @@ from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
 from ironlaw.train.parallel.whole import read_first_weights, shapes
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
-from ironlaw.workload.collectives import merged, traffic
+from ironlaw.workload.collectives import renamed, traffic
+from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies
@@ -376,7 +377,7 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.train(0, 2)  # DDP settles its buckets, a pipeline its shapes
     with counted(run.ranks) as found:
         run.train(2, 3)
-    layout = world.planned_layout(run.ranks.config, run.step.micro_batch)
+    layout = layout_of(run.ranks.config, run.step.micro_batch)
     noise = run.step.noise
     planned = traffic(
         run.config.model, layout, batch_of(run.config), planned_recipe(run.config),
@@ -386,7 +387,8 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
-    return {"found": plain(found.sent), "planned": plain(merged(planned, found.aliases))}
+    aliases = aliases_of(run.config.model, layout, batch_of(run.config), planned_recipe(run.config))
+    return {"found": plain(found.sent), "planned": plain(renamed(planned, aliases))}
 
 
 def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -449,7 +451,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The most bytes of tensors this rank holds in its fourth step, everything allocated since its start counted."""
     from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
-    from ironlaw.plan.ranks.memory import rank_peak
+    from ironlaw.plan.memory import peak_memory
     from ironlaw.train.parallel.lasting import lasting_bytes
     from ironlaw.train.parallel.waiting import watch_replica, watching
 
@@ -472,9 +474,9 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     peak = recorded.peak_bytes(begin)
     batch = 2 * 8 * run.step.share * config.sequence
     inside = lasting + batch + again.peak_bytes()
-    layout = world.planned_layout(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
+    layout = layout_of(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
     program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
-    planned = rank_peak(config, layout, run.ranks.index("pp"), program.shape)
+    planned = peak_memory(program, run.ranks.index("pp"))
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
     return document | {"where": planned.where}
 

@@ -22,8 +22,9 @@ import torch.distributed as dist
 import ironlaw
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
+from ironlaw.plan.recipe import micro_batch_of
 from ironlaw.train.parallel.meeting import ROUND, Meeting, meet
-from ironlaw.train.parallel.ranks import check, micro_batch_of, usable
+from ironlaw.train.parallel.ranks import check, usable
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 MODEL = {"name": "m", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}

@@ -9,11 +9,12 @@ from typing import Any
 from ironlaw.catalog import accelerator, accelerator_names, node
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger
+from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.search import Found, search
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.recompute import AGAIN
 
 MOST_ACCELERATORS = 16_384
 STOP_BELOW = 0.5
@@ -22,27 +23,50 @@ STOP_BELOW = 0.5
 WORTH = 0.02
 """A change whose planned gain is smaller is not proposed."""
 
-TERMS = {
-    "block_linear": ("matrix products of the blocks", "a faster accelerator, or narrower numbers where it has them"),
-    "attention": ("attention", "shorter sequences, or a sliding window"),
-    "norms_residuals_activations": ("norms, residuals and activations", "fused or compiled kernels"),
-    "output_layer_and_loss": ("output layer and loss", "a fused loss, or a smaller vocabulary"),
-    "recomputation_full": ("recomputation", "more memory per accelerator, so that activations can be kept"),
-    "recomputation_selective": ("recomputation", "more memory per accelerator, so that activations can be kept"),
-    "tensor_parallel": ("tensor parallel communication", "faster links, or a framework that overlaps it"),
-    "expert_parallel": ("expert parallel communication", "faster links, a lower ep, or experts of one node only"),
-    "context_parallel": ("context parallel communication", "faster links, or shorter sequences"),
-    "pipeline_messages": ("pipeline messages", "a faster network"),
-    "sharded_weights": ("gathering of sharded weights", "a larger batch, or a faster network"),
-    "data_parallel": ("data parallel communication", "a larger batch, or a faster network"),
-    "update": ("optimizer update", "a larger batch, so that it comes less often"),
+COLLECTIVES = {
+    "tp": ("tensor parallel communication", "faster links, or a framework that overlaps it"),
+    "ep": ("expert parallel communication", "faster links, a lower ep, or experts of one node only"),
+    "cp": ("context parallel communication", "faster links, or shorter sequences"),
+    "pp": ("pipeline messages", "a faster network"),
+    "shard": ("communication of sharded state", "a larger batch, or a faster network"),
+    "micro_batch": ("agreement of all ranks", "a larger batch, so that it comes less often"),
+    "world": ("agreement of all ranks", "a larger batch, so that it comes less often"),
+    "replicate": ("data parallel communication", "a larger batch, or a faster network"),
+}
+"""Mesh dimension -> what people call its communication, what makes it smaller."""
+
+OPERATIONS = {
+    "head": ("output layer and loss", "a fused loss, or a smaller vocabulary"),
+    "loss": ("output layer and loss", "a fused loss, or a smaller vocabulary"),
     "host_offload": ("transfers to the host and its update", "more accelerators, so that less must be offloaded"),
-    "launches_behind": ("launch time of the host", "larger micro-batches, CUDA graphs or a compiler"),
+    "dispatch": ("launch time of the host", "larger micro-batches, CUDA graphs or a compiler"),
     "step": ("host time of a step", "a larger batch, so that it comes less often"),
     "pipeline_bubble": ("pipeline bubble", "a larger batch: more micro-batches fill the pipeline"),
     "allocator_retries": ("allocator retries", "a layout with more memory to spare"),
 }
-"""Operation of a cluster ledger -> what people call it, what makes it smaller."""
+"""The same by operation, where its kind does not say it."""
+
+RECOMPUTATION = ("recomputation", "more memory per accelerator, so that activations can be kept")
+PRODUCTS = ("matrix products of the blocks", "a faster accelerator, or narrower numbers where it has them")
+KINDS = {
+    Kind.MATMUL: PRODUCTS,
+    Kind.ATTENTION: ("attention", "shorter sequences, or a sliding window"),
+    Kind.OPTIMIZER: ("optimizer update", "a larger batch, so that it comes less often"),
+}
+ELEMENTWISE = ("norms, residuals and activations", "fused or compiled kernels")
+
+
+def term(line: Line) -> tuple[str, str]:
+    """What a line of a cluster ledger is called, and what makes it smaller."""
+    if line.operation.endswith(AGAIN):
+        return RECOMPUTATION
+    if line.kind is Kind.COLLECTIVE:
+        return COLLECTIVES[line.operation.split()[0]]
+    if line.operation.endswith("_cast"):
+        return PRODUCTS
+    if line.kind in (Kind.ELEMENTWISE, Kind.NORM):  # experts' rows are dispatched, too
+        return ELEMENTWISE
+    return OPERATIONS.get(line.operation) or KINDS.get(line.kind, ELEMENTWISE)
 
 
 def terms(ledger: Ledger) -> dict[str, float]:
@@ -50,7 +74,7 @@ def terms(ledger: Ledger) -> dict[str, float]:
     sums: dict[str, float] = {}
     for line in ledger.lines:
         if line.seconds:
-            name = TERMS[line.operation][0]
+            name = term(line)[0]
             sums[name] = sums.get(name, 0.0) + line.seconds
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
@@ -58,7 +82,7 @@ def terms(ledger: Ledger) -> dict[str, float]:
 def first_change(ask: Ask, layout: Layout, ledger: Ledger) -> dict[str, Any]:
     """The largest term of the step, what makes it smaller, and what the planner finds when it changes a setting."""
     largest, seconds = next(iter(terms(ledger).items()))
-    remedy = next(remedy for name, remedy in TERMS.values() if name == largest)
+    remedy = next(remedy for name, remedy in map(term, ledger.lines) if name == largest)
     tried = sorted(_tried(ask, layout, ledger), key=lambda change: -change["gain"])
     return {
         "term": largest,

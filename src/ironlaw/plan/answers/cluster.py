@@ -12,12 +12,12 @@ from ironlaw.plan.answers.savers import cluster_savers
 from ironlaw.plan.ask import Ask
 from ironlaw.plan.budget import budget
 from ironlaw.plan.cluster.allocator import usable_bytes
+from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.checked import evidence
 from ironlaw.plan.cluster.estimate import bounded
-from ironlaw.plan.cluster.jobs import jobs_of
-from ironlaw.plan.cluster.layout_space import unit_of
+from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.search import Candidate, Found
-from ironlaw.plan.cluster.setting import Setting, setting
+from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.utilisation import other_conventions
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.workload.layout import Layout, parse_layout
@@ -36,7 +36,7 @@ SIMPLE_AT_MOST = 1.01
 def answer_on_cluster(ask: Ask) -> Answer:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
     found = search_layouts(ask, keep=KEPT) if ask.layout is None else None
-    where = setting(ask.cluster, engine_named(ask.engine), ask.precision)
+    where = system_of(ask.cluster, engine_named(ask.engine), ask.precision)
     layout, choice = ask.layout, "given"
     if found is not None:
         candidate, choice = chosen(ask, found, usable_bytes(where))
@@ -57,7 +57,7 @@ def answer_on_cluster(ask: Ask) -> Answer:
         "engine": evidence(ask.engine, ask.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in ask.work.assumed],
         "candidates": [_candidate(ask, candidate) for candidate in _different(found.best, layout)] if found else [],
-        "ruled_out": _walls(found) if found else {},
+        "ruled_out": _constraints(found) if found else {},
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
@@ -98,12 +98,12 @@ def _kinds(layout: Layout) -> int:
     return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
 
 
-def _add_totals(ask: Ask, layout: Layout, ledger: Ledger, where: Setting) -> None:
+def _add_totals(ask: Ask, layout: Layout, ledger: Ledger, where: System) -> None:
     """Total time and the other conventions of MFU."""
     step = ledger.totals["step_seconds"]
-    jobs = jobs_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
+    candidates = candidates_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
     peak = where.hardware.peak(ask.precision) * ask.cluster.count
-    ledger.totals |= other_conventions(ask.model, jobs, step, peak)
+    ledger.totals |= other_conventions(ask.model, candidates, step, peak)
     words = f"{ask.work.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
     ledger.totals["total_seconds"] = step.scaled(ask.work.steps, words)
 
@@ -153,10 +153,10 @@ def _different(best: list[Candidate], layout: Layout) -> list[Candidate]:
     return different[:SHOWN]
 
 
-def _walls(found: Found) -> dict[str, dict[str, Any]]:
-    """Each wall with how much it ruled out and in which unit, the largest count first."""
+def _constraints(found: Found) -> dict[str, dict[str, Any]]:
+    """Each constraint with how much it ruled out and in which unit, the largest count first."""
     counted = sorted(found.ruled_out.items(), key=lambda item: -item[1])
-    return {wall: {"count": count, "unit": unit_of(wall)} for wall, count in counted}
+    return {constraint: {"count": count, "unit": counted_in(constraint)} for constraint, count in counted}
 
 
 def _layout(layout: Layout, ask: Ask) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.answer import Answer, Options
 from ironlaw.plan.answers.software import answer_under, software_for
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.experts import IMBALANCE
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.subject import Subject
 from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout
+from ironlaw.workload.moe import IMBALANCE
+from ironlaw.workload.recompute import layout_word
 
 
 def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
@@ -104,9 +105,7 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
 
 def _of_config(config: RunConfig) -> Layout:
     """What a config says of one device, in the words of a layout."""
-    wanted = config.recompute
-    recompute = {"every": f"every:{wanted.every}", "budget": f"budget:{wanted.budget}"}.get(wanted.mode, wanted.mode)
-    return Layout(micro_batch=config.micro_batch, recompute=recompute, offload=config.train.offload)
+    return Layout(micro_batch=config.micro_batch, recompute=layout_word(config.recompute), offload=config.train.offload)
 
 
 def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:

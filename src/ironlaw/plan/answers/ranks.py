@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.config import RunConfig
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric, load_costs
 from ironlaw.machine.profile import load_profile
 from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.search import best_layout
+from ironlaw.plan.layouts import best_layout
+from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.layout import Layout, parse_layout
 
 SHOWN = 8
@@ -21,21 +22,14 @@ def answer_on_ranks(config: RunConfig, options: Options) -> Answer:
     """UserError where no layout divides the model and the batch, or this machine's ranks were not measured."""
     ranks = options.ranks or 1
     profile, fabric = load_profile(), Fabric(load_costs())
-    given = options.layout or (config.layout and _words(config, ranks))
-    if given:
-        layout = parse_layout(given)
-        if "dp=" not in given and ranks % (layout.tp * layout.pp * layout.cp) == 0:
-            layout = replace(layout, dp=ranks // (layout.tp * layout.pp * layout.cp))
-        if "micro_batch" not in given:
-            layout = replace(
-                layout, micro_batch=min(config.micro_batch, max(1, config.train.global_batch // layout.dp))
-            )
+    if options.layout or config.layout:
+        layout = _given(config, options.layout, ranks)
         if options.runnable is not None and not options.runnable(config, layout):
             layout.check(
                 config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
             )
             raise UserError(f"this trainer cannot run layout '{layout}' on {ranks} ranks: leave --layout out")
-        plan = plan_ranks(config, profile, ranks, layout, fabric)
+        plan = plan_step(config, profile, layout, fabric, ranks)
         return Answer(plan.ledger(), plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
     runnable = options.runnable
 
@@ -52,15 +46,18 @@ def answer_on_ranks(config: RunConfig, options: Options) -> Answer:
     return Answer(choice.best.ledger(), choice.best.fits, more)
 
 
-def _words(config: RunConfig, ranks: int) -> str:
-    """The config's own layout."""
-    assert config.layout is not None
-    named = config.layout.model_dump(exclude_none=True)
-    known = {name: value for name, value in named.items() if name in Layout.__dataclass_fields__}
-    return " ".join(f"{k}={int(v) if isinstance(v, bool) else v}" for k, v in known.items())
+def _given(config: RunConfig, text: str | None, ranks: int) -> Layout:
+    """The layout in words, or else the config's own; replicas and micro-batch follow where they are not said."""
+    written = parse_layout(text) if text else layout_of(config.layout or LayoutConfig(), 1)
+    others = written.tp * written.pp * written.cp
+    dp_given = "dp=" in text if text else config.layout is not None and config.layout.dp is not None
+    dp = written.dp if dp_given or ranks % others else ranks // others
+    share = max(1, config.train.global_batch // dp)
+    micro_batch = written.micro_batch if text and "micro_batch" in text else micro_batch_of(config, share, written.pp)
+    return replace(written, dp=dp, micro_batch=micro_batch)
 
 
-def _candidate(plan: RanksPlan) -> dict[str, Any]:
+def _candidate(plan: StepPlan) -> dict[str, Any]:
     return {
         "layout": str(plan.layout), "step_seconds": plan.step_seconds, "peak_bytes": plan.peak_bytes,
         "exposed_communication_seconds": sum(t.exposed_seconds for s in plan.stages for t in s.communication)

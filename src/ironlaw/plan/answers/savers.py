@@ -27,11 +27,11 @@ from typing import Any
 from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.estimate import plan_jobs
-from ironlaw.plan.cluster.jobs import jobs_of
-from ironlaw.plan.cluster.setting import setting
+from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.estimate import plan_candidates
+from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
+from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
@@ -104,14 +104,14 @@ def applicable(layout: Layout) -> dict[str, bool]:
 
 def cluster_savers(ask: Ask, layout: Layout) -> list[Saver]:
     """For a planned layout; empty where its gradients are not waited for."""
-    where = setting(ask.cluster, engine_named(ask.engine), ask.precision)
-    jobs = jobs_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
+    where = system_of(ask.cluster, engine_named(ask.engine), ask.precision)
+    candidates = candidates_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
     parameters, can = model_parameters(ask.model), applicable(layout)
 
     def step(gradient_bytes: float) -> tuple[float, float]:
         engine = replace(where.engine, gradient_communication_bytes=gradient_bytes)
-        times = plan_jobs(jobs, replace(where, engine=engine)).times
-        exposed = times.dp_exposed + (times.fsdp_exposed if layout.zero >= 2 else 0.0)
+        times = plan_candidates(candidates, replace(where, engine=engine)).times
+        exposed = times.reduce_exposed + times.gather_exposed + (times.fsdp_exposed if layout.zero >= 2 else 0.0)
         return float(times.step_seconds[0]), float(exposed[0])
 
     now = where.engine.gradient_communication_bytes
@@ -142,7 +142,7 @@ def cluster_savers(ask: Ask, layout: Layout) -> list[Saver]:
 # -- on ranks of this machine ------------------------------------------------------------------------------------------
 
 
-def rank_savers(plan: RanksPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[Saver]:
+def rank_savers(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[Saver]:
     """The same for a plan of CPU ranks over given links: each setting is planned as a run."""
     layout, config = plan.layout, plan.config
     exposed = sum(
@@ -155,7 +155,7 @@ def rank_savers(plan: RanksPlan, *, rank: int = RANK, local_steps: int = LOCAL_S
 
 
 def _of_ranks(
-    plan: RanksPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
+    plan: StepPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
 ) -> Iterator[Saver]:
     can, parameters = applicable(layout), model_parameters(config.model)
     held = config.model.parameters / (layout.tp * layout.pp)
@@ -163,7 +163,7 @@ def _of_ranks(
 
     def saved(**communication: Any) -> float:
         changed = config.model_copy(update={"communication": CommunicationConfig(**communication)})
-        return plan.step_seconds - plan_ranks(changed, plan.profile, plan.ranks, layout, plan.fabric).step_seconds
+        return plan.step_seconds - plan_step(changed, plan.profile, layout, plan.fabric, plan.ranks).step_seconds
 
     if can["bf16"]:
         yield Saver(BF16, 0.5, exposed, saved(gradients="bf16"), CAST_BYTES * held / rate)
@@ -178,7 +178,7 @@ def _of_ranks(
         )
         share = compressed_share(parameters, rank)
         yield Saver(powersgd(rank), share, exposed, saved(gradients="powersgd", rank=rank), work)
-    if can["sites"]:
+    if can["sites"] and plan.fabric is not None:
         meeting = plan.fabric.collective_seconds("all_reduce", 4 * held, layout.dp, job=plan.ranks)
         meeting += OUTER_PASSES * 4 * held / rate
         yield Saver(sites(local_steps), 1 / local_steps, exposed, exposed, meeting / local_steps)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ironlaw.plan.cluster.jobs import OFFLOAD, SCHEDULES, Array, layout_columns
+from ironlaw.plan.cluster.candidates import OFFLOAD, SCHEDULES, Array, layout_columns
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engines
 from ironlaw.workload.layout import Layout
@@ -45,7 +45,7 @@ ABILITIES: dict[str, tuple[str, Needs]] = {
 """Word of an engine's `lacks`: what it means, and which layouts need it."""
 
 
-def walls(engine: Engine, columns: Columns) -> dict[str, npt.NDArray[np.bool_]]:
+def constraints(engine: Engine, columns: Columns) -> dict[str, npt.NDArray[np.bool_]]:
     """What the engine lacks, in words, and which of the layouts need it."""
     return {ABILITIES[word][0]: ABILITIES[word][1](columns) for word in engine.lacks}
 
@@ -53,7 +53,7 @@ def walls(engine: Engine, columns: Columns) -> dict[str, npt.NDArray[np.bool_]]:
 def lacking(engine: Engine, layout: Layout) -> str:
     """What this layout needs and the engine lacks, in words; empty where it can run it."""
     columns = {name: np.array([value]) for name, value in layout_columns(layout).items()}
-    return ", ".join(words for words, needed in walls(engine, columns).items() if needed[0])
+    return ", ".join(words for words, needed in constraints(engine, columns).items() if needed[0])
 
 
 def engines_for(layout: Layout) -> list[str]:

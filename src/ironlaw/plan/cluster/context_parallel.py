@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ironlaw.plan.cluster.candidates import CP_KINDS, Array, Candidates
 from ironlaw.plan.cluster.distinct import collective
-from ironlaw.plan.cluster.jobs import CP_KINDS, Array, Jobs
 from ironlaw.plan.engines.engine import Engine
 
 if TYPE_CHECKING:
-    from ironlaw.plan.cluster.setting import Setting
+    from ironlaw.plan.cluster.system import System
 
 SAYS = {
     "ring": "keys and values pass all ranks beside attention (ring, arXiv 2310.01889)",
@@ -42,36 +42,36 @@ def default_kind(engine: Engine, windowed: bool) -> str:
     return usable[0] if usable else "all_gather"
 
 
-def kinds(jobs: Jobs, engine: Engine) -> Array:
+def kinds(candidates: Candidates, engine: Engine) -> Array:
     """Of every job, a value of `CP_KINDS`."""
     plain, windowed = (float(CP_KINDS[default_kind(engine, w)]) for w in (False, True))
-    return np.where(jobs.cp_kind > 0, jobs.cp_kind, np.where(jobs.window > 0, windowed, plain))
+    return np.where(
+        candidates.cp_kind > 0, candidates.cp_kind, windowed if candidates.model.sliding_window is not None else plain
+    )
 
 
-def _widths(jobs: Jobs) -> tuple[Array, Array, Array]:
+def _widths(candidates: Candidates) -> tuple[Array, Array, Array]:
     """Of a rank's heads: queries, keys and values together, what attention gives."""
-    key_value = np.maximum(jobs.key_value_size / jobs.tp, jobs.head_size)
-    both = 2 * key_value
-    if jobs.has_latent:
-        both = key_value + np.maximum(jobs.values_size / jobs.tp, jobs.value_head)
-    return jobs.query_size / jobs.tp, both, jobs.mixed_size / jobs.tp
+    model, tp = candidates.model, candidates.tp
+    heads = np.maximum(model.key_value_heads / tp, 1.0)
+    return model.query_size / tp, heads * (model.size_of_head + model.size_of_value), model.mixed_size / tp
 
 
-def exchange_seconds(jobs: Jobs, setting: Setting, kind: Array) -> Array:
+def exchange_seconds(candidates: Candidates, system: System, kind: Array) -> Array:
     """One exchange of one layer and micro-batch, forward; 0 without context parallelism."""
-    if not (jobs.cp > 1).any():
-        return np.zeros(len(jobs))
-    width, cp = setting.engine.element_bytes, jobs.cp
-    query, key_value, mixed = _widths(jobs)
-    inside = np.clip(float(setting.fabric.island_ranks) // jobs.tp, 1.0, cp)
+    if not (candidates.cp > 1).any():
+        return np.zeros(len(candidates))
+    width, cp = system.engine.element_bytes, candidates.cp
+    query, key_value, mixed = _widths(candidates)
+    inside = np.clip(float(system.fabric.island_ranks) // candidates.tp, 1.0, cp)
 
-    block = jobs.tokens * key_value * width
-    two = np.full(len(jobs), 2.0)
+    block = candidates.tokens * key_value * width
+    two = np.full(len(candidates), 2.0)
     # A ring across islands goes at the pace of its slowest link.
-    ring = (cp - 1) * collective("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0), setting)
-    gather = collective("all_gather", block * cp, cp, inside, setting)
-    swap = collective("all_to_all", jobs.tokens * (query + key_value) * width, cp, inside, setting)
-    swap = swap + collective("all_to_all", jobs.tokens * mixed * width, cp, inside, setting)
+    ring = (cp - 1) * collective("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0), system)
+    gather = collective("all_gather", block * cp, cp, inside, system)
+    swap = collective("all_to_all", candidates.tokens * (query + key_value) * width, cp, inside, system)
+    swap = swap + collective("all_to_all", candidates.tokens * mixed * width, cp, inside, system)
     found = np.where(kind == CP_KINDS["ring"], ring, np.where(kind == CP_KINDS["all_gather"], gather, swap))
     return np.where(cp > 1, found, 0.0)
 
@@ -81,20 +81,20 @@ def cp_exchanges(kind: Array, passes: Array) -> Array:
     return np.where(kind == CP_KINDS["all_to_all"], passes, passes + 1)
 
 
-def exposed(seconds: Array, jobs: Jobs, kind: Array, attention: Array, hidden: float) -> Array:
+def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Array, hidden: float) -> Array:
     """Of all exchanges of a layer, what attention does not hide. `attention`: seconds of all its passes."""
-    beside = hidden * np.minimum(seconds, attention * (jobs.cp - 1) / jobs.cp)
+    beside = hidden * np.minimum(seconds, attention * (candidates.cp - 1) / candidates.cp)
     return np.where(kind == CP_KINDS["ring"], seconds - beside, seconds)
 
 
-def buffer_bytes(jobs: Jobs, engine: Engine) -> Array:
+def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
     """At its widest, in the backward pass of one layer: keys, values and their gradients on the way."""
-    if not (jobs.cp > 1).any():
-        return np.zeros(len(jobs))
-    kind = kinds(jobs, engine)
-    query, key_value, mixed = _widths(jobs)
-    block = jobs.tokens * key_value
+    if not (candidates.cp > 1).any():
+        return np.zeros(len(candidates))
+    kind = kinds(candidates, engine)
+    query, key_value, mixed = _widths(candidates)
+    block = candidates.tokens * key_value
     # Ring: a block and its gradients, received while others are at work. All-to-all: one side of every exchange.
-    elements = np.where(kind == CP_KINDS["all_gather"], 2 * block * jobs.cp, 4 * block)
-    elements = np.where(kind == CP_KINDS["all_to_all"], jobs.tokens * (query + mixed) + block, elements)
-    return np.where(jobs.cp > 1, elements * engine.element_bytes, 0.0)
+    elements = np.where(kind == CP_KINDS["all_gather"], 2 * block * candidates.cp, 4 * block)
+    elements = np.where(kind == CP_KINDS["all_to_all"], candidates.tokens * (query + mixed) + block, elements)
+    return np.where(candidates.cp > 1, elements * engine.element_bytes, 0.0)

@@ -1,15 +1,16 @@
-"""Seconds of many jobs' operations, worked out once for each distinct shape."""
+"""Seconds of many candidates' operations, worked out once for each distinct shape."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ironlaw.machine.efficiency import collective_seconds
-from ironlaw.plan.cluster.jobs import Array
-from ironlaw.plan.cluster.setting import Setting
+from ironlaw.plan.cluster.candidates import Array
+from ironlaw.plan.cluster.system import System
+from ironlaw.workload.sizes import Size
 
 
-def distinct(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def]
+def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
     """`function` on the distinct rows of the columns only: layouts share most of their shapes.
 
     Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
@@ -26,9 +27,9 @@ def distinct(function, *columns: Array) -> Array:  # type: ignore[no-untyped-def
     return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
 
 
-def collective(kind: str, size: Array, ranks: Array, inside: Array, setting: Setting) -> Array:
+def collective(kind: str, size: Array, ranks: Array, inside: Array, system: System) -> Array:
     """One collective; `inside`: ranks of the group that share an island."""
-    fabric = setting.fabric
+    fabric = system.fabric
 
     def seconds(s: Array, n: Array, g: Array) -> Array:
         return np.asarray(collective_seconds(kind, s, n, g, fabric=fabric))

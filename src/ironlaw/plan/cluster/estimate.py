@@ -22,18 +22,20 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
+from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
 from ironlaw.plan.cluster.context_parallel import SAYS, default_kind
-from ironlaw.plan.cluster.ingredients import Parts, block_parts, block_products, product_seconds, step_parts
 from ironlaw.plan.cluster.intervals import distance, interval_factors
-from ironlaw.plan.cluster.jobs import Array, Jobs, jobs_of
+from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
-from ironlaw.plan.cluster.setting import Setting, setting
+from ironlaw.plan.cluster.operation_costs import operation_costs
 from ironlaw.plan.cluster.stages import stage_layers
-from ironlaw.plan.cluster.timeline import Times, assemble, attention_slowdown_of
+from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
+from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.timeline import Times, assemble
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.engines.low_precision import Held
 from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.workload.conventions import StorageFormat
 from ironlaw.workload.layout import Layout, budget_bytes
 
 DEFAULT_ENGINE = "nemo"
@@ -42,12 +44,12 @@ DEFAULT_ENGINE = "nemo"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the core says of many jobs: one entry per job."""
+    """What the core says of many candidates: one entry per job."""
 
     step_seconds: Array
     peak: PeakMemory
     times: Times
-    parts: Parts
+    costs: StepCosts
     limit_bytes: float
     host_bytes: Array  # of one accelerator's share of its host, where something is offloaded
     host_limit_bytes: float
@@ -57,25 +59,27 @@ class Outcome:
         return np.asarray((self.peak.total <= self.limit_bytes) & (self.host_bytes <= self.host_limit_bytes))
 
 
-def plan_jobs(jobs: Jobs, where: Setting) -> Outcome:
-    """Step seconds and peak bytes of many jobs in one setting: the fast path of search."""
-    layers = stage_layers(jobs, where.engine.partition)
-    parts = step_parts(jobs, where, layers)
-    times = assemble(parts, jobs, where.engine, layers)
-    peak = peak_memory(jobs, where.engine, layers)
+def plan_candidates(candidates: Candidates, where: System) -> Outcome:
+    """Step seconds and peak bytes of many candidates in one setting: the fast path of search."""
+    layers = stage_layers(candidates, where.engine.partition)
+    costs = step_costs(candidates, where, layers)
+    times = assemble(costs, candidates, where.engine, layers)
+    peak = peak_memory(candidates, where.engine, layers)
     seconds = under_pressure(times.step_seconds, peak.total, where)
-    offloaded = host_bytes(jobs, where.engine, layers) if (jobs.offload > 0).any() else np.zeros(len(jobs))
+    offloaded = (
+        host_bytes(candidates, where.engine, layers) if (candidates.offload > 0).any() else np.zeros(len(candidates))
+    )
     host = where.host.memory_bytes if where.host else 0.0
-    return Outcome(seconds, peak, times, parts, usable_bytes(where), offloaded, host)
+    return Outcome(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
 
 
-def least_seconds(jobs: Jobs, where: Setting) -> Array:
+def least_seconds(candidates: Candidates, where: System) -> Array:
     """Seconds that no step falls below, whatever it shards, recomputes or offloads: blocks, output layer, bubble."""
-    first, kind = jobs.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
+    first, kind = candidates.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
     zeros = np.zeros(len(first))
     # Sharded in full and nothing done about it: no gradients are accumulated, none travel.
-    bare = replace(jobs.take(first), zero=zeros + 3, shard=zeros, recompute=zeros, every=zeros + 1, offload=zeros)
-    return assemble(block_parts(bare, where), bare, where.engine).step_seconds[kind]
+    bare = replace(candidates.take(first), zero=zeros + 3, shard=zeros, recompute=zeros, every=zeros + 1, offload=zeros)
+    return assemble(block_costs(bare, where), bare, where.engine).step_seconds[kind]
 
 
 def plan_cluster(
@@ -98,21 +102,23 @@ def plan_cluster(
         raise UserError(f"attention is flash or standard, not '{attention}'")
     layout.check(model, sequence=sequence, global_batch=global_batch, accelerators=cluster.count)
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = setting(cluster, chosen, precision, update_cost(optimizer, model))
+    where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
     flash, settled = attention == "flash", ""
     if layout.cp > 1 and layout.cp_kind is None:
         layout = replace(layout, cp_kind=own_kind(model, layout, chosen, sequence))
     if layout.recompute.startswith("budget:"):
         layout, settled = within_budget(layout, model, where, sequence, global_batch, flash)
-    jobs = jobs_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
+    candidates = candidates_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
     if layout.offload != "none":
         check_host(cluster, where)
-    outcome = plan_jobs(jobs, where)
-    ledger = Ledger("plan", lines=_lines(jobs, where, outcome), memory=_memory(outcome.peak, where.engine.held))
-    ledger.totals = _totals(model, cluster, layout, jobs, where, outcome, tokens=sequence * global_batch)
+    outcome = plan_candidates(candidates, where)
+    ledger = Ledger(
+        "plan", lines=_lines(candidates, where, outcome), memory=_memory(outcome.peak, where.engine.storage)
+    )
+    ledger.totals = _totals(model, cluster, layout, candidates, where, outcome, tokens=sequence * global_batch)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
-    ledger.facts["peak_at"] = _peak_at(jobs, where, outcome)
-    ledger.facts["products"] = _products(jobs, where)
+    ledger.facts["peak_at"] = _peak_at(candidates, where, outcome)
+    ledger.facts["products"] = _products(candidates, where)
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ledger
@@ -126,7 +132,7 @@ def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) 
     return first if first in able or not able else able[0]
 
 
-def check_host(cluster: Cluster, where: Setting) -> None:
+def check_host(cluster: Cluster, where: System) -> None:
     """UserError where the catalogue does not know enough of the host to offload to it."""
     if where.host is None:
         raise UserError(
@@ -136,7 +142,7 @@ def check_host(cluster: Cluster, where: Setting) -> None:
 
 
 def within_budget(
-    layout: Layout, model: ModelConfig, where: Setting, sequence: int, global_batch: int, flash: bool = True
+    layout: Layout, model: ModelConfig, where: System, sequence: int, global_batch: int, flash: bool = True
 ) -> tuple[Layout, str]:
     """The layout with the recomputation that takes least time of those whose peak stays within its budget.
 
@@ -145,7 +151,9 @@ def within_budget(
     budget = budget_bytes(layout.recompute)
     words = ["none", "selective", *(f"every:{k}" for k in range(model.layers, 1, -1)), "full"]
     choices = [replace(layout, recompute=word) for word in words]
-    outcome = plan_jobs(jobs_of(model, choices, sequence=sequence, global_batch=global_batch, flash=flash), where)
+    outcome = plan_candidates(
+        candidates_of(model, choices, sequence=sequence, global_batch=global_batch, flash=flash), where
+    )
     peaks, within = outcome.peak.total, outcome.peak.total <= budget
     if not within.any():
         least = math.ceil(float(peaks.min()) / 2**30 * 10) / 10  # rounded down it would be refused again
@@ -170,7 +178,7 @@ def within_budget(
 
 
 def _facts(
-    model: ModelConfig, cluster: Cluster, layout: Layout, where: Setting, outcome: Outcome, sequence: int,
+    model: ModelConfig, cluster: Cluster, layout: Layout, where: System, outcome: Outcome, sequence: int,
     global_batch: int, attention: str,
 ) -> dict[str, Any]:  # fmt: skip
     return {
@@ -186,7 +194,7 @@ def _facts(
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "engine_source": where.engine.source,
-        "low_precision": where.engine.held.says or None,
+        "low_precision": where.engine.storage.description or None,
         "context_parallel": SAYS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "memory_limit_bytes": outcome.limit_bytes,
@@ -195,35 +203,46 @@ def _facts(
     }
 
 
-def _products(jobs: Jobs, where: Setting) -> list[dict[str, Any]]:
-    """The first job's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
-    found = []
-    for name, product in block_products(jobs, where.engine).items():
-        n, k, m, times, share = (float(column[0]) for column in product)
-        if share > 0:
-            forward, backward = (float(seconds[0]) for seconds in product_seconds(jobs, where, product, name))
-            found.append({
-                "name": name, "m": m, "n": n, "k": k, "times": times, "share_of_layers": share,
-                "flops": 2 * m * n * k * times, "forward_seconds": forward, "backward_seconds": backward,
-            })  # fmt: skip
-    return found
+def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
+    """The first candidate's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
+    found: dict[str, dict[str, Any]] = {}
+    for cost in operation_costs(candidates, where):
+        op = cost.operation
+        if cost.part != "matmul" or cost.seconds is None:
+            continue
+        name, seconds = op.name.removesuffix("_cast") if op.matmul is None else op.name, float(cost.seconds[0])
+        start = {"name": name, "forward_seconds": 0.0, "backward_seconds": 0.0, "share_of_layers": 0.0, "of": op.group}
+        entry = found.setdefault(name, start)
+        if op.matmul is not None and op.phase is Phase.FORWARD:
+            m, n, k, times, share = (float(np.reshape(size, -1)[0]) for size in (*op.matmul, op.batch, cost.share))
+            entry |= {"m": m, "n": n, "k": k, "times": times, "flops": 2 * m * n * k * times}
+            entry["share_of_layers"] += share
+        if op.group == entry["of"]:  # blocks of other kinds have the same
+            entry[f"{op.phase}_seconds"] += seconds
+    return list(found.values())
 
 
-def _peak_at(jobs: Jobs, where: Setting, outcome: Outcome) -> str:
+def _peak_at(candidates: Candidates, where: System, outcome: Outcome) -> str:
     """Where the first job's peak is and when: all that is kept is there, and one thing more."""
     peak = outcome.peak
-    flight = float(in_flight(jobs, peak.stage)[0])
-    back = float(kept_activation_bytes(jobs, where.engine)[1][0])
+    flight = float(in_flight(candidates, peak.stage)[0])
+    back = float(kept_activation_bytes(candidates, where.engine)[1][0])
     at_loss = float(peak.logits[0]) > 0 and float(peak.logits[0]) >= back
     moment = "at the loss" if at_loss else "recomputing a block" if back > 0 else "as a backward pass begins"
     return f"stage {int(peak.stage[0])} {moment}, {flight:.3g} micro-batch{'es' if flight != 1 else ''} in flight"
 
 
 def _totals(
-    model: ModelConfig, cluster: Cluster, layout: Layout, jobs: Jobs, where: Setting, outcome: Outcome, tokens: int
+    model: ModelConfig,
+    cluster: Cluster,
+    layout: Layout,
+    candidates: Candidates,
+    where: System,
+    outcome: Outcome,
+    tokens: int,
 ) -> dict[str, Estimate]:
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
-    flops = round(float(jobs.model_flops()[0]))
+    flops = round(float(candidates.model_flops()[0]))
     engine, generation = where.engine.name, cluster.accelerator.generation
     experts = model.moe is not None
     known = distance("time", engine, generation, cluster.count, model.parameters, experts, where.precision)
@@ -243,7 +262,7 @@ def _totals(
             engine,
             cluster,
             model,
-            f"sum of the memory lines, on {_peak_at(jobs, where, outcome)}",
+            f"sum of the memory lines, on {_peak_at(candidates, where, outcome)}",
         ),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
@@ -270,69 +289,9 @@ def _inverse(seconds: Estimate, work: float, basis: str) -> Estimate:
     return Estimate(work / seconds.value, Origin.CALCULATED, basis, work / seconds.high, work / seconds.low)
 
 
-def _lines(jobs: Jobs, where: Setting, outcome: Outcome) -> list[Line]:
-    """The step by phase and kind; seconds are differences and products of the core's own terms."""
-    times, parts, engine = outcome.times, outcome.parts, where.engine
-
-    def at(column: Array) -> float:
-        return float(column[0])
-
-    layers, micro_batches = at(times.busiest_layers), at(jobs.accumulation)
-    executions = round(layers * micro_batches)
-    repeats = layers * micro_batches
-    full = at(jobs.recompute) == 2
-    replicas = at(jobs.global_batch) * at(jobs.sequence)
-    head_flops = 6 * at(jobs.hidden) * at(jobs.vocab) * replicas
-    widths = at(jobs.query_size) + at(jobs.mixed_size)
-    attention_flops = 3 * at(jobs.layers) * at(jobs.attended) * widths * replicas
-    block_flops = at(jobs.model_flops()) - head_flops - attention_flops
-    matmul = (at(parts.layer_matmul_forward), at(parts.layer_matmul_backward))
-    attention = (at(parts.layer_attention_forward), at(parts.layer_attention_backward))
-    scores = at(parts.layer_scores_forward) * engine.score_traffic
-    slowdown = at(attention_slowdown_of(jobs, engine))
-    lines: list[Line] = []
-    phases = (Phase.FORWARD, Phase.BACKWARD)
-    whole = (at(times.forward), at(times.backward))
-    for phase, mm, att, sc, share, total in zip(
-        phases, matmul, attention, (scores, 2 * scores), (1, 2), whole, strict=True
-    ):
-        m_seconds = repeats * mm * engine.matmul_slowdown
-        a_seconds = repeats * (att * slowdown + sc)
-        head = at(times.head) * share / 3
-        again = at(times.recomputed) if phase is Phase.BACKWARD else 0.0
-        rest = total - m_seconds - a_seconds - head - again
-        lines += [
-            Line(phase, Kind.MATMUL, "block_linear", executions, round(block_flops * share / 3), None, m_seconds,
-                 bound="compute"),
-            Line(phase, Kind.ATTENTION, "attention", executions, round(attention_flops * share / 3), None, a_seconds,
-                 bound="compute"),
-            Line(phase, Kind.ELEMENTWISE, "norms_residuals_activations", executions, None, None, rest, bound="memory"),
-            Line(phase, Kind.LOSS, "output_layer_and_loss", round(micro_batches), round(head_flops * share / 3), None,
-                 head, bound="compute"),
-        ]  # fmt: skip
-        if again > 0:
-            name = "recomputation_full" if full else "recomputation_selective"
-            lines.append(Line(phase, Kind.OTHER, name, executions, None, None, again, bound="compute"))
-    exposed = (
-        ("tensor_parallel", times.tp_exposed),
-        ("context_parallel", times.cp_exposed),
-        ("expert_parallel", times.ep_exposed),
-        ("pipeline_messages", times.pp_exposed),
-        ("sharded_weights", times.fsdp_exposed),
-        ("data_parallel", times.dp_exposed),
-    )
-    for name, seconds in exposed:
-        lines.append(Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds=at(seconds), bound="network"))
-    pressure = at(outcome.step_seconds) - at(times.step_seconds)
-    if at(times.offload_exposed) > 0:
-        waiting = at(times.offload_exposed)
-        lines.append(Line(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", seconds=waiting, bound="memory"))
-    lines += [
-        Line(Phase.OPTIMIZER, Kind.OPTIMIZER, "update", 1, seconds=at(times.optimizer), bound="memory"),
-        Line(Phase.HOST, Kind.HOST, "launches_behind", seconds=at(times.host_excess), bound="overhead"),
-        Line(Phase.HOST, Kind.HOST, "step", 1, seconds=at(times.host_step), bound="overhead"),
-        Line(Phase.IDLE, Kind.OTHER, "pipeline_bubble", seconds=at(times.bubble)),
-    ]
+def _lines(candidates: Candidates, where: System, outcome: Outcome) -> list[Line]:
+    lines = step_lines(candidates, where, outcome.costs, outcome.times)
+    pressure = float(outcome.step_seconds[0] - outcome.times.step_seconds[0])
     if pressure > 0:
         lines.append(Line(Phase.IDLE, Kind.HOST, "allocator_retries", seconds=pressure, bound="overhead"))
     return lines
@@ -346,7 +305,7 @@ _NOTES = {
 }
 
 
-def _memory(peak: PeakMemory, held: Held) -> list[MemoryLine]:
-    notes = _NOTES | ({"weights": held.says} if held.copy_bytes else {})
+def _memory(peak: PeakMemory, held: StorageFormat) -> list[MemoryLine]:
+    notes = _NOTES | ({"weights": held.description} if held.copy_bytes else {})
     names = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
     return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in names]

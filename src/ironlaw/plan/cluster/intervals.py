@@ -24,7 +24,7 @@ from typing import Any
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.files import read_toml
-from ironlaw.plan.cluster.setting import matmul_is_assumed
+from ironlaw.plan.cluster.system import matmul_is_assumed
 from ironlaw.plan.engines.named import GENERIC, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"

@@ -1,7 +1,7 @@
 """Every layout whose numbers divide: what a search plans, as rows of numbers, and why the others cannot be formed.
 
-    walls = {}
-    table = layout_table(model, 64, sequence=8192, global_batch=1024, ruled_out=walls)
+    constraints = {}
+    table = layout_table(model, 64, sequence=8192, global_batch=1024, ruled_out=constraints)
     layout_of(table[0])                 # the row as a Layout
     savings(model, offload=False)       # what may be put in place of a row's end to save memory for time
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.jobs import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
+from ironlaw.plan.cluster.candidates import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
 
@@ -29,7 +29,7 @@ COLUMNS = (
     "recompute", "every", "offload",
 )  # fmt: skip
 
-GRID_WALLS = (
+GRID_CONSTRAINTS = (
     "tensor parallelism across the network",
     "heads or feed-forward width not divisible by tp",
     "key/value heads not divisible by tp",
@@ -39,17 +39,19 @@ GRID_WALLS = (
 )
 """Reasons that rule out a whole grid (dp, tp, pp, cp) before its layouts are formed."""
 
-EXPERT_WALL = "experts not divisible by ep, or their width by tp"
+EXPERT_CONSTRAINT = "experts not divisible by ep, or their width by tp"
 """The same for a grid with one degree of expert parallelism, folded or not."""
 
-MICRO_BATCH_WALL = f"micro-batches above {MAX_MICRO_BATCH} sequences"
-SCHEDULE_WALL = "number of micro-batches not what the pipeline schedule needs"
+MICRO_BATCH_CONSTRAINT = f"micro-batches above {MAX_MICRO_BATCH} sequences"
+SCHEDULE_CONSTRAINT = "number of micro-batches not what the pipeline schedule needs"
 """Reasons that rule out a layout before it is planned."""
 
 
-def unit_of(wall: str) -> str:
-    """What a wall is counted in: whole grids, grids with a degree of expert parallelism, or single layouts."""
-    return "grids" if wall in GRID_WALLS else "grids with ep" if wall == EXPERT_WALL else "layouts"
+def counted_in(constraint: str) -> str:
+    """What a constraint is counted in: whole grids, grids with a degree of expert parallelism, or single layouts."""
+    return (
+        "grids" if constraint in GRID_CONSTRAINTS else "grids with ep" if constraint == EXPERT_CONSTRAINT else "layouts"
+    )
 
 
 def divisors(number: int) -> list[int]:
@@ -66,17 +68,17 @@ def grids(
             continue
         dp = count // (tp * pp * cp)
         if tp > widest_tp:
-            reason = GRID_WALLS[0]
+            reason = GRID_CONSTRAINTS[0]
         elif model.heads % tp or any(width % tp for width in _ffn_widths(model)):
-            reason = GRID_WALLS[1]
+            reason = GRID_CONSTRAINTS[1]
         elif model.key_value_heads % tp and tp % model.key_value_heads:
-            reason = GRID_WALLS[2]
+            reason = GRID_CONSTRAINTS[2]
         elif pp > model.layers:
-            reason = GRID_WALLS[3]
+            reason = GRID_CONSTRAINTS[3]
         elif sequence % (cp * tp) or cp > MAX_CP or (sequence // cp < 1024 and cp > 1):
-            reason = GRID_WALLS[4]
+            reason = GRID_CONSTRAINTS[4]
         elif global_batch % dp:
-            reason = GRID_WALLS[5]
+            reason = GRID_CONSTRAINTS[5]
         else:
             yield dp, tp, pp, cp
             continue
@@ -112,11 +114,11 @@ def layout_table(
         chunks = _pipelines(model.layers, pp)
         for micro_batch in divisors(per_replica):
             if micro_batch > MAX_MICRO_BATCH:
-                _count(ruled_out, MICRO_BATCH_WALL, len(chunks) * len(ways))
+                _count(ruled_out, MICRO_BATCH_CONSTRAINT, len(chunks) * len(ways))
                 continue
             accumulation = per_replica // micro_batch
             allowed = [pair for pair in chunks if _fills(pair, accumulation, pp)]
-            _count(ruled_out, SCHEDULE_WALL, (len(chunks) - len(allowed)) * len(ways))
+            _count(ruled_out, SCHEDULE_CONSTRAINT, (len(chunks) - len(allowed)) * len(ways))
             if ways and allowed:
                 fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}
                 parts.append(_rows(fixed | dict(zip(COLUMNS[-3:], NO_SAVING, strict=True)), ways, allowed))
@@ -139,9 +141,9 @@ def _rows(
     return rows
 
 
-def _count(ruled_out: dict[str, int], wall: str, number: int) -> None:
+def _count(ruled_out: dict[str, int], constraint: str, number: int) -> None:
     if number:
-        ruled_out[wall] = ruled_out.get(wall, 0) + number
+        ruled_out[constraint] = ruled_out.get(constraint, 0) + number
 
 
 def _ffn_widths(model: ModelConfig) -> list[int]:
@@ -162,7 +164,7 @@ def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict
     folded = [(ep, 1) for ep in divisors(replicas * tp)] if tp > 1 else []
     allowed = [(ep, 0) for ep, _ in plain if model.moe.experts % ep == 0 and model.expert_ffn_size % tp == 0]
     allowed += [(ep, 1) for ep, _ in folded if model.moe.experts % ep == 0]
-    _count(ruled_out, EXPERT_WALL, len(plain) + len(folded) - len(allowed))
+    _count(ruled_out, EXPERT_CONSTRAINT, len(plain) + len(folded) - len(allowed))
     return allowed
 
 

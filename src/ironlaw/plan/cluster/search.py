@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which wall.
+"""All layouts of a model on a cluster, planned at once and ranked; what was ruled out, and by which constraint.
 
     found = search(model, cluster, sequence=8192, global_batch=1024)
     found.best[0].layout, found.best[0].step_seconds
@@ -23,12 +23,12 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import abilities
 from ironlaw.plan.cluster.allocator import usable_bytes
-from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_jobs
+from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Candidates, candidates_of_table
+from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.cluster.jobs import RECOMPUTE, SCHEDULES, Jobs, jobs_of_table
 from ironlaw.plan.cluster.layout_space import COLUMNS, MAX_TP, layout_of, layout_table, savings
 from ironlaw.plan.cluster.memory import peak_memory
-from ironlaw.plan.cluster.setting import Setting, setting
+from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
@@ -42,7 +42,7 @@ HIDING_IN_BUBBLE = 0.03
 """The same of sharded weights under a zero-bubble schedule, which a longer backward pass hides without filling less of
 the bubble: 1.7% there."""
 
-CHUNK = 20_000  # jobs planned at once: bounds memory at a few hundred MiB
+CHUNK = 20_000  # candidates planned at once: bounds memory at a few hundred MiB
 FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned at first, and bounded at once
 
 
@@ -100,36 +100,36 @@ def search(
     fastest, and neither the counts nor `safest` mean anything.
     """
     chosen = engine_named(engine) if isinstance(engine, str) else engine
-    where = setting(cluster, chosen, precision, update_cost(optimizer, model))
-    walls: dict[str, int] = {}
+    where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
+    constraints: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    table = layout_table(model, cluster.count, sequence, global_batch, walls, widest_tp, hybrid, chosen.cp_kinds)
+    table = layout_table(model, cluster.count, sequence, global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds)
     if len(table):
         refused: dict[str, int] = {}
         table = _able(table, chosen, refused)
         if excluded is not None:
             table = _permitted(table, excluded, refused)
-        walls |= refused
+        constraints |= refused
         if not len(table):
             reasons = "; or ".join(refused)
             raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     if not len(table):
-        reasons = "; ".join(f"{reason}: {n}" for reason, n in walls.items())
+        reasons = "; ".join(f"{reason}: {n}" for reason, n in constraints.items())
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
     table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")].astype(float)  # alike ones share shapes
-    hunt = _Hunt(
-        model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, walls, fastest_alone
+    running = _Search(
+        model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, constraints, fastest_alone
     )
     if fastest_alone:
-        hunt.plan_fastest(table)
-        return hunt.found()
-    bound = np.concatenate([hunt.plan(part) for part in _chunks(table, CHUNK)])
-    hunt.plan_savings(table, bound, savings(model, offload=False))
-    if not hunt.best and hunt.may_offload:
-        hunt.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
-    return hunt.found()
+        running.plan_fastest(table)
+        return running.found()
+    bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
+    running.plan_savings(table, bound, savings(model, offload=False))
+    if not running.best and running.may_offload:
+        running.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
+    return running.found()
 
 
 def hiding(rows: np.ndarray) -> np.ndarray:
@@ -143,18 +143,18 @@ def _chunks(table: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 @dataclass
-class _Hunt:
+class _Search:
     """A search under way: what it is about, and the best so far."""
 
     model: ModelConfig
     cluster: Cluster
-    where: Setting
+    where: System
     sequence: int
     global_batch: int
     flash: bool
     keep: int
     excluded: Callable[[Layout], str | None] | None
-    walls: dict[str, int]
+    constraints: dict[str, int]
     fastest_alone: bool
     planned: int = 0
     fitting: int = 0
@@ -180,9 +180,9 @@ class _Hunt:
             if self.best:
                 return
 
-    def _jobs(self, table: np.ndarray) -> Jobs:
+    def _jobs(self, table: np.ndarray) -> Candidates:
         columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-        return jobs_of_table(
+        return candidates_of_table(
             self.model, columns, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
         )
 
@@ -202,7 +202,7 @@ class _Hunt:
 
         Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
         """
-        outcome = plan_jobs(self._jobs(part), self.where)
+        outcome = plan_candidates(self._jobs(part), self.where)
         fits = outcome.fits
         self.planned += len(part)
         self.fitting += int(fits.sum())
@@ -232,7 +232,7 @@ class _Hunt:
             index = index[bound[index] < self._worst_wanted()]
             beaten = len(order[start : start + step]) - len(index)
             if beaten:
-                self.walls[BEATEN] = self.walls.get(BEATEN, 0) + beaten * len(variants)
+                self.constraints[BEATEN] = self.constraints.get(BEATEN, 0) + beaten * len(variants)
             index = index[self._may_fit(table[index], variants)]
             if len(index):
                 self._plan_variants(table[index], variants)
@@ -264,7 +264,7 @@ class _Hunt:
         spread = np.repeat(rows, len(variants), axis=0)
         spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
         if self.excluded is not None:
-            spread = _permitted(spread, self.excluded, self.walls)
+            spread = _permitted(spread, self.excluded, self.constraints)
         if len(spread):
             self.plan(spread)
 
@@ -276,7 +276,7 @@ class _Hunt:
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
     def found(self) -> Found:
-        found = Found([], self.planned, self.fitting, self.walls)
+        found = Found([], self.planned, self.fitting, self.constraints)
         if self.planned > self.fitting:
             found.ruled_out["memory"] = self.planned - self.fitting
         if not self.best and self.nearest is not None:
@@ -301,7 +301,7 @@ def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
 def _able(rows: np.ndarray, engine: Engine, ruled_out: dict[str, int]) -> np.ndarray:
     """The layouts that this software can run."""
     kept = np.ones(len(rows), dtype=bool)
-    for words, needed in abilities.walls(engine, dict(zip(COLUMNS, rows.T, strict=True))).items():
+    for words, needed in abilities.constraints(engine, dict(zip(COLUMNS, rows.T, strict=True))).items():
         if count := int((kept & needed).sum()):
             ruled_out[f"{engine.name} has no {words}"] = count
         kept &= ~needed
@@ -320,14 +320,14 @@ def _permitted(rows: np.ndarray, excluded: Callable[[Layout], str | None], ruled
 
 
 _TERMS = {
-    "compute": ("forward", "backward"),
+    "compute": ("forward", "backward", "head_matmul", "loss", "embedding"),
     "pipeline bubble": ("bubble",),
     "tensor parallel communication": ("tp_exposed",),
     "context parallel communication": ("cp_exposed",),
     "expert parallel communication": ("ep_exposed",),
     "pipeline messages": ("pp_exposed",),
-    "gathering of sharded weights": ("fsdp_exposed",),
-    "data parallel communication": ("dp_exposed",),
+    "communication of sharded state": ("fsdp_exposed",),
+    "data parallel communication": ("reduce_exposed", "gather_exposed"),
     "launch time": ("host_excess",),
     "optimizer": ("optimizer",),
     "transfers to the host": ("offload_exposed",),

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.plan.cluster.jobs import Array, Jobs
-from ironlaw.plan.cluster.latent import projection_weights
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.workload.pipeline import V_SHAPED, layers_of, stages_of
 
 
@@ -20,7 +19,7 @@ class StageLayers:
     first: Array
     middle: Array
     last: Array
-    counts: Array  # jobs x stages, zero beyond a job's last stage
+    counts: Array  # candidates x stages, zero beyond a job's last stage
     head_stage: Array  # index of the stage that holds the output layer
     largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides any
 
@@ -28,7 +27,7 @@ class StageLayers:
         return StageLayers(**{name: column[index] for name, column in vars(self).items()})
 
 
-def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
+def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayers:
     """Layers per stage: "equal", or "cost" where a stage takes layers until its share of the parameters is full.
 
     "equal" gives what does not divide to the stages between the first and the last, which have the embedding and the
@@ -36,30 +35,30 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
     which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
     """
-    stages = int(jobs.pp.max(initial=1))
-    counts = np.zeros((len(jobs), stages))
-    head_stage = np.where(jobs.v_shaped, 0.0, jobs.pp - 1)
+    stages, model = int(candidates.pp.max(initial=1)), candidates.model
+    counts = np.zeros((len(candidates), stages))
+    head_stage = np.where(candidates.v_shaped, 0.0, candidates.pp - 1)
     if partition == "cost":
         head_stage = head_stage.copy()
-        cost = projection_weights(jobs) + jobs.hidden * jobs.mixed_size
-        cost = cost + np.where(jobs.gated > 0, 3.0, 2.0) * jobs.hidden * jobs.visited_ffn
-        keys = np.stack([jobs.layers, jobs.pp, cost, jobs.hidden * jobs.vocab], axis=1)
+        linear, _, head = candidates.forward_flops()
+        cost = linear / model.layers
+        keys = np.stack(np.broadcast_arrays(model.layers, candidates.pp, cost, head), axis=1)
         unique, back = np.unique(keys, axis=0, return_inverse=True)
         dealt = [_dealt(int(n), int(pp), block, head) for n, pp, block, head in unique]
         for i, which in enumerate(back.reshape(-1)):
             layers_dealt, head_stage[i] = dealt[which]
             counts[i, : len(layers_dealt)] = layers_dealt
     else:
-        counts = _even(jobs, stages)
-    rows = np.arange(len(jobs))
-    last_index = (jobs.pp - 1).astype(int)
+        counts = _even(candidates, stages)
+    rows = np.arange(len(candidates))
+    last_index = (candidates.pp - 1).astype(int)
     inner = counts.copy()
     inner[:, 0] = 0
     inner[rows, last_index] = 0
-    embedding, head = jobs.embedding_parameters / jobs.tp, jobs.hidden * jobs.vocab / jobs.tp
-    per_stage = counts * jobs.local_block_parameters[:, None]
+    embedding, head = model.embedding_parameters / candidates.tp, model.hidden * model.vocab / candidates.tp
+    per_stage = counts * candidates.local_block_parameters[:, None]
     per_stage[:, 0] += embedding
-    alone = (jobs.tied > 0) & (head_stage == 0)
+    alone = model.tied & (head_stage == 0)
     per_stage[rows, head_stage.astype(int)] += np.where(alone, 0.0, head)
     return StageLayers(
         first=counts[:, 0],
@@ -71,38 +70,39 @@ def stage_layers(jobs: Jobs, partition: str = "equal") -> StageLayers:
     )
 
 
-def owned_parameters(jobs: Jobs, layers: StageLayers) -> Array:
+def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
     """Parameters that a rank of the fullest stage updates: under ZeRO its share of them.
 
     Experts are sharded over the ranks that hold the same ones, fewer than share the rest by as much as a rank holds
     fewer of them.
     """
     local = layers.largest_parameters
-    if jobs.has_experts:
+    if candidates.has_experts:
         blocks = layers.counts.max(axis=1)
-        sharded = local + blocks * (jobs.expert_parameters / jobs.tp - jobs.local_expert_parameters)
-        return np.where(jobs.zero > 0, sharded / jobs.shard_ranks, local)
-    return np.where(jobs.zero > 0, local / jobs.shard_ranks, local)
+        sharded = local + blocks * (candidates.expert_parameters / candidates.tp - candidates.local_expert_parameters)
+        return np.where(candidates.zero > 0, sharded / candidates.shard_ranks, local)
+    return np.where(candidates.zero > 0, local / candidates.shard_ranks, local)
 
 
-def _even(jobs: Jobs, stages: int) -> Array:
-    """Jobs x stages: layers of each stage, as equal as they can be; the last stage is the first to hold one less."""
-    index, pp = np.arange(stages)[None, :], jobs.pp[:, None]
+def _even(candidates: Candidates, stages: int) -> Array:
+    """Candidates x stages: layers of each stage, as equal as can be; the last stage is the first to hold one less."""
+    index, pp = np.arange(stages)[None, :], candidates.pp[:, None]
     exists = index < pp
-    whole, rest = np.divmod(jobs.layers, jobs.pp)
+    layers = np.broadcast_to(np.asarray(candidates.model.layers, dtype=float), len(candidates))
+    whole, rest = np.divmod(layers, candidates.pp)
     turn = np.where(index == pp - 1, pp - 1, np.where(index == 0, pp - 2, index - 1))  # who takes of the rest
     counts = whole[:, None] + (turn < rest[:, None])
-    chunks = jobs.pp * jobs.virtual
-    last_less = np.where(jobs.layers % chunks == 0, 0.0, 1.0)
-    first_less = np.where((jobs.layers + 1) % chunks == 0, 0.0, last_less)
-    per_stage = jobs.virtual * (jobs.layers + first_less + last_less) / chunks
-    holds_last = np.where(jobs.v_shaped, 0, jobs.pp - 1)[:, None]
+    chunks = candidates.pp * candidates.virtual
+    last_less = np.where(layers % chunks == 0, 0.0, 1.0)
+    first_less = np.where((layers + 1) % chunks == 0, 0.0, last_less)
+    per_stage = candidates.virtual * (layers + first_less + last_less) / chunks
+    holds_last = np.where(candidates.v_shaped, 0, candidates.pp - 1)[:, None]
     dealt = per_stage[:, None] - first_less[:, None] * (index == 0) - last_less[:, None] * (index == holds_last)
-    for i in np.flatnonzero((jobs.virtual > 1) & ((jobs.layers + first_less + last_less) % chunks != 0)):
+    for i in np.flatnonzero((candidates.virtual > 1) & ((layers + first_less + last_less) % chunks != 0)):
         dealt[i] = 0.0
-        held = _uneven(int(jobs.layers[i]), int(jobs.pp[i]), int(jobs.virtual[i]), bool(jobs.v_shaped[i]))
+        held = _uneven(int(layers[i]), int(candidates.pp[i]), int(candidates.virtual[i]), bool(candidates.v_shaped[i]))
         dealt[i, : len(held)] = held
-    return np.where(exists, np.where(jobs.virtual[:, None] > 1, dealt, counts), 0.0)
+    return np.where(exists, np.where(candidates.virtual[:, None] > 1, dealt, counts), 0.0)
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
-"""Step time of many jobs at once: compute from operation shapes, host time, pipeline, communication.
+"""Step time of many candidates at once: compute from operation shapes, host time, pipeline, communication.
 
-    parts = step_parts(jobs, setting)        # seconds of every ingredient, engine-independent
-    times = assemble(parts, jobs, setting.engine)
+    costs = step_costs(candidates, system)        # seconds of every ingredient, engine-independent
+    times = assemble(costs, candidates, system.engine)
     times.step_seconds                       # one per job
 
 For a pipeline stage s and one micro-batch (forward, backward and recomputation together):
@@ -22,10 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ironlaw.ledger import Phase
+from ironlaw.plan.cluster.candidates import SCHEDULES, Array, Candidates
 from ironlaw.plan.cluster.context_parallel import cp_exchanges, exposed, kinds
-from ironlaw.plan.cluster.ingredients import Parts
-from ironlaw.plan.cluster.jobs import SCHEDULES, Array, Jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
+from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.engines.engine import Engine
 
 RIVALRY = 6.0
@@ -41,8 +42,8 @@ class Times:
     """Seconds per job and step, on the busiest stage; up to `host_step` they add up to `step_seconds`."""
 
     step_seconds: Array
-    forward: Array
-    backward: Array
+    forward: Array  # of the blocks
+    backward: Array  # of the blocks, with what is recomputed
     host_excess: Array  # launches that the device waits for
     bubble: Array
     tp_exposed: Array
@@ -50,18 +51,40 @@ class Times:
     pp_exposed: Array
     ep_exposed: Array
     fsdp_exposed: Array
-    dp_exposed: Array
+    reduce_exposed: Array  # gradients over data parallel ranks, once per step
+    gather_exposed: Array  # weights after the update
     optimizer: Array
     offload_exposed: Array  # waiting for transfers to and from the host, and for its update
     host_step: Array
+    told: Array  # small collectives
     busiest_layers: Array  # of the stage these times are of
-    head: Array  # output layer and embedding, part of forward and backward
-    recomputed: Array  # part of backward
+    heads: Array  # times that the output layer is run
+    head_matmul: Array
+    loss: Array
+    embedding: Array
 
 
-def attention_slowdown_of(jobs: Jobs, engine: Engine) -> Array:
-    """Without a fused kernel attention is two batched matmuls, as fast or slow as any other."""
-    return np.where(jobs.flash > 0, engine.attention_slowdown, engine.matmul_slowdown)
+def part_factors(flash: bool, engine: Engine) -> dict[str, float]:
+    """What a run makes of the seconds of each part of a block.
+
+    Without a fused kernel attention is two batched matmuls, as fast or slow as any other.
+    """
+    return {
+        "matmul": engine.matmul_slowdown,
+        "attention": engine.attention_slowdown if flash else engine.matmul_slowdown,
+        "scores": engine.score_traffic,
+        "stream": engine.streaming_traffic,
+        "shard": engine.shard_traffic,
+    }
+
+
+def accumulated_share(candidates: Candidates, engine: Engine) -> Array:
+    """How often gradients of a block are added to those of before, per micro-batch: ours from the second one on, and
+    under ZeRO-3 to a rank's own part."""
+    if engine.fused:
+        return np.where(candidates.zero >= 3, 0.0, 1.0)
+    part = np.where(candidates.zero >= 3, candidates.shard_ranks, 1.0)
+    return (candidates.accumulation - 1) / candidates.accumulation / part
 
 
 def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
@@ -87,110 +110,109 @@ def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array,
     return np.asarray(np.where(schedule == SCHEDULES["dualpipe"], both, idle) / whole)
 
 
-def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | None = None) -> Times:
+def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> Times:
     """Step time from its ingredients and the engine's constants."""
-    layers = layers or stage_layers(jobs, engine.partition)
-    full, selective = jobs.recompute == 2, jobs.recompute == 1
+    layers = layers or stage_layers(candidates, engine.partition)
+    full, selective = candidates.recompute == 2, candidates.recompute == 1
     slow_tp, slow_cp, slow_ep, slow_dp, slow_pp = (
         np.where(crosses, engine.network_slowdown, engine.island_slowdown)
-        for crosses in (parts.tp_crosses, parts.cp_crosses, parts.ep_crosses, parts.dp_crosses, parts.pp_crosses)
+        for crosses in (costs.tp_crosses, costs.cp_crosses, costs.ep_crosses, costs.dp_crosses, costs.pp_crosses)
     )
-    micro_batches = jobs.accumulation
+    micro_batches = candidates.accumulation
 
-    streaming_forward = parts.layer_streaming_forward * engine.streaming_traffic
-    streaming_forward = streaming_forward + parts.layer_shard_forward * engine.shard_traffic
-    attention_slowdown = attention_slowdown_of(jobs, engine)
-    core = parts.layer_attention_forward * attention_slowdown + parts.layer_scores_forward * engine.score_traffic
-    forward = parts.layer_matmul_forward * engine.matmul_slowdown + core + streaming_forward
-    backward = (
-        parts.layer_matmul_backward * engine.matmul_slowdown
-        + parts.layer_attention_backward * attention_slowdown
-        + 2 * parts.layer_scores_forward * engine.score_traffic
-        + parts.layer_streaming_backward * engine.streaming_traffic
-        + parts.layer_shard_backward * engine.shard_traffic
-        + parts.layer_accumulate * np.where(jobs.zero >= 3, 0.0, 1.0)
+    factors = part_factors(candidates.flash, engine)
+    forward_of, backward_of = (
+        {part: costs.block[part, phase] * factor for part, factor in factors.items()}
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
-    share = engine.selective_matmul_share
-    # Megatron repeats the attention core; torchtitan every other matmul and what is element-wise, seldom attention.
-    others = share * parts.layer_matmul_forward * engine.matmul_slowdown + engine.selective_attention_share * core
-    widens = (parts.layer_widening_forward > 0) & engine.selective_widens
-    again_alone = np.where(widens, parts.layer_widening_forward * engine.matmul_slowdown, core)
-    partly = np.where(share > 0, others + streaming_forward, again_alone)
-    again = np.where(full, forward * jobs.recomputed_share, np.where(selective, partly, 0.0))
-    passes = 2 + jobs.recomputed_share
-    tp_layer = parts.tp_collectives * passes * parts.tp_collective * slow_tp
+    core, forward = forward_of["attention"] + forward_of["scores"], sum(forward_of.values())
+    accumulate = costs.accumulate * accumulated_share(candidates, engine)
+    backward = sum(backward_of.values()) + accumulate
+    whole, partly = (sum(costs.again[part, mode] * factor for part, factor in factors.items()) for mode in (0, 1))
+    again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
+    passes = 2 + candidates.recomputed_share
+    tp_layer = costs.tp_collectives * passes * costs.tp_collective * slow_tp
     tp_exposed = tp_layer * (1 - engine.tp_hidden)
-    exchange = 2 * passes * parts.ep_layer * slow_ep  # rows go out and come back
-    beside = np.where(parts.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
+    exchange = 2 * passes * costs.ep_layer * slow_ep  # rows go out and come back
+    beside = np.where(costs.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
     ep_exposed = exchange - np.minimum(beside, forward + backward)
-    kind = kinds(jobs, engine)
+    kind = kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
-    repeated = np.where(selective & (share == 0) & ~widens, 1.0, jobs.recomputed_share)
+    repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
+    repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
     cp_passes = cp_exchanges(kind, 2 + repeated)
-    attention = core * (1 + repeated) + parts.layer_attention_backward * attention_slowdown
-    cp_exposed = exposed(parts.cp_layer * cp_passes * slow_cp, jobs, kind, attention, engine.cp_hidden)
-    host_passes = 1 + engine.host_backward_ratio + jobs.recomputed_share
-    unfused = (jobs.flash == 0) & (jobs.micro_batch * jobs.heads / jobs.tp % 4 != 0)
+    attention = core * (1 + repeated) + backward_of["attention"]
+    cp_exposed = exposed(costs.cp_layer * cp_passes * slow_cp, candidates, kind, attention, engine.cp_hidden)
+    host_passes = 1 + engine.host_backward_ratio + candidates.recomputed_share
+    unfused = (not candidates.flash) & (candidates.micro_batch * candidates.model.heads / candidates.tp % 4 != 0)
     host_layer = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
-    host_layer = host_layer * (1 + jobs.launches * jobs.expert_share + jobs.latent_launches)
-    exchanges = np.where(jobs.ep > 1, jobs.expert_share, 0.0)
-    across_nodes = (jobs.pp > 1) & parts.pp_crosses
-    host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(across_nodes, jobs.tp, 0.0)
-    host_collective = np.where(jobs.tp > 1, host_collective, 0.0) + engine.host_collective_seconds * exchanges
+    host_layer = host_layer * (1 + candidates.launches * candidates.expert_share + candidates.latent_launches)
+    exchanges = np.where(candidates.ep > 1, candidates.expert_share, 0.0)
+    across_nodes = (candidates.pp > 1) & costs.pp_crosses
+    host_collective = engine.host_collective_seconds + engine.host_rank_seconds * np.where(
+        across_nodes, candidates.tp, 0.0
+    )
+    host_collective = np.where(candidates.tp > 1, host_collective, 0.0) + engine.host_collective_seconds * exchanges
     host_layer = host_layer + 2 * passes * host_collective
     # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
-    host_messages = engine.host_collective_seconds * 4 * (jobs.virtual - 1)
+    host_messages = engine.host_collective_seconds * 4 * (candidates.virtual - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
 
-    head = parts.head_matmul * engine.matmul_slowdown + parts.head_streaming * engine.loss_traffic
-    embedding = parts.embedding * engine.streaming_traffic
+    head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
+    head = head_matmul + loss
+    embedding = costs.embedding * engine.streaming_traffic
     device_layer = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
-    message = 2 * jobs.virtual * parts.pp_message * (1 - engine.pp_hidden) * slow_pp
+    message = 2 * candidates.virtual * costs.pp_message * (1 - engine.pp_hidden) * slow_pp
 
     # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
-    fsdp_layer = (2 * parts.fsdp_gather_layer + parts.fsdp_scatter_layer) * slow_dp
+    fsdp_layer = (2 * costs.fsdp_gather_layer + costs.fsdp_scatter_layer) * slow_dp
     fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
 
     # Activations go to the host behind the forward pass of the next block, and come back behind its backward pass.
-    offload_layer = np.maximum(parts.host_layer - forward, 0.0) + np.maximum(parts.host_layer - backward - again, 0.0)
+    offload_layer = np.maximum(costs.host_layer - forward, 0.0) + np.maximum(costs.host_layer - backward - again, 0.0)
 
     def stage(count: Array, extra: Array) -> tuple[Array, Array]:
         blocks = count * (device_layer + fsdp_exposed + offload_layer)
         longer = _longer(blocks, count * host_layer) + _longer(extra, host_microbatch)
         return longer + message, longer - blocks - extra
 
-    both_ends = (jobs.pp == 1) | jobs.v_shaped
-    first_extra = embedding + np.where(both_ends, head, 0.0)
-    last_extra = np.where(jobs.v_shaped, 0.0, head) + np.where(jobs.pp == 1, embedding, 0.0)
+    # Which ends the first stage has, and the last.
+    alone = np.where(candidates.pp == 1, 1.0, 0.0)
+    first_head = np.where((candidates.pp == 1) | candidates.v_shaped, 1.0, 0.0)
+    last_head = np.where(candidates.v_shaped, 0.0, 1.0)
+    first_extra, last_extra = embedding + first_head * head, last_head * head + alone * embedding
     first, _ = stage(layers.first, first_extra)
-    middle, _ = stage(layers.middle, np.zeros(len(jobs)))
+    middle, _ = stage(layers.middle, np.zeros(len(candidates)))
     last, _ = stage(layers.last, last_extra)
-    slowest = np.maximum(np.maximum(first, last), np.where(jobs.pp > 2, middle, 0.0))
-    others = np.where(jobs.pp > 1, first + last + (jobs.pp - 2) * middle, slowest) - slowest
-    weight_gradients = parts.layer_matmul_backward * engine.matmul_slowdown / 2 + parts.layer_accumulate
+    slowest = np.maximum(np.maximum(first, last), np.where(candidates.pp > 2, middle, 0.0))
+    others = np.where(candidates.pp > 1, first + last + (candidates.pp - 2) * middle, slowest) - slowest
+    weight_gradients = backward_of["matmul"] / 2 + costs.accumulate
     first_half = forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes
     second_half = device_layer - first_half - weight_gradients
-    bubble = others * bubble_share(jobs.schedule, jobs.virtual, first_half, second_half, weight_gradients)
+    bubble = others * bubble_share(candidates.schedule, candidates.virtual, first_half, second_half, weight_gradients)
 
-    count = np.where(slowest == last, layers.last, np.where(slowest == first, layers.first, layers.middle))
-    extra = np.where(slowest == last, last_extra, np.where(slowest == first, first_extra, 0.0))
-    _, host_excess = stage(count, extra)
+    is_last, is_first = slowest == last, slowest == first
+    count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
+    has_head = np.where(is_last, last_head, np.where(is_first, first_head, 0.0))
+    has_embedding = np.where(is_last, alone, np.where(is_first, 1.0, 0.0))
+    _, host_excess = stage(count, has_head * head + has_embedding * embedding)
     steady = micro_batches * slowest
     window = count * (backward + again)  # the last micro-batch's backward, behind which gradients can travel
-    reduce = parts.dp_reduce * slow_dp
-    gather = parts.dp_gather * slow_dp
-    dp_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
-    dp_exposed = dp_exposed + gather - np.minimum(engine.dp_hidden * gather, count * forward)
+    reduce = costs.dp_reduce * slow_dp
+    gather = costs.dp_gather * slow_dp
+    reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
+    gather_exposed = gather - np.minimum(engine.dp_hidden * gather, count * forward)
     # Gradients leave during the last backward pass; weights come back while the rest is still updated.
-    offload_step = np.maximum(parts.host_gradients - window, 0.0) + parts.host_update
-    optimizer = parts.optimizer * engine.optimizer_traffic
-    host_step = np.full(len(jobs), engine.host_step_seconds)
+    offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
+    optimizer = costs.optimizer * engine.optimizer_traffic
+    host_step = np.full(len(candidates), engine.host_step_seconds)
     m = micro_batches * count
+    told = np.zeros(len(candidates)) + sum(costs.told.values())
     return Times(
-        step_seconds=steady + bubble + dp_exposed + optimizer + offload_step + host_step,
-        forward=m * forward + micro_batches * extra / 3,
-        backward=m * (backward + again) + micro_batches * extra * 2 / 3,
+        step_seconds=steady + told + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
+        forward=m * forward,
+        backward=m * (backward + again),
         host_excess=micro_batches * host_excess,
         bubble=bubble,
         tp_exposed=m * tp_exposed,
@@ -198,13 +220,17 @@ def assemble(parts: Parts, jobs: Jobs, engine: Engine, layers: StageLayers | Non
         pp_exposed=micro_batches * message,
         ep_exposed=m * ep_exposed,
         fsdp_exposed=m * fsdp_exposed,
-        dp_exposed=dp_exposed,
+        reduce_exposed=reduce_exposed,
+        gather_exposed=gather_exposed,
         optimizer=optimizer,
         offload_exposed=micro_batches * count * offload_layer + offload_step,
         host_step=host_step,
+        told=told,
         busiest_layers=count,
-        head=micro_batches * extra,
-        recomputed=m * again,
+        heads=micro_batches * has_head,
+        head_matmul=micro_batches * has_head * head_matmul,
+        loss=micro_batches * has_head * loss,
+        embedding=micro_batches * has_embedding * embedding,
     )
 
 

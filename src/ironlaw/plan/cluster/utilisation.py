@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.jobs import Jobs
+from ironlaw.plan.cluster.candidates import Candidates
 
 
 def other_conventions(
-    model: ModelConfig, jobs: Jobs, step: Estimate, peak_flops_per_second: float
+    model: ModelConfig, candidates: Candidates, step: Estimate, peak_flops_per_second: float
 ) -> dict[str, Estimate]:
     """`mfu_palm`, `mfu_6nd` and `hfu` of the first job; `peak_flops_per_second` is that of all accelerators."""
-    tokens = float(jobs.sequence[0] * jobs.global_batch[0])
-    attention = 6 * model.layers * (model.query_size + model.mixed_size) * float(jobs.sequence[0])
+    tokens = float(candidates.sequence[0] * candidates.global_batch[0])
+    attention = 6 * model.layers * (model.query_size + model.mixed_size) * float(candidates.sequence[0])
     n = model.active_parameters  # all of them in a dense model
     which = "all parameters" if model.moe is None else f"the {n:,} parameters that a token meets"
     counted = {
@@ -25,7 +25,7 @@ def other_conventions(
             f"6 N + 12 L H Q S per token, {which}, masked attention counted (PaLM, arXiv 2204.02311, app. B)",
         ),
         "mfu_6nd": (6 * n * tokens, f"6 N per token, {which}, no attention"),
-        "hfu": (float(jobs.hardware_flops()[0]), "matrix FLOPs with what is recomputed"),
+        "hfu": (float(candidates.hardware_flops()[0]), "matrix FLOPs with what is recomputed"),
     }
     return {name: _share(flops, basis, step, peak_flops_per_second) for name, (flops, basis) in counted.items()}
 

@@ -6,7 +6,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
 from ironlaw.plan.ask import Ask
-from ironlaw.plan.engines.low_precision import held_by
+from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
@@ -140,8 +140,12 @@ def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
 
 def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
     """Weights stored in 8 or 4 bits, where the plan has taken them so."""
-    held = held_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
-    stored = number_format(ask.precision).narrow and engine(ask.engine).narrow_parameters and "in place of" in held.says
+    held = storage_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
+    stored = (
+        number_format(ask.precision).narrow
+        and engine(ask.engine).narrow_parameters
+        and "in place of" in held.description
+    )
     if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
         return []
     return ["--fp4-param-gather" if ask.precision == "nvfp4" else "--fp8-param-gather"]

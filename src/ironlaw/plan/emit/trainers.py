@@ -31,7 +31,7 @@ ENGINE_OF_TRAINER = {
     "megatron": "megatron-core",
     "deepspeed": "megatron-deepspeed",
     "accelerate": "composer-fsdp",
-    "ironlaw": "generic",
+    "ironlaw": "ironlaw",
 }
 """Whose constants a plan for that trainer uses unless told otherwise."""
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.plan.engines.low_precision import Casts, Held, casts_by, held_by
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.engines.low_precision import casts_by, storage_by
+from ironlaw.workload.conventions import Conventions, StorageFormat
 
 
 @dataclass(frozen=True)
-class Engine:
+class Engine(Conventions):
     """Constants of one engine. Times in seconds, memory in bytes, the rest are ratios.
 
     Time. The processor that launches kernels works at its own pace: a stage of a micro-batch takes the longer of
@@ -28,6 +30,9 @@ class Engine:
     attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
     lacks: tuple[str, ...] = ()  # what it cannot run: words of plan/cluster/abilities.py
     by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
+
+    autocast: bool = field(default=False, kw_only=True)
+    fused: bool = field(default=True, kw_only=True)
 
     # host: seconds of the launching processor
     host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
@@ -75,13 +80,8 @@ class Engine:
     run_ahead_bytes: float = 0.0  # the same on the output layer's stage: what collectives still hold (words.py)
     reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
     partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
-    stream_bytes: float = 2.0  # the residual stream, per element
-    unrotated_kept: float = 1.0  # of queries and keys before rotation: values that are a view of their product keep it
     backward_ffn_tensors: float = 0.0  # of the feed-forward network's width, alive in its backward pass beside the kept
     activation_slack: float = 1.0  # activation bytes that the allocator needs over those of the tensors
-    gathered_inputs: float = 0.0  # share of norm outputs kept after gathering over tp
-    activation_saves: float = 1.0  # elementwise intermediates kept in the feed-forward network (1 fused, 2 eager)
-    dropout_mask_bytes: float = 0.0  # per hidden element and layer: one byte for each of two dropouts
     selective_kept_share: float = 0.0  # of a block's activations under selective recomputation; 0: all but attention
     logit_bytes: float = 10.0  # per logit at the peak: 16-bit logits, fp32 copy, its softmax and gradient
     context_bytes: float = 0.0
@@ -89,35 +89,49 @@ class Engine:
     default_zero: int = 0
     default_sp: bool = False
     default_recompute: str = "none"
-    narrows_own_tokens: bool = False  # latent attention under sequence parallelism: gathers what was narrowed
     interleaves: bool = False  # pipelines whose bubble would be long, where a run does not say
     tp_overlap: float = 0.0  # of tensor parallel collectives, hidden by an option that runs do not tell; 0: none such
     recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
 
     cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
-    rows_sent: str = "choices"  # to experts: a token once per "choices", or once per "ranks" that hold some of them
-    keeps_expert_outputs: bool = True  # for the gradient of the weights that they are added up with
     default_etp: int = 0  # ranks that an expert is split over, where a run with ep does not say; 0: as many as tp
     default_imbalance: float = 0.0  # of the load of experts, where a run does not say; 0: that of training
     low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
     narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
 
     element_bytes: float = 2.0  # of activations and of gathered weights
-    held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
-    casts: Casts = field(default_factory=Casts)  # what quantising them moves
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Per weight, as which it is kept where it is gathered."""
+        return 4.0 if self.autocast else self.element_bytes
+
+    @property
+    def sent_weight_bytes(self) -> float:
+        """Per weight that data parallel ranks gather."""
+        return 4.0 if self.autocast else self.storage.gather_bytes
+
+    @property
+    def repeats_attention_alone(self) -> bool:
+        """What selective recomputation repeats: as Megatron does, or all that is cheap and a share of the rest."""
+        return self.fused and self.selective_matmul_share == 0
+
+    def widens_again(self, model: ModelConfig) -> bool:
+        """Whether selective recomputation repeats what makes latent attention's inputs wide, and not attention."""
+        return self.selective_widens and model.latent is not None
 
     def computing_in(self, precision: str, generation: str = "") -> Engine:
         """The conventions of a run in this precision: in fp32 and tf32 nothing is kept twice, and all of it is wide."""
         if number_format(precision).narrow:
-            held = held_by(self.low_precision, precision, generation, self.narrow_parameters)
-            return replace(self, held=held, casts=casts_by(self.low_precision, precision, generation))
+            held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
+            return replace(self, storage=held, casts=casts_by(self.low_precision, precision, generation))
         if precision not in ("fp32", "tf32"):
             return self
         return replace(
             self, weight_bytes=4.0, master_bytes=0.0, gradient_bytes=4.0, half_gradient_bytes=0.0,
-            gradient_communication_bytes=4.0, stream_bytes=4.0, element_bytes=4.0,
-            held=Held(4.0, gather_bytes=4.0),
+            gradient_communication_bytes=4.0, element_bytes=4.0,
+            storage=StorageFormat(4.0, gather_bytes=4.0),
         )  # fmt: skip
 
     def on(self, generation: str) -> Engine:

@@ -1,6 +1,6 @@
 """What 8- and 4-bit training keeps in memory and sends: the linear layers of the blocks, in the library that runs them.
 
-    held = held_by(engine.low_precision, "mxfp8", "blackwell", engine.narrow_parameters)
+    held = storage_by(engine.low_precision, "mxfp8", "blackwell", engine.narrow_parameters)
     held.input_bytes, held.copy_bytes, held.gather_bytes
 
 Norms, attention, residual stream, embedding, output layer, gradients and optimizer state stay as under bf16.
@@ -37,38 +37,13 @@ attention, router, output layer and loss stay in 16 bits or more in both librari
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ironlaw.catalog.formats import number_format
-
-WIDE = 2.0
+from ironlaw.workload.conventions import WIDE, Casts, StorageFormat
 
 ONE_ARRANGEMENT = ("blackwell", "blackwell_ultra")
 """Generations whose products under scales per tensor read operands in either order."""
 
 LIBRARIES = ("transformer-engine", "torchao", "")
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes per element or parameter."""
-
-    input_bytes: float = WIDE  # of a linear layer's input, kept for its backward pass
-    attention_copy_bytes: float = 0.0  # of attention's output, beside the one that attention keeps
-    copy_bytes: float = 0.0  # per weight of a block's matrices, more (or less) than the 16-bit ones alone
-    gather_bytes: float = WIDE  # per weight that data parallel ranks gather
-    says: str = ""
-
-
-@dataclass(frozen=True)
-class Casts:
-    """Bytes read and written to quantise what a linear layer multiplies, per element of each and micro-batch."""
-
-    inputs: float = 0.0  # forward
-    weights: float = 0.0
-    gradients: float = 0.0  # backward, of the output
-    inputs_again: float = 0.0
-    weights_again: float = 0.0
 
 
 def casts_by(library: str, precision: str, generation: str) -> Casts:
@@ -86,26 +61,26 @@ def casts_by(library: str, precision: str, generation: str) -> Casts:
     return Casts(inputs=both, gradients=both)
 
 
-def held_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> Held:
+def storage_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> StorageFormat:
     """What is held under this precision; as under bf16 of more than 8 bits or by an unknown library."""
     if not number_format(precision).narrow:
-        return Held()
+        return StorageFormat()
     if library not in LIBRARIES[:2]:
-        return Held(says="planned with the memory of bf16: what this software keeps is not known")
+        return StorageFormat(description="planned with the memory of bf16: what this software keeps is not known")
     if library == "torchao" and precision != "nvfp4":
-        return Held(says="torchao keeps inputs and weights in 16 bits and casts them in every pass")
+        return StorageFormat(description="torchao keeps inputs and weights in 16 bits and casts them in every pass")
     arrangements = 1 if precision == "fp8" and generation in ONE_ARRANGEMENT else 2
     element = number_format(precision).bytes_per_element()
     copies = arrangements * number_format(precision).bytes_per_element(weight=True)
     once_more = element if precision == "fp8" and library == "transformer-engine" else 0.0
     narrow = narrow_parameters and precision != "fp8_block"  # that recipe of NeMo keeps 16-bit parameters
     word = "in place of" if narrow else "beside"
-    return Held(
+    return StorageFormat(
         input_bytes=element,
         attention_copy_bytes=once_more,
         copy_bytes=copies - WIDE if narrow else copies,
         # Block-scaled weights are gathered in 16 bits: a rank needs both arrangements of them.
         gather_bytes=1.0 if narrow and precision == "fp8" else WIDE,
-        says=f"inputs of linear layers kept at {element:.4g} B per element, weights of blocks at "
+        description=f"inputs of linear layers kept at {element:.4g} B per element, weights of blocks at "
         f"{copies:.4g} B {word} their 16-bit ones ({library})",
     )

@@ -51,7 +51,6 @@ MEANING: dict[str, tuple[str, str]] = {
     "master_bytes": ("B/parameter", "fp32 copy of the weights"),
     "moment_bytes": ("B/parameter", "both Adam moments"),
     "gradient_communication_bytes": ("B/parameter", "in the reduction over data parallel ranks"),
-    "stream_bytes": ("B/element", "residual stream"),
     "unrotated_kept": ("1", "of queries and keys before their rotation, kept beside the rotated ones"),
     "backward_ffn_tensors": (
         "1",
@@ -66,7 +65,7 @@ MEANING: dict[str, tuple[str, str]] = {
         "stage of the output layer, not divided by tp: tensors that queued collectives hold while the host runs ahead",
     ),
     "logit_bytes": ("B/logit", "at the widest moment of the loss: 16-bit logits, fp32 copy, softmax, gradients"),
-    "dropout_mask_bytes": ("B/element", "one byte for each of two dropouts of a block"),
+    "dropout_mask_bytes": ("B/element", "of what a branch adds to the stream, kept by its dropout"),
     "selective_kept_share": ("1", "of a block's activations that selective recomputation keeps"),
     "context_bytes": ("B", "workspaces that the allocator sees"),
     "reporting_stage": ("", "whose peak the engine's log speaks of: the first stage's rank, or the highest"),

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.ingredients import Parts, step_parts
-from ironlaw.plan.cluster.jobs import Array, Jobs, jobs_of_columns
+from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_rows
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
+from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.words import MEANING
-from ironlaw.plan.measured.evaluate import plannable, settings_of, settled
+from ironlaw.plan.measured.evaluate import plannable, settled, systems_of
 from ironlaw.plan.measured.read import Run
 
 MIN_RUNS = 4
@@ -126,10 +126,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class _Block:
-    """Runs that share a setting, with the ingredients that no engine changes."""
+    """Runs that share a system, with the costs that no engine changes."""
 
-    jobs: Jobs
-    parts: Parts
+    candidates: Candidates
+    costs: StepCosts
     layers: StageLayers
     generation: str
     index: list[int]
@@ -207,11 +207,11 @@ class _Problem:
         self.noise = NOISE[0]
         self.measured = np.array([run.step_seconds for run in runs], dtype=float)
         self.blocks: list[_Block] = []
-        for where, index in settings_of(runs):
-            jobs = jobs_of_columns([runs[i].columns for i in index])
-            layers = stage_layers(jobs, engine.partition)
+        for where, index in systems_of(runs):
+            candidates = candidates_of_rows([runs[i].columns for i in index])
+            layers = stage_layers(candidates, engine.partition)
             generation = runs[index[0]].cluster.accelerator.generation
-            self.blocks.append(_Block(jobs, step_parts(jobs, where, layers), layers, generation, index))
+            self.blocks.append(_Block(candidates, step_costs(candidates, where, layers), layers, generation, index))
         self.generations = {block.generation for block in self.blocks}
         # With one generation its overrides are the start; with several the plain values are.
         self.engine = engine.on(self.blocks[0].generation) if len(self.generations) == 1 else engine
@@ -253,7 +253,7 @@ class _Problem:
         engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
         for block in self.blocks:
-            planned[block.index] = assemble(block.parts, block.jobs, engine, block.layers).step_seconds
+            planned[block.index] = assemble(block.costs, block.candidates, engine, block.layers).step_seconds
         return np.asarray(np.log(planned / self.measured))
 
     def errors(self, x: Array) -> Array:

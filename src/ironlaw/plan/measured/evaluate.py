@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,11 +11,11 @@ import numpy as np
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
-from ironlaw.plan.cluster.ingredients import step_parts
-from ironlaw.plan.cluster.jobs import RECOMPUTE, Array, jobs_of_columns
+from ironlaw.plan.cluster.candidates import RECOMPUTE, Array, Candidates, candidates_of_rows, structure
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
-from ironlaw.plan.cluster.setting import Setting, setting
 from ironlaw.plan.cluster.stages import stage_layers
+from ironlaw.plan.cluster.step_costs import step_costs
+from ironlaw.plan.cluster.system import System, system_of
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.measured.read import Otherwise, Run
@@ -37,19 +37,22 @@ class Prediction:
 
 
 def alike(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of the runs that share accelerator, node, engine and precision."""
-    found: dict[tuple[str, str, Node, str, bool], list[int]] = {}
+    """Indices of the runs that share accelerator, node, engine, precision and the structure of their model."""
+    found: dict[tuple[str, str, Node, str, bool, tuple[bool, ...]], list[int]] = {}
     for index, run in enumerate(runs):
         several = run.cluster.count > 1  # one accelerator needs no link
-        key = (run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several)
+        key = (
+            run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several,
+            structure(run.columns),
+        )  # fmt: skip
         found.setdefault(key, []).append(index)
     return list(found.values())
 
 
-def settings_of(runs: Sequence[Run]) -> list[tuple[Setting, list[int]]]:
-    """The same with the setting that they share."""
+def systems_of(runs: Sequence[Run]) -> list[tuple[System, list[int]]]:
+    """The same with the system that they share."""
     first = [(runs[indices[0]], indices) for indices in alike(runs)]
-    return [(setting(run.cluster, run.engine, run.precision), indices) for run, indices in first]
+    return [(system_of(run.cluster, run.engine, run.precision), indices) for run, indices in first]
 
 
 def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -70,7 +73,7 @@ def settled(runs: Sequence[Run]) -> list[Run]:
     """The runs with what their rows leave open decided by what fits: first sharded weights, then recomputation."""
     for flag, attempts in (("open_zero", _sharding), ("open_recompute", _recomputation)):
         result = list(runs)
-        for where, indices in settings_of(runs):
+        for where, indices in systems_of(runs):
             unsaid = [i for i in indices if getattr(runs[i], flag)]
             for columns, notes in attempts(where.engine):
                 if not unsaid:
@@ -108,9 +111,19 @@ def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag:
     return replace(run, columns=run.columns | columns, assumed=assumed, **{flag: False})  # type: ignore[arg-type]
 
 
-def _fit(runs: Sequence[Run], where: Setting) -> np.ndarray:
-    jobs = jobs_of_columns([run.columns for run in runs])
-    return peak_memory(jobs, where.engine).total <= usable_bytes(where)
+def _fit(runs: Sequence[Run], where: System) -> np.ndarray:
+    candidates = candidates_of_rows([run.columns for run in runs])
+    return peak_memory(candidates, where.engine).total <= usable_bytes(where)
+
+
+def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:
+    """One number per run, of what is no matter of hardware."""
+    found, groups = np.zeros(len(runs)), dict[tuple[bool, ...], list[int]]()
+    for i, run in enumerate(runs):
+        groups.setdefault(structure(run.columns), []).append(i)
+    for indices in groups.values():
+        found[indices] = function(candidates_of_rows([runs[i].columns for i in indices]))
+    return found
 
 
 def as_otherwise(run: Run, other: Otherwise) -> Run:
@@ -129,14 +142,14 @@ def evaluate(runs: Sequence[Run]) -> Prediction:
     """Plan every run."""
     count = len(runs)
     seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
-    for where, indices in settings_of(runs):
-        jobs = jobs_of_columns([runs[i].columns for i in indices])
-        layers = stage_layers(jobs, where.engine.partition)
-        parts = step_parts(jobs, where, layers)
-        highest[indices] = peak_memory(jobs, where.engine, layers).total
-        times = assemble(parts, jobs, where.engine, layers)
+    for where, indices in systems_of(runs):
+        candidates = candidates_of_rows([runs[i].columns for i in indices])
+        layers = stage_layers(candidates, where.engine.partition)
+        costs = step_costs(candidates, where, layers)
+        highest[indices] = peak_memory(candidates, where.engine, layers).total
+        times = assemble(costs, candidates, where.engine, layers)
         seconds[indices] = under_pressure(times.step_seconds, highest[indices], where)
-        reported[indices] = reported_bytes(jobs, where.engine, layers)
+        reported[indices] = reported_bytes(candidates, where.engine, layers)
         limit[indices] = usable_bytes(where)
         peak[indices] = where.hardware.peak(where.precision)
     return Prediction(seconds, reported, highest, limit, peak)

@@ -13,7 +13,6 @@ from typing import Any
 
 from ironlaw.files import read_toml
 from ironlaw.model.latent_config import LatentConfig
-from ironlaw.plan.cluster.launches import usual_latent_launches
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ def _latent(rank: int, query_rank: int) -> dict[str, float]:
     return {
         "latent_rank": float(rank), "query_rank": float(query_rank), "rotary_size": float(sizes.rotary_size),
         "value_size": float(sizes.value_size), "head_size": float(sizes.head_size),
-        "latent_launches": usual_latent_launches(query_rank > 0),
     }  # fmt: skip
 
 

@@ -18,8 +18,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import read_bytes
-from ironlaw.plan.cluster.jobs import RECOMPUTE, jobs_of_columns
-from ironlaw.plan.cluster.launches import usual_expert_launches
+from ironlaw.plan.cluster.candidates import RECOMPUTE, candidates_of_rows
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
@@ -332,8 +331,6 @@ def _model(cells: _Cells) -> dict[str, float]:
     columns |= _experts(cells, columns)
     gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
     columns |= _kind(cells, columns, gated, tied)
-    if columns.get("experts"):
-        columns["launches"] = usual_expert_launches(columns["gated"] > 0, columns["shared_ffn"] > 0)
     return columns
 
 
@@ -384,7 +381,7 @@ def _kind(cells: _Cells, columns: dict[str, float], gated: bool | None, tied: bo
     ]
     if len(options) == 1:
         return options[0]
-    counts = jobs_of_columns([columns | filler | option for option in options]).parameters
+    counts = [float(candidates_of_rows([columns | filler | option]).parameters[0]) for option in options]
     wanted = words.number(cells.row, "params", 0)
     best, why = options[0], "by the width of its feed-forward network"
     if wanted:

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.cluster.jobs import Array, Jobs, jobs_of_columns
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.evaluate import Prediction, as_otherwise, evaluate, plannable, settled
+from ironlaw.plan.measured.evaluate import Prediction, as_otherwise, evaluate, of_runs, plannable, settled
 from ironlaw.plan.measured.read import Run, read_runs
 
 BASELINE_FRACTION = 0.45
@@ -83,13 +83,12 @@ def validate(path: Path, engine: Engine | None = None) -> Record:
 def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> Record:
     known, unknown = plannable(runs)
     runs, rejected = settled(known), [*rejected, *unknown]
-    jobs = jobs_of_columns([run.columns for run in runs])
     prediction = evaluate(runs)
     record = Record(
         runs=list(runs),
         prediction=prediction,
-        baseline_seconds=baseline_seconds(jobs, prediction.peak_flops_per_second) if runs else np.zeros(0),
-        baseline_bytes=baseline_bytes(jobs) if runs else np.zeros(0),
+        baseline_seconds=of_runs(runs, baseline_flops) / (prediction.peak_flops_per_second * BASELINE_FRACTION),
+        baseline_bytes=of_runs(runs, baseline_bytes),
         step_interval=widened(runs, prediction.step_seconds, interval("time", runs, prediction.step_seconds)),
         peak_interval=interval("memory", runs, prediction.reported_bytes),
         rejected=rejected,
@@ -101,19 +100,19 @@ def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] 
     return record
 
 
-def baseline_seconds(jobs: Jobs, peak_flops_per_second: Array) -> Array:
-    """The trivial planner: every accelerator at one constant fraction of its dense peak."""
-    return jobs.hardware_flops() / (jobs.accelerators * peak_flops_per_second * BASELINE_FRACTION)
+def baseline_flops(candidates: Candidates) -> Array:
+    """Of one accelerator. The trivial planner does them at one constant fraction of its dense peak."""
+    return candidates.hardware_flops() / candidates.accelerators
 
 
-def baseline_bytes(jobs: Jobs) -> Array:
+def baseline_bytes(candidates: Candidates) -> Array:
     """What most memory estimators count: weights, gradients and Adam's state, 16 bytes per parameter, and no more.
 
     arXiv 1910.02054: of the 16, ZeRO 1 shards 12 over the data parallel ranks, ZeRO 2 14 and ZeRO 3 all.
     """
-    shards = jobs.dp * jobs.cp
-    sharded = np.select([jobs.zero >= 3, jobs.zero >= 2, jobs.zero >= 1], [16.0, 14.0, 12.0], 0.0)
-    return jobs.parameters / (jobs.tp * jobs.pp) * (16 - sharded + sharded / shards)
+    shards = candidates.dp * candidates.cp
+    sharded = np.select([candidates.zero >= 3, candidates.zero >= 2, candidates.zero >= 1], [16.0, 14.0, 12.0], 0.0)
+    return candidates.parameters / (candidates.tp * candidates.pp) * (16 - sharded + sharded / shards)
 
 
 NO_ERRORS: dict[str, Any] = {"n": 0, "median": None, "mean": None, "p90": None, "bias": None}
@@ -236,7 +235,7 @@ def _feasibility(record: Record, index: list[int]) -> dict[str, int]:
 
 def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
     """Lower and upper bound of the step time, seconds, or of the reported peak, bytes, of each run."""
-    parameters = jobs_of_columns([run.columns for run in runs]).parameters
+    parameters = of_runs(runs, lambda candidates: candidates.parameters)
     pairs = [
         interval_factors(
             quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
+from ironlaw.plan.recipe import micro_batch_of
 from ironlaw.train.noise_scale import NoiseScale
-from ironlaw.train.parallel.ranks import micro_batch_of
 
 if TYPE_CHECKING:
     from ironlaw.train.parallel.step import DistributedStep

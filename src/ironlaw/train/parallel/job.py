@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
+from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train.loop import Outcome
 from ironlaw.train.parallel import preflight, session
 from ironlaw.train.parallel.first import first_does
@@ -26,8 +27,6 @@ from ironlaw.train.parallel.ranks import (
     TIMEOUT_SECONDS,
     Ranks,
     check,
-    micro_batch_of,
-    planned_layout,
     sites_of,
     start,
     usable,
@@ -52,7 +51,7 @@ class Job:
     @property
     def layout(self) -> Layout:
         share = self.config.train.global_batch // self.ranks.dp
-        return planned_layout(self.ranks.config, micro_batch_of(self.config, share))
+        return layout_of(self.ranks.config, micro_batch_of(self.config, share))
 
     @property
     def title(self) -> str:

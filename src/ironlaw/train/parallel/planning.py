@@ -7,21 +7,28 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.process.estimate import plan_run
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
-from ironlaw.plan.ranks.search import Choice, best_layout
-from ironlaw.train.parallel.ranks import Ranks, check, micro_batch_of, planned_layout
+from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.engines.named import engine
+from ironlaw.plan.layouts import LayoutChoice, best_layout
+from ironlaw.plan.measured.accelerator import accelerator_of
+from ironlaw.plan.measured.network import resized
+from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.step import StepPlan, plan_run, plan_step
+from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.recompute import layout_word
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
@@ -48,7 +55,7 @@ def local_ranks(size: int) -> int:
 def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     """On every rank together: two of them on different hosts may have to be timed. The plan is rank 0's."""
     if ranks.device.type != "cpu":
-        return plan_run(config, profile)
+        return plan_on_accelerators(config, profile, ranks.size, local_ranks(ranks.size))
     local = local_ranks(ranks.size)
     between = _between(local) if local < ranks.size else None
     if not ranks.first:
@@ -56,11 +63,36 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     return plan_config(config, profile, ranks.size, Fabric(costs_here(profile), local, between)).ledger()
 
 
-def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> RanksPlan:
+def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> Ledger:
+    """The plan of a job on `size` catalogued accelerators, by the planner of clusters with our own conventions.
+
+    `per_host` of them are together: as many as their usual node has unless given. What the trainer does beside the
+    layout is decided as for one process. UserError where the catalogue lacks the accelerator, or the layout cannot run.
+    """
+    of_one = plan_run(config, profile)
+    settled = check(config, size)
+    layout = layout_of(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
+    layout = replace(layout, recompute=layout_word(config.recompute), offload=config.train.offload)
+    acc, assumed = accelerator_of(profile.device)
+    usual = node(acc.default_node)
+    cluster = Cluster(acc, size, usual if per_host is None else resized(usual, per_host))
+    software = engine("ironlaw")
+    if config.communication.gradients == "bf16":
+        software = replace(software, gradient_communication_bytes=2.0)
+    ledger = plan_cluster(
+        config.model, cluster, layout, sequence=config.sequence, global_batch=config.train.global_batch,
+        precision=of_one.decided.precision, engine=software, optimizer=config.optimizer.name,
+    )  # fmt: skip
+    ledger.decisions = of_one.decisions
+    ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
+    return ledger
+
+
+def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> StepPlan:
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
     layout = check(config, size)
     share = config.train.global_batch // (layout.dp or 1)
-    return plan_ranks(config, profile, size, planned_layout(layout, micro_batch_of(config, share)), fabric)
+    return plan_step(config, profile, layout_of(layout, micro_batch_of(config, share)), fabric, size)
 
 
 def _between(local: int) -> Link:
@@ -87,7 +119,7 @@ def _between(local: int) -> Link:
     return Link(latency, rate)
 
 
-def choose_layout(config: RunConfig, profile: Profile, size: int) -> Choice:
+def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice:
     """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
 
     fabric = Fabric(costs_here(profile), local_ranks(size))

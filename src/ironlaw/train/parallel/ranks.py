@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
+from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train.parallel import recorder
 from ironlaw.train.parallel.meeting import Meeting, join
-from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
+from ironlaw.workload.layout import SPLIT_BACKWARD, undivided
 from ironlaw.workload.sharding import expert_holders
 
 TIMEOUT_SECONDS = 360.0
@@ -89,11 +90,6 @@ def settled(config: LayoutConfig, size: int) -> LayoutConfig:
     return config.model_copy(update={"dp": size // others})
 
 
-def planned_layout(config: LayoutConfig, micro_batch: int) -> Layout:
-    """The same in the planner's type."""
-    return Layout(**config.model_dump() | {"dp": config.dp or 1}, micro_batch=micro_batch)
-
-
 def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
     """Groups of ranks that average weights now and then, not gradients at every step; 1 without local updates."""
     communication = config.communication
@@ -133,7 +129,7 @@ def check(config: RunConfig, size: int) -> LayoutConfig:
         )
     _check_communication(config, layout)
     micro_batch = micro_batch_of(config, share)
-    plan = planned_layout(layout, micro_batch)
+    plan = layout_of(layout, micro_batch)
     plan.check(model, sequence=config.sequence, global_batch=config.train.global_batch)
     if model.key_value_heads % layout.tp:
         raise UserError(f"layout.tp = {layout.tp}: this trainer does not copy {model.key_value_heads} key/value heads")
@@ -193,20 +189,6 @@ def _check_experts(config: RunConfig, layout: LayoutConfig) -> None:
             f"layout.zero = {layout.zero} shards experts by model.hidden = {config.model.hidden}, which {holders} "
             f"ranks cannot share: use a multiple of {holders}"
         )
-
-
-def micro_batch_of(config: RunConfig, share: int) -> int:
-    """Sequences per forward pass of a replica that has `share` of them: train.micro_batch, or the largest divisor
-    below it, so that a job that goes on with fewer ranks need not be configured anew.
-
-    Where it is not given, pipeline stages get four micro-batches each, or as many as there are: their bubble is then a
-    fifth of the step at most (arXiv 2104.04473, section 2.2).
-    """
-    stages = config.layout.pp if config.layout is not None else 1
-    wanted = config.micro_batch
-    if config.train.micro_batch is None and stages > 1:
-        wanted = max(1, share // (4 * stages))
-    return next(size for size in range(min(wanted, share), 0, -1) if share % size == 0)
 
 
 def usable(config: RunConfig, size: int) -> int:

@@ -25,10 +25,11 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.emit.ironlaw import recomputation
-from ironlaw.plan.ranks.memory import RankPeak, rank_peak
-from ironlaw.plan.recipe import batch_of, recipe_of
-from ironlaw.workload.collectives import Sent, Table, merged, table_of
+from ironlaw.plan.memory import Peak, peak_memory
+from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
+from ironlaw.workload.collectives import Sent, Table, renamed, table_of
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.sharding import expert_holders, shards_hidden
@@ -88,6 +89,7 @@ def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
             "model": document,
             "train": {"global_batch": layout.dp * micro_batches, "micro_batch": 1, "precision": "fp32"},
             "layout": wanted,
+            "checkpoint": {"every": 0},  # whose copies are held beside the steps
         }
     )
 
@@ -139,7 +141,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     from ironlaw.train.parallel import apply as layouts
     from ironlaw.train.parallel import experts
     from ironlaw.train.parallel.lasting import lasting_bytes
-    from ironlaw.train.parallel.ranks import check, planned_layout, start
+    from ironlaw.train.parallel.ranks import check, start
     from ironlaw.train.parallel.step import DistributedStep
     from ironlaw.train.parallel.traffic import counted
 
@@ -148,7 +150,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     torch.set_num_threads(1)
     config = build_config(document)
     assert config.layout is not None
-    layout = planned_layout(config.layout, 1)
+    layout = layout_of(config.layout, 1)
     dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
     # Stages vote on whether to exchange shapes; those that are not there have nothing against it.
     dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
@@ -179,20 +181,21 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
                 experts.balance(applied.model, ranks)
     held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
     program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
-    planned = table_of(program.collectives[position])
-    peak = rank_peak(config, layout.filled(config.train.global_batch), position, program.shape, gloo=False)
-    return Stage(position, rank, found.sent, merged(planned, found.aliases), held, peak.total)
+    aliases = aliases_of(config.model, layout, batch_of(config), program.recipe)
+    planned = renamed(table_of(program.collectives[position]), aliases)
+    peak = peak_memory(program, position)
+    return Stage(position, rank, found.sent, planned, held, peak.total)
 
 
 def at_scale(
     model: ModelConfig, layout: Layout, sequence: int, global_batch: int
-) -> tuple[list[Table], list[RankPeak]]:  # fmt: skip
+) -> tuple[list[Table], list[Peak]]:  # fmt: skip
     """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position."""
     train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
     document = {"model": model.model_dump(mode="json", exclude_none=True), "train": train}
     config = build_config(document | recomputation(layout))
     program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "bf16", cuda=True, gloo=False))
-    peaks = [rank_peak(config, layout, position, program.shape, gloo=False) for position in range(layout.pp)]
+    peaks = [peak_memory(program, position) for position in range(layout.pp)]
     return [table_of(sent) for sent in program.collectives], peaks
 
 

@@ -19,10 +19,10 @@ from ironlaw.config import RunConfig
 from ironlaw.data.batch import IGNORED
 from ironlaw.ledger import Phase
 from ironlaw.observe.clock import StepClock
+from ironlaw.plan.recipe import micro_batch_of
 from ironlaw.train.parallel import early, pipeline, waiting
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.place import SharedPlace
-from ironlaw.train.parallel.ranks import micro_batch_of
 from ironlaw.train.precision import LossScale
 from ironlaw.workload.pipeline import V_SHAPED, rank_of_last
 

@@ -48,7 +48,6 @@ class Traffic:
     """Collectives by (dimension, kind). Groups of one rank send nothing and are not counted."""
 
     sent: dict[tuple[str, str], Sent] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)  # dimensions of the same ranks: counted under one name
 
     def add(self, dimension: str, kind: str, size: int) -> None:
         known = self.sent.get((dimension, kind), Sent(0, 0))
@@ -95,28 +94,23 @@ def _members(args: Any) -> Members:
 @contextmanager
 def counted(ranks: Ranks) -> Iterator[Traffic]:
     """Count while the block runs."""
-    dimensions, aliases = dimensions_of(ranks)
-    traffic = Traffic(aliases=aliases)
+    dimensions, traffic = dimensions_of(ranks), Traffic()
     with _Counter(dimensions, traffic), _other_threads(dimensions, traffic):
         yield traffic
 
 
-def dimensions_of(ranks: Ranks) -> tuple[dict[Members, tuple[str, int]], dict[str, str]]:
-    """Members of a group -> its mesh dimension and size; and dimensions that share a group with another."""
-    aliases: dict[str, str] = {}
+def dimensions_of(ranks: Ranks) -> dict[Members, tuple[str, int]]:
+    """Members of a group -> its mesh dimension and size; of dimensions with the same ranks, the first, as in a plan
+    (`workload/mesh.py`)."""
     names = ("replicate", "shard", "tp", "pp") + (("site",) if ranks.sites > 1 else ())
     groups = {name: ranks.group(name) for name in names} | ranks.groups
     if ranks.context is not None:
         groups["cp"] = ranks.context.get_group()
     dimensions: dict[Members, tuple[str, int]] = {}
     for name, group in groups.items():
-        first, _ = dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
-        if first != name and group.size() > 1:
-            aliases[name] = first
-    first, _ = dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
-    if first != "world":
-        aliases["world"] = first
-    return dimensions, aliases
+        dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
+    dimensions.setdefault(tuple(range(ranks.size)), ("world", ranks.size))
+    return dimensions
 
 
 @contextmanager

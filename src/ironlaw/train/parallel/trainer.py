@@ -25,6 +25,7 @@ from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.held import recording
+from ironlaw.plan.recipe import layout_of
 from ironlaw.train import checkpoint, precision
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.journal import Journal
@@ -40,14 +41,13 @@ from ironlaw.train.parallel.lasting import lasting_bytes
 from ironlaw.train.parallel.merged import merge, seen, typical_steps
 from ironlaw.train.parallel.names import mark_fused
 from ironlaw.train.parallel.outer import Outer
-from ironlaw.train.parallel.ranks import Ranks, planned_layout
+from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.step import DistributedStep
 from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.waiting import timed_hooks, watch_replica, watching
 from ironlaw.train.parallel.watcher import Watcher
 from ironlaw.train.parallel.whole import read_first_weights, shapes
-from ironlaw.train.recompute import solved_policies
 from ironlaw.train.recovery import Recovery, Spike
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
@@ -103,7 +103,7 @@ class DistributedTrainer(Trainer):
         model = shapes(config.model)
         mark_fused(model)
         precision.prepare(model, model.blocks, self.device, self.precision)
-        model.loss_chunk = self.plan.facts.get("loss_chunk", 0)
+        model.loss_chunk = self.plan.decided.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
         self.compiled = wanted == "on" and self._can_compile()
@@ -111,7 +111,7 @@ class DistributedTrainer(Trainer):
         self.waits = self._watching.enter_context(watching(ranks))
         with timed_hooks(self.waits):
             drawn = start is None and not config.train.start_from
-            self.applied = layouts.apply(model, config, ranks, solved_policies(self.plan), self.compiled, drawn)
+            self.applied = layouts.apply(model, config, ranks, self.plan.decided.recompute, self.compiled, drawn)
         for part in self.applied.parts.values():
             watch_replica(part, self.waits)
         self.model = self.applied.model
@@ -173,7 +173,7 @@ class DistributedTrainer(Trainer):
             return super().train()
 
     def _setting(self) -> dict[str, Any]:
-        layout = planned_layout(self.ranks.config, self.distributed.micro_batch)
+        layout = layout_of(self.ranks.config, self.distributed.micro_batch)
         return super()._setting() | {"layout": str(layout), "micro_batch": self.distributed.micro_batch}
 
     def _enough_steps_left(self) -> bool:

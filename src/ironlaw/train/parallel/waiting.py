@@ -71,7 +71,7 @@ class Waits:
         # While memory is recorded: a collective is waited for where it is called, until gloo's threads have let go of
         # its tensors, because a recording sees only what this thread lets go of (`observe/held.py`).
         self.settle = False
-        self._dimensions, _ = dimensions_of(ranks)
+        self._dimensions = dimensions_of(ranks)
         self._known: dict[Any, tuple[str, int]] = {}
         self._clock: StepClock | None = None
         self._last_bucket: float | None = None

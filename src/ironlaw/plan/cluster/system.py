@@ -65,7 +65,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Setting:
+class System:
     """`precision` is that of the linear layers of the blocks; attention and output layer stay in 16 bits under fp8."""
 
     hardware: Hardware
@@ -82,7 +82,7 @@ class Setting:
         return self.precision if self.precision in ("bf16", "fp16", "fp32", "tf32") else "bf16"
 
 
-def setting(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> Setting:
+def system_of(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost = ADAMW) -> System:
     """The setting of a catalogued cluster. UserError where it lacks a figure that every plan needs."""
     acc = cluster.accelerator
     if acc.memory_bytes is None:
@@ -94,7 +94,7 @@ def setting(cluster: Cluster, engine: Engine, precision: str, update: UpdateCost
             constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes
         )  # fmt: skip
     host = host_of(cluster)
-    return Setting(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
+    return System(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
 
 
 HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the data loaders' and the page cache's

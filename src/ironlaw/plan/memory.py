@@ -1,35 +1,31 @@
-"""Bytes of tensors one rank holds over a step: its stage walked pass by pass, gathered weights and buffers included.
+"""Bytes of tensors a rank holds over a step: its program walked pass by pass, gathered weights and buffers included.
 
-    peak = rank_peak(config, layout, position, shape)       # `shape`: the rank's own (`rank_work.local_shape`)
+    peak = peak_memory(step(model, batch, layout, recipe), position=0)
     peak.total, peak.where, peak.components
 
 What lasts: the rank's weights, its optimizer's state, DDP's buckets, a pipeline's buffers for messages. What comes and
 goes: activations between forward and backward, temporaries, gradients, and what FSDP2 gathers and reduces: a buffer of
-the whole unit beside the weights copied out of it, kept until the next unit's is there; backward, the next unit is
-gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction. Gloo copies both.
+all weights gathered together beside those copied out of it, kept until the next one is there; backward, the next
+weights are gathered ahead, and gradients are copied into a buffer that lives until the next one's reduction. Gloo
+copies both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from ironlaw.config import RunConfig
-from ironlaw.ledger import Kind
-from ironlaw.plan.process.memory import rotary_table_bytes
-from ironlaw.workload.backward import embedding_backward, head_backward
-from ironlaw.workload.blocks import Policy
+from ironlaw.ledger import Kind, Phase
+from ironlaw.plan.memory_walk import Peak, Walk
+from ironlaw.plan.offload import on_device, stream_bytes
+from ironlaw.workload.blocks import FP32
 from ironlaw.workload.collectives import matrix_elements
 from ironlaw.workload.division import sharded
-from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
-from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.optimizers import state_bytes, update_temporary_bytes
+from ironlaw.workload.optimizers import update_temporary_bytes
 from ironlaw.workload.parameters import Parameter
-from ironlaw.workload.pipeline import layers_of, stages_of
-from ironlaw.workload.recompute import again, dropped, weight_copies
+from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program
 from ironlaw.workload.schedule import Pass, passes
 from ironlaw.workload.sharding import (
     EXPERTS,
@@ -37,80 +33,30 @@ from ironlaw.workload.sharding import (
     expert_holders,
     of_experts,
     of_site,
+    parameter_groups,
     shard_of,
-    stage_parameters,
-    units_of,
 )
-from ironlaw.workload.transformer import FP32, INDEX, Shape
-
-COMPONENTS = (
-    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages", "savers",
-    "batch",
-)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class RankPeak:
-    """The highest moment of a rank's step, in bytes by component."""
-
-    where: str
-    components: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.components.values())
-
-
-@dataclass
-class Walk:
-    """What is held now, and the highest moment so far."""
-
-    now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0.0))
-    peak: RankPeak = RankPeak("start", {})
-
-    def add(self, component: str, size: float, where: str) -> None:
-        self.now[component] += size
-        if size > 0:
-            self.look(where)
-
-    def look(self, where: str) -> None:
-        if sum(self.now.values()) > self.peak.total:
-            self.peak = RankPeak(where, dict(self.now))
-
-    def run(self, operations: Iterable[Operation], gradients: str, factor: float = 1.0) -> None:
-        """`gradients`: the component that holds new ones; "" where they are added to what is there, and freed."""
-        now = self.now
-        for op in operations:
-            now["activations"] += op.saved_bytes * factor
-            now["temporaries"] += op.temporary_bytes * factor
-            now[gradients or "temporaries"] += op.gradient_bytes
-            self.look(f"{op.name}, {op.phase}")
-            if not gradients:
-                now["temporaries"] -= op.gradient_bytes
-            now["activations"] -= op.frees_saved_bytes * factor
-            now["temporaries"] -= op.frees_temporary_bytes * factor
-
-
-def rank_peak(config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool = True) -> RankPeak:
-    """The peak of a rank at a pipeline position. `gloo`: collectives make copies, as they do on CPUs."""
-    return _Rank(config, layout, position, shape, gloo).peak()
+def peak_memory(program: Program, position: int = 0) -> Peak:
+    """The peak of a rank at a pipeline position."""
+    return _Rank(program, position).peak()
 
 
 class _Rank:
-    def __init__(self, config: RunConfig, layout: Layout, position: int, shape: Shape, gloo: bool) -> None:
-        self.gloo = gloo
-        self.micro_batches = config.train.global_batch // (layout.dp * layout.micro_batch)
-        layout = of_site(layout, config.communication)
-        self.config, self.layout, self.position, self.shape = config, layout, position, shape
-        self.stages = stages_of(layout.schedule, layout.pp, layout.virtual_stages, position)
-        self.last = layout.pp * layout.virtual_stages - 1
-        self.parameters = {s: stage_parameters(config.model, layout, s) for s in self.stages}
+    def __init__(self, program: Program, position: int) -> None:
+        self.program, self.recipe, self.position = program, program.recipe, position
+        self.micro_batches = program.micro_batches
+        self.layout = layout = of_site(program.layout, program.recipe.communication)
+        self.stages, self.last = program.stages_at(position), program.last_stage
+        self.parameters = {s: list(program.stages[s].parameters) for s in self.stages}
+        self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
         self.fsdp = sharded(layout)
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-        chunked = bool(shape.loss_chunk)
         self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
-        self.units = {s: units_of(config.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
+        chunked = bool(self.recipe.loss_chunk)
+        self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
         self.reduced: set[tuple[int, str]] = set()
@@ -125,6 +71,7 @@ class _Rank:
         self.unfinished = 0.0
         self.waiting: dict[tuple[int, int], float] = {}  # of a split pass: what its gradients of weights need
         self.ahead: dict[tuple[int, str], float] = {}  # buffers gathered ahead, backward
+        self.inputs_only: dict[int, tuple[Operation, ...]] = {}
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -138,67 +85,70 @@ class _Rank:
 
     def shard_of(self, parameter: Parameter) -> Parameter:
         """This rank's part."""
-        return shard_of(parameter, self.config.model, self.layout.ep, self.sharing(parameter))
+        return shard_of(parameter, self.program.model, self.layout.ep, self.sharing(parameter))
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)
 
-    def shards(self) -> list[Parameter]:
-        """What this rank updates."""
-        return [self.shard_of(p) for stage in self.stages for p in self.parameters[stage]]
-
     @property
     def stream(self) -> float:
         """One residual stream as stages hand it on."""
-        tokens = self.layout.micro_batch * self.config.sequence // self.layout.cp
-        return tokens * self.config.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
+        assert self.program.batch is not None and self.program.model is not None
+        tokens = self.layout.micro_batch * self.program.batch.tokens // self.layout.cp
+        return tokens * self.program.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def peak(self) -> RankPeak:
-        config, walk = self.config, self.walk
-        mine = self.shards()
-        walk.now["weights"] = sum(p.elements for p in mine) * FP32
-        model = config.model
-        walk.now["weights"] += rotary_table_bytes(model)
-        walk.now["optimizer"] = state_bytes(mine, config.optimizer)
-        if config.train.average_decay is not None:
-            walk.now["average"] = walk.now["weights"]
-        walk.now["batch"] = self.micro_batches * self.layout.micro_batch * config.sequence * 2 * INDEX
+    def peak(self) -> Peak:
+        walk, recipe = self.walk, self.recipe
+        mine = [p for stage in self.stages for p in self.program.stages[stage].shards]
+        for tensor in self.program.tensors[self.position]:
+            walk.now[tensor.component] = tensor.bytes
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
-        self._savers()
+        self._savers(mine)
         walk.look("start")
         if self.layout.pp > 1:
             self._pipelined()
         else:
             for m in range(self.walked):
-                self._forward(0, m)
-                self._backward(0, m, last=m == self.walked - 1, piped=False)
+                last = m == self.walked - 1
+                if last and self.program.remainder:
+                    self.layers[0] = self._resident(self.program.remainder)
+                self._forward(0)
+                self._backward(0, last=last, piped=False)
         self._finish()
-        update = update_temporary_bytes(mine, config.optimizer)
-        walk.add("temporaries", update, "update, optimizer")
-        if config.communication.local_steps:
+        update = 0
+        if mine and not recipe.offloads_optimizer:
+            update = update_temporary_bytes(mine, recipe.optimizer, cuda=recipe.cuda)
+        walk.add("temporaries", update, f"update, {Phase.OPTIMIZER}")
+        if recipe.communication.local_steps:
             walk.now["temporaries"] -= update
             walk.now["gradients"] = self.whole(self.stages[0]) if self.ddp else 0.0
-            self._meeting()
+            self._meeting(mine)
         return walk.peak
 
     # -- what savers of communication hold -----------------------------------------------------------------------
 
-    def _savers(self) -> None:
+    def _resident(self, layers: Sequence[Layer]) -> list[Layer]:
+        """What of them the device sees; the rest is offloaded."""
+        if not self.recipe.offloads_activations:
+            return list(layers)
+        return on_device(layers, stream_bytes(self.program))
+
+    def _savers(self, mine: list[Parameter]) -> None:
         """Common weights and their momentum; what PowerSGD left out of the last step, and its matrices."""
-        communication, walk = self.config.communication, self.walk
+        communication, walk = self.recipe.communication, self.walk
         if communication.local_steps:
-            walk.now["savers"] = 2 * sum(p.elements for p in self.shards()) * FP32
+            walk.now["savers"] = 2 * sum(p.elements for p in mine) * FP32
         if self.ddp and communication.gradients == "powersgd":
             matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.parameters[0])
             walk.now["savers"] = self.whole(0) + matrices * FP32
 
-    def _meeting(self) -> None:
+    def _meeting(self, mine: list[Parameter]) -> None:
         """Differences to the common weights, put together and reduced some at a time, and the outer gradient."""
-        narrow = 0.5 if self.config.communication.gradients == "bf16" else 1.0
-        sizes, held = [p.elements * FP32 for p in self.shards()], 0.0
+        narrow = 0.5 if self.recipe.communication.gradients == "bf16" else 1.0
+        sizes, held = [p.elements * FP32 for p in mine], 0.0
         while sizes:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
@@ -212,7 +162,7 @@ class _Rank:
     def _buckets(self, ready: float, reduced: int) -> int:
         """DDP's hook for the buckets that are full once gradients of so many bytes are ready: copies it makes. Returns
         how many buckets have been reduced."""
-        communication = self.config.communication
+        communication = self.recipe.communication
         # Cast to bf16; or the gradient as it was, and what is left out of it.
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
@@ -231,11 +181,11 @@ class _Rank:
         self.walk.look("messages")
         for p in order:
             if p.kind == "F":
-                self._forward(p.stage, p.micro_batch)
+                self._forward(p.stage)
             elif p.stage == 0 and p.kind == "I":
                 pass  # nobody waits for gradients of tokens: PyTorch leaves all of it to the second pass
             elif p.kind == "B" or p.stage == 0:
-                self._backward(p.stage, p.micro_batch, last=False, piped=True)
+                self._backward(p.stage, last=False, piped=True)
             elif p.kind == "I":
                 self._inputs(p.stage, p.micro_batch)
             else:
@@ -248,70 +198,44 @@ class _Rank:
         layout = self.layout
         return passes(layout.schedule, layout.pp, layout.virtual_stages, self.walked)[self.position]
 
-    def _blocks(self, stage: int) -> list[str]:
-        return [unit for _, _, unit in self._layers(stage)]
+    def _blocks(self, stage: int) -> list[Layer]:
+        return [layer for layer in self.layers[stage] if layer.name not in (EMBEDDING, HEAD)]
 
-    def _layers(self, stage: int) -> list[tuple[str, Policy, str]]:
-        """Of each layer its kind, what it keeps when it is run again, and its name."""
-        model, chosen = self.config.model, self.shape.recompute
-        layers = layers_of(model.layers, self.last + 1, self.layout.virtual_stages)[stage]
-        kinds = layer_groups(model)
-        return [(kinds[layer], chosen[layer] if chosen else None, f"blocks.{layer}") for layer in layers]
-
-    def _block_backward(self, kind: str, policy: Policy) -> list[Operation]:
-        shape = self.shape
-        operations = backward_of(shape, kind)
-        return operations if policy is None else again(shape, policy, kind) + operations
-
-    def _forward(self, stage: int, micro_batch: int) -> None:
-        shape, walk = self.shape, self.walk
+    def _forward(self, stage: int) -> None:
+        walk = self.walk
         self._gather(stage, "root")
-        if stage == 0:
-            self._gather(stage, "embedding.weight")
-            walk.run(embedding(shape), "gradients")
-            self._release(stage, "embedding.weight")
-        layers = self._layers(stage)
-        for kind, policy, unit in layers:
-            self._gather(stage, unit)
-            walk.run(forward_of(shape, kind), "gradients")
-            if policy is not None:
-                walk.run([dropped(shape, policy, kind)], "gradients")
-            self._release(stage, unit)
-        if stage == self.last:
-            self._gather(stage, "head.weight")
-            walk.run(head(shape), "gradients")
-            self._release(stage, "head.weight")
+        for layer in self.layers[stage]:
+            self._gather(stage, layer.name)
+            walk.run(layer.forward)
+            self._release(stage, layer.name)
         # Autocast remembers its copies of weights until the pass is over; where nothing runs again they are kept.
-        walk.now["activations"] -= sum(weight_copies(shape, kind) for kind, policy, _ in layers if policy is not None)
+        walk.now["activations"] -= sum(layer.cast_weight_bytes for layer in self.layers[stage])
         walk.add("gathered", -self.last_gather, "")
         self.last_gather = 0.0
 
-    def _backward(self, stage: int, micro_batch: int, last: bool, piped: bool) -> None:
-        shape, walk = self.shape, self.walk
+    def _backward(self, stage: int, last: bool, piped: bool) -> None:
+        walk = self.walk
         adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
         # DDP copies gradients into its buckets with the last micro-batch; until then they are tensors of their own.
-        kept = "" if adding or (self.ddp and self.micro_batches == 1) else "gradients"
-        blocks = self._blocks(stage)[::-1]
-        order = (["head.weight"] if stage == self.last else []) + blocks
-        order += ["embedding.weight"] if stage == 0 else []
-        work = {unit: self._block_backward(kind, policy) for kind, policy, unit in self._layers(stage)}
-        work |= {"head.weight": head_backward(shape), "embedding.weight": embedding_backward(shape)}
+        keeps = not (adding or (self.ddp and self.micro_batches == 1))
+        order = self.layers[stage][::-1]
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
         ready, reduced = 0.0, 0
-        for index, unit in enumerate(order):
-            if unit in self.units[stage] and unit == "head.weight":  # the loss is the root's, before the output layer
-                self._regather(stage, "root", [unit])
-                ahead = [op for op in work[unit] if op.kind is Kind.LOSS]
-                walk.run(ahead, kept)
-                work[unit] = work[unit][len(ahead) :]
-            self._regather(stage, unit, order[index + 1 :][:1])
-            walk.run(work[unit], kept)
+        for index, layer in enumerate(order):
+            backward = layer.backward
+            if layer.name == HEAD and HEAD in self.groups[stage]:  # the loss is the root's, before the output layer
+                self._regather(stage, "root", [HEAD])
+                walk.run([op for op in backward if op.kind is Kind.LOSS], keeps)
+                backward = tuple(op for op in backward if op.kind is not Kind.LOSS)
+            self._regather(stage, layer.name, [following.name for following in order[index + 1 :][:1]])
+            walk.run(layer.recomputed, keeps)
+            walk.run(backward, keeps)
             if self.ddp and last:
-                ready += sum(p.elements for p in self.units[stage].get(unit, ())) * FP32
+                ready += sum(p.elements for p in self.groups[stage].get(layer.name, ())) * FP32
                 reduced = self._buckets(ready if index + 1 < len(order) else self.whole(stage), reduced)
-            if unit != "embedding.weight":
-                self._after_backward(stage, unit, last, piped)
+            if layer.name != EMBEDDING:
+                self._after_backward(stage, layer.name, last, piped)
         if stage != 0:
             walk.now["temporaries"] -= self.stream
             walk.now["activations"] += self.stream  # the input is a buffer for messages
@@ -322,7 +246,7 @@ class _Rank:
         self.has_gradients.add(stage)
         if self.fsdp and not piped:
             self._after_backward(stage, "root", last, piped)
-            self._after_backward(stage, "embedding.weight", last, piped)  # tokens have no gradient that would tell
+            self._after_backward(stage, EMBEDDING, last, piped)  # tokens have no gradient that would tell
             if last:  # else the buffer of the last reduction stays until the next one
                 walk.now["reducing"] -= self.waiting_buffer
                 self.waiting_buffer = 0.0
@@ -334,30 +258,36 @@ class _Rank:
 
     def _inputs(self, stage: int, micro_batch: int) -> None:
         """Gradients of inputs alone: nothing that was saved is freed, and gradients of wide layers' outputs stay."""
-        shape, walk, model = self.shape, self.walk, self.shape.model
+        shape, walk = self.program.shape, self.walk
+        assert shape is not None
         before = walk.now["activations"]
         saved = self._saved(stage)
-        wide = model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)
-        order: list[tuple[list[Operation], float]] = []
-        if stage == self.last:
-            order.append((head_backward(shape), shape.tokens * model.vocab * FP32 + self.stream))
-        order += [
-            (self._block_backward(kind, policy), shape.tokens * wide * FP32) for kind, policy, _ in self._layers(stage)
-        ]
+        model = shape.model
+        wide = shape.tokens * (model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)) * FP32
+        ends = shape.tokens * model.vocab * FP32 + self.stream
         start = walk.now["temporaries"]
         if stage != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
-        for unit in reversed(self._blocks(stage)):
-            self._gather(stage, unit)
-        for operations, kept in order:
-            walk.add("activations", kept, "gradients of inputs")
-            walk.run([replace(op, frees_saved_bytes=0, gradient_bytes=0) for op in operations], "gradients")
+        for layer in reversed(self._blocks(stage)):
+            self._gather(stage, layer.name)
+        output = [layer for layer in self.layers[stage] if layer.name == HEAD]
+        for layer in [*output, *self._blocks(stage)]:
+            walk.add("activations", ends if layer.name == HEAD else wide, "gradients of inputs")
+            walk.run(self._of_inputs(layer))
         walk.now["temporaries"] = start
         self.waiting[stage, micro_batch] = walk.now["activations"] - before + saved
         if stage != 0:
             self._sent(stage, stage - 1)
         if stage != self.last:
             self._sent(stage, stage + 1)
+
+    def _of_inputs(self, layer: Layer) -> tuple[Operation, ...]:
+        found = self.inputs_only.get(id(layer.backward))
+        if found is None:
+            both = (*layer.recomputed, *layer.backward)
+            found = tuple(replace(op, frees_saved_bytes=0, gradient_bytes=0) for op in both)
+            self.inputs_only[id(layer.backward)] = found
+        return found
 
     def _weights(self, stage: int, micro_batch: int) -> None:
         """Gradients of weights: what waited for them goes."""
@@ -368,20 +298,14 @@ class _Rank:
 
     def _saved(self, stage: int) -> float:
         """What a forward pass leaves, its input left out where that is a buffer for messages."""
-        shape = self.shape
-        operations = []
-        for kind, policy, _ in self._layers(stage):
-            operations += forward_of(shape, kind) + ([] if policy is None else [dropped(shape, policy, kind)])
-        operations += embedding(shape) if stage == 0 else []
-        operations += head(shape) if stage == self.last else []
-        return sum(op.saved_bytes - op.frees_saved_bytes for op in operations)
+        return sum(op.saved_bytes - op.frees_saved_bytes for layer in self.layers[stage] for op in layer.forward)
 
     # -- what FSDP does ----------------------------------------------------------------------------------------
 
     def _gather(self, stage: int, unit: str) -> None:
-        if unit + EXPERTS in self.units[stage]:
+        if unit + EXPERTS in self.groups[stage]:
             self._gather(stage, unit + EXPERTS)
-        tensors = self.units[stage].get(unit)
+        tensors = self.groups[stage].get(unit)
         if not self.fsdp or tensors is None or (stage, unit) in self.gathered:
             return
         self.gathered.add((stage, unit))
@@ -394,11 +318,11 @@ class _Rank:
         self.walk.add("gathered", size, f"weights of {unit}")
 
     def _release(self, stage: int, unit: str) -> None:
-        if unit + EXPERTS in self.units[stage]:
+        if unit + EXPERTS in self.groups[stage]:
             self._release(stage, unit + EXPERTS)
         if self.layout.zero == 3 and (stage, unit) in self.gathered:
             self.gathered.remove((stage, unit))
-            self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
+            self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
 
     def _regather(self, stage: int, unit: str, following: list[str]) -> None:
         """Backward: the unit's weights out of the buffer that was gathered ahead, and the next one's buffer."""
@@ -406,7 +330,7 @@ class _Rank:
             return
         walk = self.walk
         for which in [part for one in (unit, *following) for part in (one, one + EXPERTS)]:
-            tensors = self.units[stage].get(which)
+            tensors = self.groups[stage].get(which)
             if tensors is None or (stage, which) in self.gathered:
                 continue
             size = self.padded(tensors)
@@ -420,9 +344,9 @@ class _Rank:
                 self.gathered.add((stage, which))
 
     def _after_backward(self, stage: int, unit: str, last: bool, piped: bool) -> None:
-        if unit + EXPERTS in self.units[stage]:
+        if unit + EXPERTS in self.groups[stage]:
             self._after_backward(stage, unit + EXPERTS, last, piped)
-        tensors = self.units[stage].get(unit)
+        tensors = self.groups[stage].get(unit)
         if not self.fsdp or tensors is None or piped:
             return
         zero = self.layout.zero
@@ -434,7 +358,7 @@ class _Rank:
 
     def _reduce(self, stage: int, unit: str, tensors: list[Parameter]) -> None:
         walk, size = self.walk, self.padded(tensors)
-        narrow = size * (0.5 if self.config.communication.gradients == "bf16" else 1.0)
+        narrow = size * (0.5 if self.recipe.communication.gradients == "bf16" else 1.0)
         walk.now["reducing"] -= self.waiting_buffer
         walk.add("reducing", narrow, f"gradients of {unit} copied")
         self.waiting_buffer = narrow
@@ -448,28 +372,28 @@ class _Rank:
 
     def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
-        if self.sharing(tensors[0]) > 1 and self.gloo:
+        if self.sharing(tensors[0]) > 1 and self.recipe.gloo:
             self.walk.add("temporaries", size, where)
             self.walk.now["temporaries"] -= size
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""
-        for unit in reversed(list(self.units[stage])):
+        for unit in reversed(list(self.groups[stage])):
             if (stage, unit) in self.gathered:
                 self.gathered.remove((stage, unit))
-                self.walk.now["gathered"] -= self.padded(self.units[stage][unit])
-            self._reduce(stage, unit, self.units[stage][unit])
+                self.walk.now["gathered"] -= self.padded(self.groups[stage][unit])
+            self._reduce(stage, unit, self.groups[stage][unit])
         self.walk.now["reducing"] -= self.waiting_buffer
         self.waiting_buffer = 0.0
 
     def _finish(self) -> None:
         """Gradients of a tied weight are exchanged between the ends of a pipeline."""
-        if self.layout.pp > 1 and self.config.model.tied and {0, self.last} & set(self.stages):
-            table = next(p for s in self.stages for p in self.parameters[s] if p.name in ENDS)
+        tied = self.program.model is not None and self.program.model.tied
+        if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
+            table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
             size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
             self.walk.add("temporaries", size, "gradient of the tied weight")
             self.walk.now["temporaries"] -= size
 
 
 MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time
-ENDS = ("embedding.weight", "head.weight")

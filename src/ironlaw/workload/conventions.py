@@ -1,8 +1,8 @@
 """What a trainer makes of the arithmetic of a step: which calls are one kernel, what waits for the backward pass.
 
-    Shape(model, micro_batch=1, sequence=4096, software=OURS)
+    Shape(model, micro_batch=1, sequence=4096, conventions=OURS)
 
-A `Program` is built under the conventions of one software. Ours are the defaults; those of other trainers are data
+A `Program` is built under the conventions of one trainer. Ours are the defaults; those of other trainers are data
 (`plan/engines/*.toml`), with what they hide and lose beside them.
 """
 
@@ -14,14 +14,14 @@ WIDE = 2.0  # bytes of a 16-bit number
 
 
 @dataclass(frozen=True)
-class Held:
+class StorageFormat:
     """Bytes per element or parameter that linear layers keep in the precision of a run."""
 
     input_bytes: float = WIDE  # of a linear layer's input, kept for its backward pass
     attention_copy_bytes: float = 0.0  # of attention's output, beside the one that attention keeps
     copy_bytes: float = 0.0  # per weight of a block's matrices, more (or less) than the 16-bit ones alone
     gather_bytes: float = WIDE  # per weight that data parallel ranks gather
-    says: str = ""
+    description: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Casts:
     weights_again: float = 0.0
 
 
-@dataclass(frozen=True)
-class Software:
+@dataclass(frozen=True, kw_only=True)
+class Conventions:
     """Conventions of a trainer that change the operations of a block, or what they keep."""
 
     # Autocast: weights, norms and the residual stream are fp32, products cast what they take. Else all is as wide as
@@ -52,8 +52,8 @@ class Software:
     narrows_own_tokens: bool = False  # latent attention under sequence parallelism: gathers what was narrowed
     rows_sent: str = "choices"  # to experts: a token once per "choices", or once per "ranks" that hold some of them
     keeps_expert_outputs: bool = True  # for the gradient of the weights that they are added up with
-    held: Held = field(default_factory=Held)  # what linear layers keep in the precision of the run
+    storage: StorageFormat = field(default_factory=StorageFormat)  # what linear layers keep in the precision of the run
     casts: Casts = field(default_factory=Casts)  # what quantising them moves
 
 
-OURS = Software()
+OURS = Conventions()

@@ -1,18 +1,25 @@
-"""The time of one operation on this machine, from its measured curves."""
+"""What times the operations of a program: this machine by its measured curves, alone or shared by several ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Protocol, cast
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Origin, Phase
+from ironlaw.machine.links import RankCosts
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
 from ironlaw.workload.kinds import has_experts
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.transformer import Precision, Shape, optimizer_operations, training_operations
+
+COPY_RATE = "memory (copy rate)"
+"""Bound of a kernel without a curve of its own: its bytes at the measured rate of a copy, plus one small operation."""
+
+AS_MATMUL = "compute (as matmul)"
+"""Bound of a convolution: timed as the matrix product that it implies."""
 
 
 def measured_precision(precision: str, profile: Profile) -> str:
@@ -27,6 +34,16 @@ class Timing:
     seconds: float
     bound: str
     origin: Origin
+
+
+class Machine(Protocol):
+    """Anything that times the operations of a program."""
+
+    def time(self, op: Operation) -> Timing: ...
+
+    def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
+        """What calling the kernels of a phase adds to the time that they take."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,13 @@ class MeasuredMachine:
 
         From a tiny block, whose arithmetic is next to nothing: its measured time less its kernels' smallest times.
         """
+        return self._dispatch_seconds[phase]
+
+    @cached_property
+    def _dispatch_seconds(self) -> dict[Phase, float]:
+        return {phase: self._beyond_kernels(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)}
+
+    def _beyond_kernels(self, phase: Phase) -> float:
         shape = Shape(TINY, 1, TINY.context)
         operations = [op for op in training_operations(shape) if op.group == "block" and op.phase is phase]
         alone = MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), whole_steps=False)
@@ -76,7 +100,7 @@ class MeasuredMachine:
                 # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
                 seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
             bound = "compute"
-        elif op.attention is not None:
+        elif op.attention is not None and op.kernel != "attention_decode":  # which reads its cache, as a copy does
             _, sequence, _, _, head_size = op.attention
             kernel, _, direction = op.kernel.partition("_")
             pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "blocked")
@@ -94,3 +118,36 @@ class MeasuredMachine:
         if self.whole_steps:
             seconds *= self.composition[precision]
         return Timing(seconds, bound, Origin.MEASURED)
+
+
+@dataclass(frozen=True)
+class SharedMachine:
+    """The measured machine as one of `ranks` processes that compute on it at once sees it, in one precision."""
+
+    machine: MeasuredMachine
+    precision: str  # one that the machine was measured in
+    costs: RankCosts | None = None  # None: one process alone
+    ranks: int = 1
+
+    def time(self, op: Operation) -> Timing:
+        timing = self.machine.time(op, self.precision)
+        if self.costs is None or self.ranks < 2:
+            return timing
+        kind = "compute" if op.matmul is not None or op.attention is not None else "memory"
+        # A call's fixed cost is one thread's work, whoever else computes.
+        fixed = min(timing.seconds, self.machine.profile.small_operation_seconds)
+        grown = (timing.seconds - fixed) * self.costs.slowdown(kind, self.ranks)
+        return replace(timing, seconds=fixed * self.turns + grown)
+
+    @property
+    def turns(self) -> float:
+        """How much longer one thread's work takes where there are more ranks than cores."""
+        return 1.0 if self.costs is None else max(1.0, self.ranks / self.costs.cores)
+
+    def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
+        return calls * self.machine.dispatch_seconds(phase) * self.turns
+
+    def copy_seconds(self, size: float) -> float:
+        """Of bytes that are read and written."""
+        slower = 1.0 if self.costs is None else self.costs.slowdown("memory", self.ranks)
+        return 2 * size / self.machine.profile.copy_bytes_per_second * slower

@@ -6,21 +6,14 @@ A traced module calls kernels that nobody has a curve for. They move bytes, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from ironlaw.ledger import Kind, Origin, Phase
 from ironlaw.machine.efficiency import Hardware, attention_seconds, matmul_seconds, streaming_seconds
 from ironlaw.machine.efficiency.attention import BACKWARD_FLOPS_RATIO
-from ironlaw.plan.cluster.ingredients import FLASH2_SLOWDOWN
+from ironlaw.plan.cluster.operation_costs import FLASH2_SLOWDOWN
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.process.timing import MeasuredMachine, Timing
+from ironlaw.plan.machines import AS_MATMUL, COPY_RATE, MeasuredMachine, Timing
 from ironlaw.workload.operations import Operation
-
-COPY_RATE = "memory (copy rate)"
-"""Bound of a kernel without a curve of its own: its bytes at the measured rate of a copy, plus one small operation."""
-
-AS_MATMUL = "compute (as matmul)"
-"""Bound of a convolution: timed as the matrix product that it implies."""
 
 PART_OF_LOSS = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
 """The curve of the loss was measured with these inside."""
@@ -31,16 +24,6 @@ NARROW = 16
 HOST_SECONDS_PER_CALL = 8e-6
 """Of the processor that launches one eager kernel: Python, dispatch and autograd. Assumed: reports lie at 5 to 10 µs.
 A device that needs less than this per kernel waits for its host."""
-
-
-class Machine(Protocol):
-    """Anything that can time traced operations."""
-
-    def time(self, op: Operation) -> Timing: ...
-
-    def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
-        """What calling the kernels of a phase adds to the time that they take."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.ranks.estimate import RanksPlan, plan_ranks
+from ironlaw.plan.step import StepPlan, choose_precision, plan_step
 from ironlaw.workload.layout import Layout
 
 SIMPLER = 0.01
@@ -18,14 +18,14 @@ SIMPLER = 0.01
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """The plans that fit, the chosen first, then by step time."""
 
-    plans: list[RanksPlan]
+    plans: list[StepPlan]
     tried: int
 
     @property
-    def best(self) -> RanksPlan:
+    def best(self) -> StepPlan:
         return self.plans[0]
 
     @property
@@ -40,7 +40,7 @@ class Choice:
         return f"{said}; {fit}; next of another kind {other.layout}: {units.seconds(other.step_seconds)}"
 
 
-def _bytes(plan: RanksPlan) -> str:
+def _bytes(plan: StepPlan) -> str:
     return units.bytes_(plan.peak_bytes)
 
 
@@ -50,16 +50,16 @@ def kinds(layout: Layout) -> tuple[bool, ...]:
 
 def best_layout(
     config: RunConfig, profile: Profile, ranks: int, fabric: Fabric, runnable: Callable[[Layout], bool]
-) -> Choice:
+) -> LayoutChoice:
     """UserError where no layout can run, or none fits."""
-    found, tried = [], 0
+    found, tried, precision = [], 0, choose_precision(config, profile)
     for layout in candidates(config, ranks):
         if layout.reason_invalid(
             config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
         ) or not runnable(layout):
             continue
         tried += 1
-        found.append(plan_ranks(config, profile, ranks, layout, fabric))
+        found.append(plan_step(config, profile, layout, fabric, ranks, precision))
     fitting = sorted((plan for plan in found if plan.fits), key=lambda plan: plan.step_seconds)
     if not found:
         raise UserError(
@@ -73,7 +73,7 @@ def best_layout(
         )
     close = [plan for plan in fitting if plan.step_seconds <= fitting[0].step_seconds * (1 + SIMPLER)]
     best = min(close, key=lambda plan: (sum(kinds(plan.layout)), plan.step_seconds))
-    return Choice([best, *(plan for plan in fitting if plan is not best)], tried)
+    return LayoutChoice([best, *(plan for plan in fitting if plan is not best)], tried)
 
 
 def candidates(config: RunConfig, ranks: int) -> Iterator[Layout]:

@@ -1,0 +1,203 @@
+"""A measured server beside its plan: where the time of an engine step went, what binds, and what to change.
+
+The run is what `ironlaw bench --out` wrote: `ledger.json` and `steps.jsonl`. The plan has the phases that an engine of
+ours has on this machine (`plan/serving/here.py`); what it does not know (host, sampling) is absent, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ironlaw.errors import UserError
+from ironlaw.files import read_json_lines
+from ironlaw.ledger import Ledger, Phase
+from ironlaw.machine.profile import Profile, load_profile
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.serving.here import MeasuredClock
+
+PHASES = (Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST, Phase.IDLE)
+
+FULL = 0.9  # of the cache, above which requests wait for room
+FLAT = 1.3  # twice the requests take less than this many times as long: weights are read anyway
+HOST_SHARE, PROMPT_SHARE, IDLE_SHARE = 0.2, 0.35, 0.3
+ACCEPTED = 0.4  # of drafted tokens, below which a draft costs more than it saves; assumed, it hangs on the draft's cost
+
+
+@dataclass(frozen=True)
+class Finding:
+    """share: of the time that the engine was busy. gain: of it, that the remedy would save. None: not known."""
+
+    name: str
+    says: str
+    remedy: str
+    share: float | None = None
+    gain: float | None = None
+    basis: str = ""
+
+
+@dataclass(frozen=True)
+class ServingExplanation:
+    """`planned`: seconds of a mean engine step by phase, absent where the plan does not know; `note` says why."""
+
+    run: Ledger
+    planned: dict[Phase, float]
+    note: str
+    findings: list[Finding]
+
+    def to_json(self) -> dict[str, Any]:
+        measured = self.run.phase_seconds
+        return {
+            "schema_version": 1, "kind": "serving",
+            "phases": [
+                {"phase": str(p), "measured_seconds": measured.get(p), "planned_seconds": self.planned.get(p)}
+                for p in PHASES
+            ],
+            "unattributed": self.unattributed, "plan_note": self.note,
+            "findings": [asdict(finding) for finding in self.findings], "binds": self.findings[0].name,
+            "totals": {name: total.to_json() for name, total in self.run.totals.items()}, "facts": self.run.facts,
+        }  # fmt: skip
+
+    @property
+    def unattributed(self) -> float | None:
+        """Share of an engine step's wall time that no phase has."""
+        step = self.run.totals.get("step_seconds")
+        busy = _busy(self.run)
+        mean = self.run.facts.get("steps", {}).get("mean_seconds")
+        if step is None or mean is None:
+            return None
+        return abs(float(mean) - busy) / float(mean)
+
+
+def is_serving_run(path: Path) -> bool:
+    return (path / "ledger.json").is_file() and (path / "steps.jsonl").is_file()
+
+
+def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplanation:
+    """UserError where the run has no engine steps: `bench` reads them from Ironlaw's own server alone."""
+    run = Ledger.load(path / "ledger.json")
+    steps = read_json_lines(path / "steps.jsonl")
+    if not steps or not run.phase_seconds:
+        raise UserError(f"{path} has no engine steps: bench reads them from a server that `ironlaw serve` started")
+    planned, note = _planned(run, steps, profile)
+    return ServingExplanation(run, planned, note, find(run))
+
+
+def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | None) -> tuple[dict[Phase, float], str]:
+    """The mean step's passes by the plan; nothing where the model or the machine cannot be planned, and why."""
+    try:
+        profile = profile or load_profile()
+        facts = run.facts
+        if facts.get("threads") not in (None, profile.threads):
+            return {}, f"this machine was measured with {profile.threads} threads, the server had {facts['threads']}"
+        weights = str(facts.get("weights", "fp32"))
+        clock = MeasuredClock(ModelConfig(**facts["model"]), profile, weights)
+        sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0.0)
+        for step in steps:
+            decoding, running = int(step["decode_tokens"]), max(1, int(step.get("running", step["decode_tokens"])))
+            length = step["kv_usage"] * facts.get("kv_tokens", 0) / running
+            parts = clock.parts(decoding, length, int(step["prefill_tokens"]), 0.0)
+            sums[Phase.PREFILL] += parts["prompts"]
+            sums[Phase.DECODE] += parts["weights"] + parts["cache"] + parts["launches"]
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        return {}, f"not planned: {error}"
+    note = "" if weights in profile.matmul else f"planned in {clock.precision}: {weights} products were not measured"
+    return {phase: seconds / len(steps) for phase, seconds in sums.items()}, note
+
+
+# -- what binds --------------------------------------------------------------------------------------------------------
+
+
+def find(run: Ledger) -> list[Finding]:
+    """Findings, the one that costs most first; `healthy` where none reaches its threshold."""
+    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    found.sort(key=lambda finding: -(finding.share or 0.0))
+    return found or [Finding("healthy", "no cause reaches its threshold", "")]
+
+
+def _busy(run: Ledger) -> float:
+    return sum(seconds for phase, seconds in run.phase_seconds.items() if phase is not Phase.IDLE)
+
+
+def _share(run: Ledger, *phases: Phase) -> float:
+    busy = _busy(run)
+    return sum(run.phase_seconds.get(phase, 0.0) for phase in phases) / busy if busy else 0.0
+
+
+def _total(run: Ledger, name: str) -> float:
+    found = run.totals.get(name)
+    return 0.0 if found is None else found.value
+
+
+def _queue(run: Ledger) -> Finding | None:
+    waiting, batch, limit = _total(run, "waiting"), _total(run, "decode_batch"), run.facts.get("batch") or 0
+    if waiting < 1 or not limit or batch < 0.8 * limit:
+        return None
+    share = waiting / (waiting + batch)
+    told = f"{waiting:.3g} requests wait on average while {batch:.3g} of {limit} places are taken"
+    return Finding("queue", told, f"--set serve.batch={2 * limit}, or another copy of the server", share)
+
+
+def _cache(run: Ledger) -> Finding | None:
+    preempted = run.facts.get("preemptions") or 0
+    if _total(run, "kv_usage") < FULL and not preempted:
+        return None
+    told = f"the cache is {_total(run, 'kv_usage'):.0%} full on average, {preempted} requests were sent back"
+    return Finding(
+        "kv", told, "more pages, or a cache of fewer bits: --set serve.kv=fp8 or int8", _total(run, "kv_usage")
+    )
+
+
+def _prompts(run: Ledger) -> Finding | None:
+    share = _share(run, Phase.PREFILL)
+    if share < PROMPT_SHARE:
+        return None
+    queried, hits = run.facts.get("prefix_queried") or 0, run.facts.get("prefix_hits") or 0
+    remedy = "a smaller serve.token_budget where answers must not stall, a larger one where throughput counts"
+    if queried and hits < 0.1 * queried:
+        remedy += "; equal beginnings of prompts are computed once, and these prompts share next to nothing"
+    return Finding("prefill", f"prompts take {share:.0%} of the busy time and delay answers", remedy, share)
+
+
+def _host(run: Ledger) -> Finding | None:
+    share = _share(run, Phase.HOST, Phase.SAMPLING)
+    if share < HOST_SHARE:
+        return None
+    told = f"scheduling, sampling and text take {share:.0%} of the busy time"
+    return Finding("host", told, "greedy answers, fewer logprobs, more requests at once per step", share, share / 2,
+                   "assumed: half of it grows with steps, not with tokens")  # fmt: skip
+
+
+def _bandwidth(run: Ledger) -> Finding | None:
+    """Twice the requests take hardly longer: what a step reads is the weights."""
+    by_batch = {int(k): v for k, v in run.facts.get("steps", {}).get("decode_seconds_by_batch", {}).items()}
+    batch = _total(run, "decode_batch")
+    pairs = [(b, by_batch[2 * b] / by_batch[b]) for b in sorted(by_batch) if 2 * b in by_batch and b >= batch / 2]
+    share = _share(run, Phase.DECODE)
+    if not pairs or pairs[0][1] > FLAT or share < 0.3:
+        return None
+    told = f"{2 * pairs[0][0]} requests at once take {pairs[0][1]:.2f} times as long as {pairs[0][0]}: weights are read"
+    gain = share * (1 - pairs[0][1] / 2)
+    return Finding("bandwidth", told, "more requests at once, weights of fewer bits (serve.weights=int8), speculation",
+                   share, gain, "measured: twice the batch, time per token")  # fmt: skip
+
+
+def _light(run: Ledger) -> Finding | None:
+    idle = run.phase_seconds.get(Phase.IDLE, 0.0)
+    share = idle / (idle + _busy(run)) if idle else 0.0
+    if share < IDLE_SHARE:
+        return None
+    return Finding("load", f"nobody asked for anything {share:.0%} of the time", "nothing: the server is not the limit")
+
+
+def _draft(run: Ledger) -> Finding | None:
+    drafted, accepted = run.facts.get("drafted") or 0, run.facts.get("accepted") or 0
+    if not drafted or accepted >= ACCEPTED * drafted:
+        return None
+    told = f"{accepted / drafted:.0%} of {drafted:,} drafted tokens were taken: speculation does not pay"
+    return Finding("speculation", told, '--set serve.speculation="none"', _share(run, Phase.DECODE))
+
+
+RULES: tuple[Callable[[Ledger], Finding | None], ...] = (_queue, _cache, _prompts, _host, _bandwidth, _draft, _light)

@@ -1,0 +1,196 @@
+"""The lines of a cluster plan's ledger: every operation of the step by name, with the keys of a run.
+
+Each line is what the operation itself costs, times how often the busiest stage makes it; nothing is found by
+subtraction. Element-wise kernels of a part are timed together and share that time by the bytes they move. FLOPs are
+those of all accelerators together: of the whole model, before a layout divides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.candidates import CP_KINDS, RECOMPUTE, Array, Candidates
+from ironlaw.plan.cluster.context_parallel import kinds
+from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, operation_costs
+from ironlaw.plan.cluster.step_costs import StepCosts
+from ironlaw.plan.cluster.system import System
+from ironlaw.plan.cluster.timeline import Times, accumulated_share, part_factors
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.workload.blocks import Shape
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import OptimizerConfig, update_operations
+from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.recompute import AGAIN
+from ironlaw.workload.transformer import training_operations
+
+BOUND = {"matmul": "compute", "attention": "compute"}
+"""What sets the time of a part; of every other one it is memory."""
+
+Key = tuple[Phase, Kind, str]
+
+
+class Lines:
+    """Lines of a step with the same key are one."""
+
+    def __init__(self) -> None:
+        self.found: dict[Key, Line] = {}
+
+    def add(self, phase: Phase, kind: Kind, name: str, seconds: float, bound: str | None, count: int = 0) -> None:
+        known = self.found.get((phase, kind, name), Line(phase, kind, name, None, None, None, 0.0, bound=bound))
+        total = (known.count or 0) + count or None
+        self.found[phase, kind, name] = replace(known, seconds=(known.seconds or 0.0) + seconds, count=total)
+
+
+def step_lines(candidates: Candidates, system: System, costs: StepCosts, times: Times) -> list[Line]:
+    """The step of the first candidate, but for what its allocator loses."""
+    lines, repeats = Lines(), _at(times.busiest_layers) * _at(candidates.accumulation)
+    for cost, seconds in block_seconds(candidates, system, costs):
+        op, bound, count = cost.operation, BOUND.get(cost.part, "memory"), round(repeats * float(cost.share))
+        lines.add(op.phase, op.kind, op.name, repeats * seconds, bound, count)
+        again = _times_again(cost, candidates)
+        if again:
+            lines.add(Phase.BACKWARD, op.kind, op.name + AGAIN, repeats * again * seconds, bound, round(count * again))
+    share = _at(accumulated_share(candidates, system.engine))
+    if share:
+        accumulated = repeats * share * _at(costs.accumulate)
+        lines.add(Phase.BACKWARD, Kind.ELEMENTWISE, "accumulate", accumulated, "memory", round(repeats))
+    for op, seconds, bound in _ends(candidates, system, times):
+        lines.add(op.phase, op.kind, op.name, seconds, bound, round(_at(candidates.accumulation)))
+    forward_share = 1 / (1 + system.engine.host_backward_ratio)
+    for phase, share in ((Phase.FORWARD, forward_share), (Phase.BACKWARD, 1 - forward_share)):
+        lines.add(phase, Kind.HOST, "dispatch", share * _at(times.host_excess), "overhead")
+    for name, seconds in exposed_collectives(candidates, system, costs, times):
+        lines.add(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds, "network")
+    if _at(times.offload_exposed) > 0:
+        lines.add(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", _at(times.offload_exposed), "memory")
+    for name, share in update_shares(candidates.model, system.update.name):
+        lines.add(Phase.OPTIMIZER, Kind.OPTIMIZER, name, share * _at(times.optimizer), "memory", 1)
+    lines.add(Phase.HOST, Kind.HOST, "step", _at(times.host_step), "overhead", 1)
+    lines.add(Phase.IDLE, Kind.OTHER, "pipeline_bubble", _at(times.bubble), None)
+    flops = step_flops(candidates, system.engine)
+    return [replace(line, flops=flops.get(key)) for key, line in lines.found.items()]
+
+
+def block_seconds(candidates: Candidates, system: System, costs: StepCosts) -> Iterator[tuple[OperationCost, float]]:
+    """Every operation of a block and what it takes of one block and micro-batch in a run; the mean over all blocks."""
+    factors = part_factors(candidates.flash, system.engine)
+    found = list(operation_costs(candidates, system))
+    moved: dict[tuple[str, Phase], float] = {}
+    for cost in found:
+        if cost.seconds is None:
+            key = cost.part, cost.operation.phase
+            moved[key] = moved.get(key, 0.0) + _at(cost.share * cost.operation.bytes_moved)
+    for cost in found:
+        key = cost.part, cost.operation.phase
+        if cost.seconds is not None:
+            seconds = _at(cost.share * cost.seconds)
+        else:
+            seconds = _at(costs.block[key]) * _at(cost.share * cost.operation.bytes_moved) / moved[key]
+        if seconds:
+            yield cost, seconds * factors[cost.part]
+
+
+def _times_again(cost: OperationCost, candidates: Candidates) -> float:
+    """How often an operation of the forward pass is run again, per time that it is run."""
+    full, selective = cost.again
+    if _at(candidates.recompute) == RECOMPUTE["full"]:
+        return _at(candidates.recomputed_share) * full
+    return selective if _at(candidates.recompute) == RECOMPUTE["selective"] else 0.0
+
+
+def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tuple[Operation, float, str]]:
+    """Operations of the embedding and of the output layer, where the busiest stage has them; seconds of a step."""
+    engine, found = system.engine, list(end_costs(candidates, system))
+    moved = {part: sum(_at(c.operation.bytes_moved) for c in found if c.part == part) for part in ("loss", "stream")}
+    seconds = {"loss": times.loss, "stream": times.embedding}
+    for cost in found:
+        if cost.seconds is None:
+            took = _at(seconds[cost.part]) * _at(cost.operation.bytes_moved) / moved[cost.part]
+        else:
+            took = _at(times.heads) * _at(cost.seconds) * engine.matmul_slowdown
+        yield cost.operation, took, BOUND.get(cost.part, "memory")  # zero on another stage than the busiest
+
+
+def exposed_collectives(
+    candidates: Candidates, system: System, costs: StepCosts, times: Times
+) -> Iterator[tuple[str, float]]:
+    """Seconds that a rank only waits for a collective: its mesh dimension and its kind, as a run names it."""
+    tp = _at(times.tp_exposed)
+    if _at(candidates.sp):  # as many of one as of the other, of the same buffer
+        yield "tp all_gather", tp / 2
+        yield "tp reduce_scatter", tp / 2
+    elif _at(candidates.tp) > 1:
+        yield "tp all_reduce", tp
+    for name, seconds in costs.told.items():
+        if _at(seconds):
+            yield name, _at(seconds)
+    if _at(candidates.cp) > 1:
+        yield from _of_context(candidates, system, _at(times.cp_exposed))
+    if _at(times.ep_exposed):
+        yield "ep all_to_all", _at(times.ep_exposed)
+    if _at(candidates.pp) > 1:
+        yield "pp send", _at(times.pp_exposed)
+    if _at(candidates.zero) >= 2 and _at(candidates.shard_ranks) > 1:
+        gather, scatter = 2 * _at(costs.fsdp_gather_layer), _at(costs.fsdp_scatter_layer)
+        whole = gather + scatter
+        if gather:
+            yield "shard all_gather", _at(times.fsdp_exposed) * gather / whole
+        if scatter:
+            yield "shard reduce_scatter", _at(times.fsdp_exposed) * scatter / whole
+    reduced, across = _at(times.reduce_exposed), _at(costs.dp_across)
+    if _at(costs.dp_reduce):
+        copies = across / _at(costs.dp_reduce)
+        kind = "shard reduce_scatter" if _at(candidates.zero) else "replicate all_reduce"
+        if copies < 1:
+            yield kind, reduced * (1 - copies)
+        if copies:
+            yield "replicate all_reduce", reduced * copies
+    if _at(costs.dp_gather):
+        yield "shard all_gather", _at(times.gather_exposed)
+
+
+def _of_context(candidates: Candidates, system: System, seconds: float) -> Iterator[tuple[str, float]]:
+    """Gathered for every pass, and gradients scattered once; blocks and their gradients of a ring are sent."""
+    kind = _at(kinds(candidates, system.engine))
+    if kind == CP_KINDS["ring"]:
+        yield "cp send", seconds
+    elif kind == CP_KINDS["all_to_all"]:
+        yield "cp all_to_all", seconds
+    else:
+        gathers = 2 + _at(candidates.recomputed_share)
+        yield "cp all_gather", seconds * gathers / (gathers + 1)
+        yield "cp reduce_scatter", seconds / (gathers + 1)
+
+
+def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]:
+    """Of an update, the share of each of its operations by name: of the bytes they move."""
+    parameters = model_parameters(model.model_copy(update={"layers": 1, "moe": None}))
+    operations = update_operations(parameters, OptimizerConfig.model_validate({"name": optimizer}), cuda=True)
+    moved: dict[str, float] = {}
+    for op in operations:
+        moved[op.name] = moved.get(op.name, 0.0) + op.bytes_moved * op.repeat
+    return [(name, size / sum(moved.values())) for name, size in moved.items() if size]
+
+
+def step_flops(candidates: Candidates, engine: Engine) -> dict[Key, int]:
+    """FLOPs of a step by line: those of the model, whatever the layout; what is run again is not counted."""
+    model, sequence = candidates.model, round(_at(candidates.sequence))
+    moe = model.moe
+    if moe is not None:  # every choice is counted, whether or not there is room for it
+        model = model.model_copy(update={"moe": moe.model_copy(update={"capacity_factor": None})})
+    found: dict[Key, int] = {}
+    for op in training_operations(Shape(model, 1, sequence, fused_rmsnorm=True, conventions=engine)):
+        if op.flops is not None:
+            key = op.phase, op.kind, op.name
+            found[key] = found.get(key, 0) + op.flops * op.repeat * round(_at(candidates.global_batch))
+    return found
+
+
+def _at(column: Array | float) -> float:
+    """Of the first candidate."""
+    return float(np.asarray(column).reshape(-1)[0])

@@ -1,0 +1,320 @@
+"""What a step is made of: seconds of every kernel and collective of one micro-batch, for many candidates at once.
+
+    costs = step_costs(candidates, system)
+
+Operations come from `workload/` under the engine's conventions, seconds from the models of single operations in
+`machine/efficiency`. What a run makes of them (slowdowns, overlap, launches) is the engine's too and added in
+`timeline.py`, so that fitting an engine to measured runs need not evaluate the operations again. Ranks are placed tp,
+cp, dp, pp from the inside out, as Megatron does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ironlaw.ledger import Phase
+from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
+from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
+from ironlaw.plan.cluster.context_parallel import exchange_seconds, kinds
+from ironlaw.plan.cluster.distinct import collective, distinct
+from ironlaw.plan.cluster.experts import exchange_of_rows, expert_traffic
+from ironlaw.plan.cluster.memory import kept_activation_bytes
+from ironlaw.plan.cluster.operation_costs import PARTS, end_costs, operation_costs
+from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
+from ironlaw.plan.cluster.system import System
+from ironlaw.workload.latent import gathered_share
+from ironlaw.workload.moe import is_exchanged
+from ironlaw.workload.sizes import Size
+
+FP32, INT64 = 4.0, 8.0
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds per candidate. `block`: of one block and micro-batch, by (part, phase); the mean over all blocks."""
+
+    block: dict[tuple[str, Phase], Array]
+    again: dict[tuple[str, int], Array]  # of it, what runs again under full (0) and selective (1) recomputation
+    accumulate: Array  # adding a weight gradient of one block into the fp32 buffer
+    tp_collective: Array  # one all-reduce, or one all-gather and one reduce-scatter
+    tp_collectives: Array  # of them in a layer's forward pass: two, less where experts exchange rows instead
+    cp_layer: Array  # one exchange of one layer between context parallel ranks, forward
+    head_matmul: Array  # output layer, forward and backward
+    head_streaming: Array  # loss
+    embedding: Array
+    pp_message: Array
+    told: dict[str, Array]  # small collectives of a step by name, where no other constant stands for them
+    dp_reduce: Array
+    dp_across: Array  # of dp_reduce: over copies of the sharded state
+    dp_gather: Array
+    ep_layer: Array  # one exchange of rows between expert parallel ranks, there or back; mean over all layers
+    ep_crosses: npt.NDArray[np.bool_]
+    fsdp_gather_layer: Array
+    fsdp_scatter_layer: Array
+    optimizer: Array
+    host_update: Array  # of an offloaded optimizer: the processor's update, or the way back of the weights if longer
+    host_gradients: Array  # their way to the host
+    host_layer: Array  # one block's kept activations of one micro-batch, to the host or back
+    tp_crosses: npt.NDArray[np.bool_]  # whether the traffic of this kind leaves the island
+    cp_crosses: npt.NDArray[np.bool_]
+    dp_crosses: npt.NDArray[np.bool_]
+    pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
+
+
+def _update(candidates: Candidates, system: System, layers: StageLayers, owned: Array) -> Array:
+    """Seconds of the optimizer on the stage with most parameters; `owned`: how many a rank updates.
+
+    Whole-matrix work (Muon's iterations, GaLore's projections) is dealt out matrix by matrix over the ranks that shard
+    the state, and divided by tp.
+    """
+    cost, hardware = system.update, system.hardware
+    blocks = layers.counts.max(axis=1) * candidates.local_block_parameters
+    inside = np.minimum(1.0, blocks / np.maximum(layers.largest_parameters, 1.0))
+    per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
+    seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
+    if not cost.matrices:
+        return seconds
+    products = sum(
+        times * float(np.asarray(matmul_seconds(m, n, k, 1.0, "bf16", hardware=hardware, sustained=True)))
+        for m, n, k, times in cost.matrices
+    )
+    dealt = layers.counts.max(axis=1) * cost.owners
+    ranks = np.where(candidates.zero > 0, candidates.shard_ranks, 1.0)
+    return seconds + products / cost.owners * np.ceil(dealt / ranks) / candidates.tp
+
+
+def _offloaded(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
+    """Seconds on the way to the host and on it; zero where nothing is offloaded."""
+    none = np.zeros(len(candidates))
+    host, engine = system.host, system.engine
+    if host is None or not (candidates.offload > 0).any():
+        return {"host_update": none, "host_gradients": none, "host_layer": none}
+    owned, rate = owned_parameters(candidates, layers), min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    update = owned * system.update.block_bytes / host.memory_bytes_per_second
+    back = owned * engine.element_bytes / rate
+    kept, _ = kept_activation_bytes(candidates, engine)
+    return {
+        "host_update": np.where(candidates.offloads_optimizer, np.maximum(update, back), 0.0),
+        "host_gradients": np.where(
+            candidates.offloads_optimizer, owned * engine.gradient_communication_bytes / rate, 0.0
+        ),
+        "host_layer": np.where(candidates.offloads_activations, kept / rate, 0.0),
+    }
+
+
+def step_costs(candidates: Candidates, system: System, layers: StageLayers | None = None) -> StepCosts:
+    """Every ingredient of the step time."""
+    layers = layers or stage_layers(candidates, system.engine.partition)
+    # Layouts of a search share their blocks, or their state: each kind is worked out once.
+    first, kind = candidates.distinct(OF_THE_BATCH)
+    found = _state(candidates.take(first), system, layers.take(first))
+    state: dict[str, Any] = {name: column[kind] for name, column in found.items()}
+    host: dict[str, Any] = _offloaded(candidates, system, layers)
+    return replace(block_costs(candidates, system), **state | host)
+
+
+def block_costs(candidates: Candidates, system: System) -> StepCosts:
+    """The same without what gradients, weights and their update take: that is zero."""
+    island = float(system.fabric.island_ranks)
+    first, kind = candidates.distinct(of_no_shape(OF_THE_LAYOUT, system.engine))
+    few = candidates.take(first)
+    of_block = few.apart(system.engine, lambda part: _block(part, system))
+    ends = few.apart(system.engine, lambda part: _ends(part, system))
+    blocks: dict[str, Any] = {name: column[kind] for name, column in (_collectives(few, system) | ends).items()}
+    near, far = blocks.pop("message_inside"), blocks.pop("message_across")
+    blocks |= dict.fromkeys(OF_STATE, np.zeros(len(candidates)))
+    blocks["block"] = {key: column[kind] for key, column in of_block.items() if isinstance(key[1], Phase)}
+    blocks["again"] = {key: column[kind] for key, column in of_block.items() if not isinstance(key[1], Phase)}
+    stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
+    return StepCosts(
+        told=told(candidates, system),
+        pp_message=np.where(candidates.pp > 1, np.where(stage_fills_island, far, near), 0.0),
+        tp_crosses=candidates.tp > island,
+        cp_crosses=candidates.tp * candidates.cp > island,
+        dp_crosses=candidates.tp * candidates.cp * candidates.dp > island,
+        pp_crosses=candidates.accelerators > island,
+        ep_crosses=candidates.expert_tp * candidates.ep > island,
+        **blocks,
+    )
+
+
+OF_STATE = (
+    "dp_reduce", "dp_across", "dp_gather", "fsdp_gather_layer", "fsdp_scatter_layer", "optimizer", "host_update",
+    "host_gradients", "host_layer",
+)  # fmt: skip
+
+
+OF_THE_LAYOUT = frozenset(
+    ("dp", "zero", "shard", "pp", "virtual", "schedule", "recompute", "every", "offload", "global_batch")
+)
+"""Columns on which no seconds of a block and micro-batch hang."""
+
+OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recompute", "every"))
+"""Columns on which no seconds of gradients, weights and their update hang."""
+
+
+def _block(candidates: Candidates, system: System) -> dict[tuple[str, Phase | int], Array]:
+    """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
+    none, hardware = np.zeros(len(candidates)), system.hardware
+    seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    again = {(part, mode): none for part in PARTS for mode in (0, 1)}
+    moved: dict[tuple[str, Phase], Size] = {}
+    for cost in operation_costs(candidates, system):
+        key = cost.part, cost.operation.phase
+        if cost.seconds is None:
+            size = cost.share * cost.operation.bytes_moved
+            moved[key] = moved.get(key, 0.0) + size
+        else:
+            size = cost.share * cost.seconds
+            seconds[key] = seconds[key] + size
+        for mode, times in enumerate(cost.again):
+            again[cost.part, mode] = again[cost.part, mode] + times * size
+    for key, size in moved.items():
+        seconds[key] = distinct(lambda b: streaming_seconds(b, hardware), size)
+    for part in {part for part, _ in moved}:  # bytes become their share of the time
+        for mode in (0, 1):
+            again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]
+    return seconds | again  # type: ignore[operator]
+
+
+def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Seconds of the output layer, of the loss and of the embedding, of one micro-batch."""
+    sums: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
+    for cost in end_costs(candidates, system):
+        sums[cost.part] = sums[cost.part] + (cost.operation.bytes_moved if cost.seconds is None else cost.seconds)
+    return {
+        "head_matmul": np.asarray(sums["matmul"]),
+        "head_streaming": np.asarray(streaming_seconds(sums["loss"], system.hardware)),
+        "embedding": np.asarray(streaming_seconds(sums["stream"], system.hardware)),
+    }
+
+
+def _collectives(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Of a layer's collectives, of adding up its gradients, of a message between stages in and across islands."""
+    island, model = float(system.fabric.island_ranks), candidates.model
+    hardware, width = system.hardware, system.engine.element_bytes
+    stream_bytes = candidates.tokens * model.hidden * width
+    message = stream_bytes / candidates.stream_shards
+    tp_inside = np.minimum(candidates.tp, island)
+    one, two = np.ones(len(candidates)), np.full(len(candidates), 2.0)
+    # The fp32 buffer is read and written; the gradient read before, unless the product adds it.
+    read = FP32 if system.engine.autocast else 0.0 if system.engine.fused_accumulation else width
+    accumulated = candidates.local_block_parameters * (read + 2 * FP32)
+    return {
+        "accumulate": np.asarray(streaming_seconds(accumulated, hardware)),
+        "tp_collective": np.where(
+            candidates.sp > 0,
+            collective("all_gather", stream_bytes, candidates.tp, tp_inside, system)
+            + collective("reduce_scatter", stream_bytes, candidates.tp, tp_inside, system),
+            collective("all_reduce", stream_bytes, candidates.tp, tp_inside, system),
+        ),
+        "tp_collectives": 2.0 - spared_collectives(candidates, system),
+        "cp_layer": exchange_seconds(candidates, system, kinds(candidates, system.engine)),
+        "message_inside": collective("send_recv", message, two, two, system),
+        "message_across": collective("send_recv", message, two, one, system),
+        "ep_layer": exchange_of_rows(candidates, system) if candidates.has_experts else np.zeros(len(candidates)),
+    }
+
+
+def told(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Seconds per step of our trainer's small collectives, each waited for; of other software they are in constants.
+
+    Of divided logits, per micro-batch: maximum, sum of exponentials and the target's own of each token. Of all ranks:
+    loss, wish to stop, gradient norm. Of experts: their loads over replicas and, counted, over ranks of one sequence.
+    """
+    if system.engine.fused:
+        return {}
+    c, model = candidates, candidates.model
+
+    def reduced(size: Size, ranks: Array, inner: Size = 1.0) -> Array:
+        inside = np.clip(float(system.fabric.island_ranks) // inner, 1.0, ranks)
+        return collective("all_reduce", np.broadcast_to(np.asarray(size, dtype=float), len(c)), ranks, inside, system)
+
+    found = {
+        "tp all_reduce": 3 * c.accumulation * reduced(c.tokens * FP32, c.tp),
+        "world all_reduce": reduced(3 * INT64, c.accelerators),
+    }
+    if model.moe is not None:
+        layers = c.expert_share * model.layers
+        loads = layers / c.pp * (model.moe.experts + 1) * INT64
+        replicas = np.where(c.zero > 0, c.shard_ranks, c.dp * c.cp)
+        dimension = "shard all_reduce" if (c.zero > 0).all() else "replicate all_reduce"
+        found[dimension] = reduced(loads, replicas, c.tp)
+        found["micro_batch all_reduce"] = (
+            c.accumulation * layers / c.pp * reduced(model.moe.experts * INT64, c.cp, c.tp)
+        )
+        found["pp all_reduce"] = reduced(4 * INT64, c.pp, c.tp * c.cp * c.dp)
+    return found
+
+
+def spared_collectives(candidates: Candidates, system: System) -> Array:
+    """Of the two tensor parallel collectives of a layer, how many are not there under sequence parallelism; mean over
+    all layers: where the rows' exchange replaces one, and where narrow vectors are gathered instead of the stream."""
+    moe, spared = candidates.model.moe, np.zeros(len(candidates))
+    if moe is not None and not moe.shared_experts:  # which gather their tokens like a dense network
+        exchanged = is_exchanged(candidates.ep, candidates.expert_tp, candidates.tp)
+        spared = np.where(exchanged, candidates.expert_share, 0.0)
+    if candidates.model.latent is not None and system.engine.narrows_own_tokens:
+        spared = spared + 0.5 * (1 - gathered_share(candidates.model))
+    return np.where(candidates.sp > 0, spared, 0.0)
+
+
+def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
+    """Of reducing gradients, gathering weights and updating them."""
+    island = float(system.fabric.island_ranks)
+    ends = (candidates.model.embedding_parameters + candidates.model.head_parameters) / candidates.tp
+    # What ZeRO-3 gathers at a time, embedding and output layer spread out.
+    unit = candidates.local_block_parameters + ends / candidates.model.layers
+    local = layers.largest_parameters
+    # Gradients are averaged over context parallel ranks too.
+    replicas = candidates.dp * candidates.cp
+    replicas_inside = np.maximum(1.0, island // candidates.tp)
+    gradient = system.engine.gradient_communication_bytes
+    sharing = candidates.shard_ranks
+    all_reduce = collective("all_reduce", local * gradient, replicas, replicas_inside, system)
+    scatter = collective("reduce_scatter", local * gradient, sharing, replicas_inside, system)
+    wide = system.engine.sent_weight_bytes
+    gather = collective("all_gather", local * wide, sharing, replicas_inside, system)
+    unit_dense, apart = unit, None
+    if candidates.has_experts:
+        # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
+        apart = expert_traffic(candidates, system, layers, gradient)
+        all_reduce, scatter, gather = (
+            collective(kind, (local - apart.local) * size, group, replicas_inside, system) + more
+            for kind, size, group, more in (
+                ("all_reduce", gradient, replicas, apart.all_reduce),
+                ("reduce_scatter", gradient, sharing, apart.scatter),
+                ("all_gather", wide, sharing, apart.gather),
+            )
+        )
+        unit_dense = unit - apart.layer
+    fsdp = candidates.zero >= 3
+    # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
+    copies_inside = np.maximum(1.0, island // (candidates.tp * sharing))
+    shard = local / sharing if apart is None else (local - apart.local) / sharing + apart.shard
+    across = collective("all_reduce", shard * gradient, candidates.copies, copies_inside, system)
+    whole = system.engine.pipeline_keeps & (candidates.pp > 1)
+    in_pieces = (candidates.zero >= 2) & ~whole
+    update = _update(candidates, system, layers, owned_parameters(candidates, layers))
+    return {
+        "dp_reduce": np.where(in_pieces, across, np.where(candidates.zero > 0, scatter + across, all_reduce)),
+        "dp_across": np.where(candidates.zero > 0, across, 0.0),
+        "dp_gather": np.where((candidates.zero > 0) & ~fsdp, gather, 0.0),
+        "fsdp_gather_layer": np.where(
+            fsdp,
+            collective("all_gather", unit_dense * wide, sharing, replicas_inside, system)
+            + (apart.gather_layer if apart else 0.0),
+            0.0,
+        ),
+        "fsdp_scatter_layer": np.where(
+            in_pieces,
+            collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, system)
+            + (apart.scatter_layer if apart else 0.0),
+            0.0,
+        ),
+        "optimizer": np.where(candidates.offloads_optimizer, 0.0, update),
+    }

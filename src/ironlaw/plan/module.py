@@ -1,0 +1,213 @@
+"""The plan of any torch module: traced on fake tensors, then timed on this machine or on a catalogued accelerator.
+
+    ledger, fits = plan_traced("my_package.models:build", ["tokens=8x2048:int64"], "h200")
+
+One process, one micro-batch per step, AdamW on every trained parameter, gradients in the parameters' own type. The
+module decides the rest: what it recomputes, which types it uses. torch is imported when a module is traced, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.errors import UserError
+from ironlaw.ledger import Decisions, Ledger
+from ironlaw.machine import interference
+from ironlaw.machine.profile import Profile, load_profile
+from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
+from ironlaw.plan.cluster.system import hardware_of
+from ironlaw.plan.engines.named import engine_of_framework
+from ironlaw.plan.fold import fold
+from ironlaw.plan.machines import Machine, MeasuredMachine
+from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
+from ironlaw.plan.totals import System, add_totals, fits
+from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
+from ironlaw.workload.program import step_of_trace
+from ironlaw.workload.updates import Loop
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ironlaw.workload.trace import Loss, Trace
+    from ironlaw.workload.trace_inputs import Inputs
+
+__all__ = ["Input", "parse_input", "plan_module", "plan_traced", "resolve_module"]
+
+EAGER_FRAMEWORK = "torchtitan"
+"""Whose engine says how much slower PyTorch's kernels are in a run than alone."""
+
+ACCELERATOR_FACTORS = (0.75, 1.6)
+"""80% of measured over planned step time on an accelerator. Assumed: no traced plan has met a run on one yet."""
+
+ACCELERATOR_MEMORY_INTERVAL = 0.1
+"""A trace sees what CPU kernels keep; those of accelerators keep a little less (dropout masks) or more (workspaces)."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a module is planned to run."""
+
+    machine: Machine
+    system: System
+    precision: str  # for the trace: "as is", "bf16", "fp16"
+    precision_reason: str
+    facts: dict[str, Any]
+
+
+def plan_traced(spec: str, inputs: Sequence[str], on: str, *, real: bool | None = None) -> tuple[Ledger, bool]:
+    """The plan of `package.module:factory` with inputs as `name=8x2048:int64`, and whether it fits where it is to run.
+
+    `on` is "this" or an accelerator of the catalogue; `real` as in `trace`.
+    """
+    if not inputs:
+        raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
+    build = resolve_module(spec)
+    ledger = plan_module(build, read_inputs(inputs), on, name=spec, real=real)
+    return ledger, fits(ledger)
+
+
+def plan_module(
+    module_or_factory: nn.Module | Callable[[], nn.Module],
+    inputs: Inputs,
+    on: str = "this",
+    *,
+    loss: Loss | None = None,
+    precision: str = "auto",
+    name: str | None = None,
+    real: bool | None = None,
+    repeated: bool = False,
+) -> Ledger:
+    """A planned ledger of one training step.
+
+    `precision`: "as is" runs the module in its own types, "bf16" and "fp16" under autocast; "auto" is as is on this
+    machine, and autocast where an accelerator multiplies 16 bits faster than 32.
+    """
+    from ironlaw.workload.trace import trace
+
+    profile = load_profile() if on == "this" else None
+    target = _this_machine(profile, precision) if profile else _accelerator(on, precision)
+    how: Any = {"loss": loss, "precision": target.precision, "real": real, "repeated": repeated}
+    traced = trace(module_or_factory, inputs, **how)
+    ledger = _planned(traced, target, name)
+    ledger.facts["inputs"] = traced.inputs
+    return ledger
+
+
+def plan_trace(
+    traced: Trace,
+    profile: Profile | None,
+    on: str = "this",
+    *,
+    accumulation: int = 1,
+    name: str | None = None,
+    loop: Loop | None = None,
+) -> Ledger:
+    """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
+    or without one on the accelerator `on`."""
+    target = _this_machine(profile, "auto") if profile else _accelerator(on, "as is")
+    return _planned(traced, target, name, accumulation, loop)
+
+
+def _planned(
+    traced: Trace, target: _Target, name: str | None, accumulation: int = 1, loop: Loop | None = None
+) -> Ledger:
+    program, system = step_of_trace(traced, accumulation, loop), target.system
+    peak = peak_memory(program)
+    notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
+    ledger = Ledger("plan", lines=fold(program.operations(), target.machine), memory=peak.lines(notes))
+    ledger.facts = target.facts | {
+        "model": {"name": name or traced.name},
+        "machine": system.name,
+        "precision": _types(traced),
+        "precision_reason": target.precision_reason,
+        "matmul_peak_flops_per_second": system.peak_flops_per_second,
+        "peak_basis": system.peak_basis,
+        "peak_at": peak.where,
+        "memory_bytes": system.memory_bytes,
+        "traced_operations": len(traced.operations),
+        "assumed": [list(one) for one in traced.assumptions],
+        "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
+    }
+    ledger.decisions = Decisions(target.precision)
+    add_totals(ledger, system, traced.parameters, peak.where)
+    return ledger
+
+
+# -- where it runs -----------------------------------------------------------------------------------------------
+
+
+def _this_machine(profile: Profile, precision: str) -> _Target:
+    slowdown = interference.typical(profile)
+    wanted = "as is" if precision == "auto" else precision
+    system = System.measured(profile, wanted if wanted in profile.matmul else "fp32")
+    guessed = f"{system.time_basis}; bytes at copy rate where there is no curve"
+    return _Target(
+        machine=ThisMachine(MeasuredMachine(profile, slowdown)),
+        system=replace(system, time_basis=guessed),
+        precision=wanted,
+        precision_reason="the module's own types" if wanted == "as is" else "asked for, by autocast",
+        facts={
+            "device": profile.device,
+            "threads": profile.threads,
+            "measured": profile.created,
+            "slowdown": slowdown,
+            "copy_bytes_per_second": profile.copy_bytes_per_second,
+        },
+    )
+
+
+def _accelerator(on: str, precision: str) -> _Target:
+    cluster = parse_cluster(on)
+    if cluster.count != 1:
+        raise UserError(
+            f"a traced module is planned on one accelerator, not {cluster.count}: write {cluster.accelerator.name}"
+        )
+    found = cluster.accelerator
+    hardware = hardware_of(found)
+    if found.memory_bytes is None:
+        raise UserError(f"the memory of {found.name} is not known: choose another accelerator")
+    half = next((d for d in ("bf16", "fp16") if d in hardware.peak_flops_per_second), "as is")
+    wanted = half if precision == "auto" else precision
+    dtype = wanted if wanted in ("bf16", "fp16") else "fp32"
+    reason = f"autocast: matrix units of {found.name} want 16 bits" if precision == "auto" else "asked for"
+    peak = hardware.peak(dtype)
+    engine = engine_of_framework(EAGER_FRAMEWORK).on(found.generation)
+    return _Target(
+        machine=CataloguedAccelerator(hardware, engine),
+        system=System(
+            found.name,
+            found.memory_bytes.value,
+            UNUSABLE_BYTES,
+            "tensors, and what the process or the driver holds without any",
+            peak,
+            f"dense {dtype} peak of {found.name}",
+            ACCELERATOR_FACTORS,
+            f"eager kernels by the constants of {found.generation}; interval assumed",
+            ACCELERATOR_MEMORY_INTERVAL,
+            fragmentation=0.2,
+        ),
+        precision=wanted,
+        precision_reason=reason,
+        facts={
+            "device": found.name,
+            "copy_bytes_per_second": hardware.memory_bytes_per_second,
+            "intervals": "Intervals are assumed: no traced plan has met a run on an accelerator",
+            "assumptions": list(hardware.efficiency.assumptions()),
+        },
+    )
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------
+
+
+def _types(traced: Trace) -> str:
+    """The types that the matrix products run in, the busiest first."""
+    flops: dict[str, int] = {}
+    for op in traced.operations:
+        if op.flops:
+            flops[op.dtype] = flops.get(op.dtype, 0) + op.flops
+    return " and ".join(sorted(flops, key=lambda dtype: -flops[dtype])) or "no matrix products"

@@ -1,0 +1,199 @@
+"""Seconds of the stages of a program on measured ranks: of each pass, of a step by phase, and what ranks wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.plan.communication import CollectiveCost, Links
+from ironlaw.plan.fold import fold
+from ironlaw.plan.machines import SharedMachine
+from ironlaw.plan.schedule import play
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.pipeline import rank_of_last
+from ironlaw.workload.program import EMBEDDING, HEAD, Program
+from ironlaw.workload.schedule import Pass, passes
+from ironlaw.workload.sharding import bucket_bytes
+
+WEIGHT_GRADIENTS = ("matmul_weight_gradient", "sum_rows", "embedding_backward")
+"""Kernels whose results nobody waits for but the update."""
+
+Phases = list[dict[Phase, float]]  # by pipeline position
+Costs = list[list[CollectiveCost]]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds of one stage on one rank: of the passes of a micro-batch, and once per step."""
+
+    forward_seconds: float
+    input_seconds: float  # of the backward pass, what the stage before waits for
+    weight_seconds: float  # gradients of weights, which nobody waits for
+    update_seconds: float
+    accumulate_seconds: float  # gradients added to those of earlier micro-batches
+    lines: list[Line]  # of a step
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.input_seconds + self.weight_seconds
+
+    @property
+    def once_seconds(self) -> float:
+        return self.update_seconds + self.accumulate_seconds
+
+
+def stage_costs(program: Program, stage: int, machine: SharedMachine) -> StageCosts:
+    here, times = program.stages[stage], program.micro_batches
+    seconds, calls = dict.fromkeys("FIW", 0.0), dict.fromkeys("FIW", 0)
+    for op, count in here.operations():
+        weights = op.kernel in WEIGHT_GRADIENTS
+        kind = "F" if op.phase is Phase.FORWARD else "W" if weights else "I"
+        seconds[kind] += machine.time(op).seconds * count
+        calls[kind] += count
+    seconds["F"] += machine.dispatch_seconds(Phase.FORWARD, calls["F"], seconds["F"])
+    seconds["I"] += machine.dispatch_seconds(Phase.BACKWARD, calls["I"] + calls["W"], seconds["I"])
+    lines = fold(program.operations(stage), machine)
+    wrapped: dict[Phase, float] = {}
+    for phase, took in _wrapping(program, stage, machine):
+        wrapped[phase] = wrapped.get(phase, 0.0) + took
+        seconds["F" if phase is Phase.FORWARD else "I"] += took
+    lines += [
+        Line(phase, Kind.HOST, "wrapping", seconds=took * times, bound="overhead") for phase, took in wrapped.items()
+    ]
+    update = sum(line.seconds or 0.0 for line in lines if line.phase is Phase.OPTIMIZER)
+    added = sum(line.seconds or 0.0 for line in lines if line.operation == "accumulate")
+    return StageCosts(seconds["F"], seconds["I"], seconds["W"], update, added, lines)
+
+
+def _wrapping(program: Program, stage: int, machine: SharedMachine) -> Iterator[tuple[Phase, float]]:
+    """What FSDP, DTensor and the pipeline add to a micro-batch beside their collectives: measured on tiny layers."""
+    layout, costs, turns = program.layout, machine.costs, machine.turns
+    if costs is None:
+        return
+    assert program.model is not None
+    names = [layer.name for layer in program.stages[stage].layers]
+    ends = sum(name in (EMBEDDING, HEAD) for name in names)
+    if layout.tp > 1:
+        linears = (len(names) - ends) * (4 + program.model.ffn_matrices) + ends
+        yield Phase.FORWARD, linears * costs.dtensor_seconds / 3 * turns
+        yield Phase.BACKWARD, linears * costs.dtensor_seconds * 2 / 3 * turns
+    if layout.pp > 1:
+        yield Phase.FORWARD, costs.pass_seconds * turns
+        yield Phase.BACKWARD, costs.pass_seconds * turns
+    if layout.zero == 3:
+        held = sum(p.elements for p in program.stages[stage].shards)
+        copies = machine.copy_seconds(held * 4 * (layout.shard or layout.dp) * layout.cp)
+        yield Phase.FORWARD, len(names) * costs.unit_seconds * turns + copies
+        yield Phase.BACKWARD, 2 * len(names) * costs.unit_seconds * turns + 2 * copies
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def alike(program: Program, costs: StageCosts, links: Links | None) -> tuple[Phases, Costs]:
+    """No pipeline: every rank does the same at the same time."""
+    sent = links.costs(program, program.collectives[0]) if links is not None else []
+    layout = program.layout
+    if links is not None and layout.zero == 0 and layout.tp == 1 and layout.dp * layout.cp > 1:
+        buckets = bucket_bytes(list(program.stages[0].parameters))
+        hidden = _hidden_behind(
+            costs.backward_seconds, buckets, [links.seconds("replicate", "all_reduce", b) for b in buckets]
+        )
+        # What the processor does for a bucket it does not do for the backward pass, where ranks fill all cores.
+        on_cores = links.fabric.costs
+        if links.local >= on_cores.cores:
+            hidden -= min(hidden, sum(on_cores.collective_seconds("all_reduce", b, links.ranks) for b in buckets))
+        sent = [
+            replace(t, exposed_seconds=max(0.0, t.seconds - hidden)) if t.dimension == "replicate" else t for t in sent
+        ]
+    phases = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER), 0.0)
+    for line in costs.lines:
+        phases[line.phase] += line.seconds or 0.0
+    phases[Phase.COMMUNICATION] = sum(t.exposed_seconds for t in sent)
+    return [phases], [sent]
+
+
+def _hidden_behind(window: float, buckets: list[int], seconds: list[float]) -> float:
+    """Seconds of the buckets' reductions that pass while the backward pass still fills others."""
+    ready, free, sent = 0.0, 0.0, 0
+    for size, took in zip(buckets, seconds, strict=True):
+        sent += size
+        ready = window * sent / sum(buckets)
+        free = max(free, ready) + took
+    return sum(seconds) - max(0.0, free - window)
+
+
+def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> tuple[Phases, Costs]:
+    """Passes played on one replica's ranks; then gradients are reduced, and all meet to agree on loss and norm."""
+    layout, micro_batches = program.layout, program.micro_batches
+    sent = [links.costs(program, collectives) for collectives in program.collectives]
+    orders = passes(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+    per_pass = [_inside_passes(t, layout) / (2 * micro_batches * layout.virtual_stages) for t in sent]
+    holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
+
+    def seconds(p: Pass) -> float:
+        stage = costs[p.stage]
+        took = {
+            "F": stage.forward_seconds, "B": stage.backward_seconds, "I": stage.input_seconds,
+            "W": stage.weight_seconds,
+        }[p.kind]  # fmt: skip
+        return took + (0.0 if p.kind == "W" else per_pass[holder[p.stage]])
+
+    took, latency = links.seconds("pp", "send", _message_bytes(program)), 0.0
+    local, per_stage = links.local, links.ranks // layout.pp
+    if links.fabric.between and local < links.ranks:
+        latency = links.fabric.between.latency_seconds
+    room = links.fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
+    played = play(
+        orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
+        cores=lambda rank: (rank * per_stage // local, room),
+    )  # fmt: skip
+    after = [sum(t.seconds for t in some if not _between_stages(t) and not _inside(t, layout)) for some in sent]
+    tied, ends = links.tied_seconds(program), (0, rank_of_last(layout.schedule, layout.pp))
+    after = [extra + tied * (rank in ends) for rank, extra in enumerate(after)]
+    met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
+    held = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]
+    slowest = max(sum(c.once_seconds for c in mine) for mine in held)
+    phases, told = [], []
+    for rank, some in enumerate(sent):
+        own = micro_batches * sum(c.forward_seconds for c in held[rank])
+        talking = 2 * micro_batches * layout.virtual_stages * per_pass[rank]
+        stretched = max(1.0, played.busy[rank] / max(1e-12, sum(map(seconds, orders[rank]))))
+        agreeing = next(t.seconds for t in some if t.dimension == "world")
+        once = sum(c.once_seconds for c in held[rank])
+        last = met - played.ends[rank] - after[rank] + agreeing + slowest - once
+        told.append([
+            replace(t, exposed_seconds=played.waited[rank]) if t.dimension == "pp"
+            else replace(t, exposed_seconds=last) if t.dimension == "world" else t
+            for t in some
+        ])  # fmt: skip
+        added = sum(c.accumulate_seconds for c in held[rank])
+        phases.append({
+            Phase.FORWARD: own * stretched,
+            Phase.BACKWARD: played.busy[rank] - (own + talking) * stretched + added,
+            Phase.COMMUNICATION: talking * stretched + played.waited[rank] + after[rank] + last,
+            Phase.OPTIMIZER: once - added,
+        })  # fmt: skip
+    return phases, told
+
+
+def _message_bytes(program: Program) -> float:
+    """Of the residual stream that a stage hands on."""
+    layout = program.layout
+    assert program.model is not None and program.batch is not None
+    tokens = layout.micro_batch * program.batch.tokens // layout.cp
+    return tokens * program.model.hidden * 4 // (layout.tp if layout.sp else 1)
+
+
+def _between_stages(cost: CollectiveCost) -> bool:
+    return cost.dimension in ("pp", "world")
+
+
+def _inside(cost: CollectiveCost, layout: Layout) -> bool:
+    """Whether a pipeline pass waits for it, rather than the end of all passes."""
+    return cost.dimension in ("tp", "cp", "ep", "micro_batch") or (layout.zero == 3 and cost.kind == "all_gather")
+
+
+def _inside_passes(costs: Iterable[CollectiveCost], layout: Layout) -> float:
+    return sum(t.seconds for t in costs if not _between_stages(t) and _inside(t, layout))

@@ -1,0 +1,335 @@
+"""The plan of a run: step time, memory and communication of a program, as one process or as ranks of a layout.
+
+    plan_run(config, load_profile())                                       # the ledger of one process on this machine
+    fabric = Fabric(load_costs())                                          # ranks that are all on this machine
+    fabric = Fabric(load_costs(), ranks_per_host=1, between=Link(latency_seconds=2e-4, bytes_per_second=125e6))
+    plan = plan_step(config, load_profile(), Layout(dp=4, zero=3, micro_batch=2), fabric)
+    plan.step_seconds, plan.stages[0].communication, plan.ledger()
+
+A single process is `Layout()`: no collective, no pipeline. The program says what is computed, sent and held
+(`workload/program.py`); operations are timed by the measured machine, collectives by `machine/links.py`. On CPUs FSDP,
+DTensor and context parallelism wait for each collective; DDP reduces its buckets behind the last backward pass; a
+pipeline is played pass by pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ironlaw import units
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
+from ironlaw.machine import interference
+from ironlaw.machine.links import Fabric
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.attention import AttentionChoice, choose_attention
+from ironlaw.plan.communication import CollectiveCost, Links
+from ironlaw.plan.fold import fold
+from ironlaw.plan.machines import MeasuredMachine, SharedMachine, measured_precision
+from ironlaw.plan.memory import Peak, peak_memory
+from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
+from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.recompute import solve
+from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
+from ironlaw.plan.supply import data_supply
+from ironlaw.plan.supported import check_supported
+from ironlaw.plan.totals import System, add_run_totals, add_totals
+from ironlaw.workload.kinds import is_block
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.mesh import aliases_of
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.program import Program, micro_batch_shape, step
+from ironlaw.workload.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """The precision that a plan decided on, and why."""
+
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What each rank of one pipeline position does in a step; its phases add up to the step."""
+
+    position: int
+    phase_seconds: dict[Phase, float]
+    lines: list[Line]
+    communication: list[CollectiveCost]
+    memory: Peak
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A planned step. `stages` by pipeline position; `fabric` None: one process, which talks to nobody."""
+
+    config: RunConfig
+    program: Program
+    precision: PrecisionChoice
+    step_seconds: float
+    stages: list[StagePlan]
+    profile: Profile = field(repr=False)
+    fabric: Fabric | None = None
+    offload: Offload | None = None
+    attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
+    composition: float = 1.0  # a whole step over the sum of its kernels timed alone
+
+    @property
+    def layout(self) -> Layout:
+        return self.program.layout
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.accelerators
+
+    @property
+    def local_ranks(self) -> int:
+        """On one host."""
+        return 1 if self.fabric is None else self.fabric.local_ranks(self.ranks)
+
+    @property
+    def hosts(self) -> int:
+        return math.ceil(self.ranks / self.local_ranks)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most."""
+        return max(stage.memory.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a host holds all of its ranks."""
+        return self.local_ranks * (self.peak_bytes + self.profile.runtime_bytes) <= self.profile.memory_bytes
+
+    def ledger(self) -> Ledger:
+        """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
+        fullest = max(self.stages, key=lambda stage: stage.memory.total)
+        notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
+        ledger = Ledger("plan", lines=self._lines(), memory=fullest.memory.lines(notes))
+        measured = measured_precision(self.precision.value, self.profile)
+        system = System.measured(self.profile, measured, self.hosts)
+        ledger.decisions = self.decisions
+        ledger.facts = self._facts() | {
+            "peak_at": fullest.memory.where,
+            "matmul_peak_flops_per_second": system.peak_flops_per_second,
+            "planned_as": measured,
+        }
+        add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)
+        add_run_totals(ledger, self.config, self.profile)
+        supply = data_supply(self.config, self.profile, ledger.totals["tokens_per_second"].value)
+        ledger.facts["data_supply"] = supply
+        return ledger
+
+    @property
+    def decisions(self) -> Decisions:
+        recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
+        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.blocked)
+
+    def _lines(self) -> list[Line]:
+        per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
+        folded: dict[Key, Line] = {}
+        for stage in self.stages:
+            found = {p: sum(line.seconds or 0.0 for line in stage.lines if line.phase is p) for p in Phase}
+            for line in stage.lines:
+                # Ranks that take turns on the cores take longer than their operations.
+                wanted = stage.phase_seconds[line.phase]
+                scale = wanted / found[line.phase] if found[line.phase] else 1.0
+                known = folded.get(line.key, Line(*line.key, count=0, bytes_moved=0.0, seconds=0.0, bound=line.bound))
+                folded[line.key] = replace(
+                    known, count=None if line.count is None else (known.count or 0) + round(line.count * share),
+                    flops=known.flops if line.flops is None else (known.flops or 0) + line.flops * per_stage,
+                    bytes_moved=None if line.bytes_moved is None
+                    else (known.bytes_moved or 0.0) + line.bytes_moved * share,
+                    seconds=(known.seconds or 0.0) + (line.seconds or 0.0) * scale * share,
+                )  # fmt: skip
+        return list(folded.values())
+
+    def _facts(self) -> dict[str, Any]:
+        config, profile = self.config, self.profile
+        facts: dict[str, Any] = {
+            "model": config.model.model_dump(mode="json", exclude_none=True),
+            "machine": profile.name,
+            "device": profile.device,
+            "threads": profile.threads,
+            "measured": profile.created,
+            "versions": profile.versions,
+            "precision": self.precision.value,
+            "precision_reason": self.precision.reason,
+            "slowdown": interference.typical(profile),
+            "composition": self.composition,
+            "copy_bytes_per_second": profile.copy_bytes_per_second,
+            "memory_bytes": profile.memory_bytes,
+            "sequence": config.sequence,
+            "global_batch": config.train.global_batch,
+            "micro_batch": self.layout.micro_batch,
+            "accumulation": self.program.micro_batches,
+            "steps": config.train.steps,
+        }
+        if self.attention is not None:
+            facts |= {"attention": self.attention.value, "attention_reason": self.attention.reason}
+        if self.offload is not None:
+            facts["offload"] = asdict(self.offload) | {"host": asdict(host_of_machine(profile))}
+        if self.fabric is not None:
+            facts |= {
+                "ranks": self.ranks, "layout": str(self.layout),
+                "threads_per_rank": max(1, profile.threads // self.local_ranks),
+                "fabric": {
+                    "ranks_per_host": self.local_ranks,
+                    "between": vars(self.fabric.between) if self.fabric.between else None,
+                    "measured": self.fabric.costs.created,
+                },
+                "stages": [stage_document(self, stage) for stage in self.stages],
+            }  # fmt: skip
+        return facts
+
+
+def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
+    """One stage of plan.json: what each of its ranks does, sends and holds."""
+    per_stage = plan.ranks // plan.layout.pp
+    return {
+        "position": stage.position,
+        "ranks": [stage.position * per_stage, (stage.position + 1) * per_stage - 1],
+        "phase_seconds": {str(phase): seconds for phase, seconds in stage.phase_seconds.items()},
+        "communication": [vars(cost) for cost in stage.communication],
+        "peak_bytes": stage.memory.total,
+        "peak_at": stage.memory.where,
+        "memory": stage.memory.components,
+    }
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def plan_run(config: RunConfig, profile: Profile) -> Ledger:
+    """Parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch needed.
+
+    UserError for what the machine cannot do, or was not measured with.
+    """
+    if config.train.threads not in (None, profile.threads):
+        raise UserError(
+            f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
+            f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
+        )
+    return plan_step(config, profile).ledger()
+
+
+def plan_step(
+    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
+    precision: PrecisionChoice | None = None,
+) -> StepPlan:  # fmt: skip
+    """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
+
+    `precision`: chosen already, for another layout of the same config.
+    """
+    check_supported(config, profile.device)
+    precision = precision or choose_precision(config, profile)
+    measured = measured_precision(precision.value, profile)
+    machine = MeasuredMachine(profile, interference.typical(profile))
+    if layout is None:
+        fabric, layout = None, Layout(micro_batch=config.micro_batch)
+        here = SharedMachine(machine, measured)
+    else:
+        assert fabric is not None
+        batch, sequence = config.train.global_batch, config.sequence
+        layout.check(config.model, sequence=sequence, global_batch=batch, accelerators=ranks or layout.accelerators)
+        layout = layout.filled(batch)
+        local = fabric.local_ranks(layout.accelerators)
+        at_once = min(local, fabric.costs.cores) if layout.pp > 1 else local
+        here = SharedMachine(machine, measured, fabric.costs, at_once)
+    cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
+    recipe = solved(config, recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda), machine)
+    kernel = None
+    if fabric is None:
+        recipe, kernel = choose_attention(config, recipe, profile)
+    program = step(config.model, batch_of(config), layout, recipe)
+    costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
+    offload = _offload(program, here, profile)
+    if fabric is None:
+        phases, communication = alike(program, costs[0], None)
+    elif layout.pp == 1:
+        phases, communication = alike(program, costs[0], Links(fabric, layout))
+    else:
+        phases, communication = pipelined(program, costs, Links(fabric, layout))
+    stages, aliases = [], aliases_of(config.model, layout, batch_of(config), recipe)
+    for position in range(layout.pp):
+        lines = [line for stage in program.stages_at(position) for line in costs[stage].lines]
+        lines += [cost.line(aliases) for cost in communication[position]]
+        if offload is not None:
+            lines += lines_of(offload)
+            for phase, seconds in offload.exposed.items():
+                phases[position][phase] += seconds
+        memory = peak_memory(program, position)
+        stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
+    seconds = max(sum(phase.values()) for phase in phases)
+    return StepPlan(
+        config, program, precision, seconds, stages, profile, fabric, offload, kernel, machine.composition[measured]
+    )  # fmt: skip
+
+
+def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:
+    """All operations of an optimizer step of one process with how often each runs in it."""
+    layout = Layout(micro_batch=config.micro_batch)
+    return list(step(config.model, batch_of(config), layout, recipe_of(config, precision, cuda=cuda)).operations())
+
+
+def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
+    """What the config says, or with `auto` the precision whose planned step is shorter on this machine."""
+    wanted = config.train.precision
+    if wanted != "auto":
+        planned = measured_precision(wanted, profile)
+        as_other = "" if planned == wanted else f"; planned with the times of {planned}, which was measured"
+        return PrecisionChoice(wanted, f"train.precision in the config{as_other}")
+    machine = MeasuredMachine(profile, interference.typical(profile))
+    seconds = {
+        p: sum(line.seconds or 0.0 for line in fold(_chosen_operations(config, p, profile), SharedMachine(machine, p)))
+        for p in profile.matmul
+    }
+    # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
+    best = min(seconds, key=lambda p: seconds[p])
+    if best != "fp32" and seconds[best] > 0.9 * seconds["fp32"]:
+        best = "fp32"
+    shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
+    return PrecisionChoice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
+
+
+def _chosen_operations(config: RunConfig, precision: str, profile: Profile) -> list[tuple[Operation, int]]:
+    """As `step_operations`, with the attention kernel that this machine would take."""
+    recipe, _ = choose_attention(config, recipe_of(config, precision), profile)
+    return list(step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe).operations())
+
+
+def solved(config: RunConfig, recipe: Recipe, machine: MeasuredMachine) -> Recipe:
+    """A budget becomes one policy per layer. It is solved for one process: what is kept of a block is decided before
+    the block is divided."""
+    if config.recompute.mode != "budget":
+        return recipe
+    assert config.recompute.budget is not None
+    batch, layout = batch_of(config), Layout(micro_batch=config.micro_batch)
+    shape = solve(
+        micro_batch_shape(config.model, config.micro_batch, batch, recipe),
+        units.parse_bytes(config.recompute.budget),
+        seconds=lambda op: machine.time(op, recipe.precision).seconds,
+        peak_bytes=lambda shape: (
+            peak_memory(step(config.model, batch, layout, replace(recipe, recompute=shape.recompute))).total
+        ),
+    )
+    return replace(recipe, recompute=shape.recompute)
+
+
+def _offload(program: Program, machine: SharedMachine, profile: Profile) -> Offload | None:
+    """What goes to the host and how much of its time shows behind the blocks of a micro-batch."""
+    if program.recipe.offload == "none":
+        return None
+    seconds = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0.0)
+    for op, count in program.operations():
+        if is_block(op.group) and op.phase in seconds:
+            seconds[op.phase] += machine.time(op).seconds * count / program.micro_batches
+    return plan_offload(program, host_of_machine(profile), seconds)
+
+
+__all__ = ["StagePlan", "StepPlan", "plan_run", "plan_step", "step_operations"]

@@ -1,0 +1,161 @@
+"""What the lines and the memory of a planned ledger come to, with the interval that past plans earned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ironlaw import units
+from ironlaw.catalog import cpu_power
+from ironlaw.config import RunConfig
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
+from ironlaw.plan.record import time_interval
+from ironlaw.workload.recompute import AGAIN
+from ironlaw.workload.transformer import attention_score_pairs
+
+# The byte count is exact for the operations listed (tests compare it with autograd's); what is left is workspace
+# that a library's kernel allocates inside.
+MEMORY_INTERVAL = 0.02
+RESIDENT_INTERVAL = 0.05
+
+GUESSED_FACTORS = (0.5, 3.0)
+"""80% of a kernel's time over its bytes at copy rate, or over the product that a convolution implies. Assumed."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What a plan runs on, as far as its totals need it. Bytes of one device or of one process on the machine."""
+
+    name: str
+    memory_bytes: float
+    context_bytes: float  # in use before any tensor is
+    context_basis: str
+    peak_flops_per_second: float
+    peak_basis: str
+    time_factors: tuple[float, float]  # on a planned time: they held 80% of past runs
+    time_basis: str
+    memory_interval: float = MEMORY_INTERVAL
+    fragmentation: float = 1.0  # of the tensors: how much more the allocator may hold
+
+    @classmethod
+    def measured(cls, profile: Profile, precision: str, hosts: int = 1) -> System:
+        """This machine, or so many like it; `precision`: one that it was measured in."""
+        low, high, basis = time_interval(profile)
+        machines = "this machine" if hosts == 1 else f"this machine and {hosts - 1} like it"
+        return cls(
+            profile.name, profile.memory_bytes, profile.runtime_bytes,
+            "tensors plus the measured size of a process that trains almost nothing; more when the allocator fragments",
+            hosts * profile.matmul_peak(precision), f"the measured {precision} matmul rate of {machines}",
+            (low, high), f"sum of the operations' measured curves; {basis}",
+        )  # fmt: skip
+
+
+def add_totals(ledger: Ledger, system: System, parameters: int, where: str) -> None:
+    """Parameters, FLOPs, seconds, MFU and bytes of a planned step; `where`: its highest moment."""
+    calculated, totals = Origin.CALCULATED, ledger.totals
+    step = sum(line.seconds or 0.0 for line in ledger.lines)
+    low, high = _bounds(ledger, step, system)
+    flops, again = model_flops(ledger), recomputed_flops(ledger)
+    rate, tensors = system.peak_flops_per_second, sum(ledger.memory_bytes().values())
+    totals["parameters"] = Estimate(parameters, calculated, "sum over the modules' shapes, shared ones once")
+    totals["flops_per_step"] = Estimate(
+        flops, calculated, "matrix products of forward and backward; masked attention scores cost nothing"
+    )
+    totals["step_seconds"] = Estimate(step, calculated, system.time_basis, low, high)
+    totals["mfu"] = Estimate(
+        flops / step / rate, calculated, f"FLOPs / step time / {units.rate(rate, 'FLOP')}, {system.peak_basis}",
+        flops / high / rate, flops / low / rate,
+    )  # fmt: skip
+    if again:
+        totals["recomputed_flops_per_step"] = Estimate(again, calculated, "matrix products that run a second time")
+        totals["hfu"] = Estimate(
+            (flops + again) / step / rate, calculated, "as MFU, with recomputed FLOPs counted",
+            (flops + again) / high / rate, (flops + again) / low / rate,
+        )  # fmt: skip
+    totals["peak_bytes"] = Estimate(
+        tensors, calculated, f"tensors alive at the highest moment ({where})",
+        tensors * (1 - system.memory_interval), tensors * (1 + system.memory_interval),
+    )  # fmt: skip
+    resident = tensors + system.context_bytes
+    totals["resident_bytes"] = Estimate(
+        resident, calculated, system.context_basis,
+        resident * (1 - max(system.memory_interval, RESIDENT_INTERVAL)), resident + tensors * system.fragmentation,
+    )  # fmt: skip
+
+
+def add_run_totals(ledger: Ledger, config: RunConfig, profile: Profile) -> None:
+    """What a run of many steps adds: tokens per second, its whole time and energy, and FLOPs as others count them."""
+    calculated, totals, tokens = Origin.CALCULATED, ledger.totals, config.tokens_per_step
+    step = totals["step_seconds"]
+    assert step.low is not None and step.high is not None
+    totals["flops_per_step_unmasked"] = Estimate(
+        _unmasked_flops(ledger, config), calculated, "the same with every attention score counted, as PyTorch counts"
+    )
+    totals["tokens_per_second"] = Estimate(
+        tokens / step.value, calculated, "tokens per step / step time", tokens / step.high, tokens / step.low
+    )
+    totals["total_seconds"] = _total_time(ledger, config, step)
+    energy = _energy(profile, totals["total_seconds"])
+    if energy is not None:
+        totals["energy_joules"] = energy
+
+
+def fits(ledger: Ledger) -> bool:
+    """Whether what the process needs is planned to stay within the memory there is."""
+    return ledger.totals["resident_bytes"].value <= float(ledger.facts["memory_bytes"])
+
+
+def model_flops(ledger: Ledger) -> int:
+    """Products of forward and backward, each once: neither what is recomputed nor the optimizer's own."""
+    return sum(line.flops or 0 for line in ledger.lines if _of_the_model(line))
+
+
+def recomputed_flops(ledger: Ledger) -> int:
+    return sum(line.flops or 0 for line in ledger.lines if line.operation.endswith(AGAIN))
+
+
+def _of_the_model(line: Line) -> bool:
+    return line.phase is not Phase.OPTIMIZER and not line.operation.endswith(AGAIN)
+
+
+def _bounds(ledger: Ledger, step: float, system: System) -> tuple[float, float]:
+    """Known kernels vary as past plans did; guessed ones by `GUESSED_FACTORS`."""
+    guessed = sum(line.seconds or 0.0 for line in ledger.lines if line.bound in (COPY_RATE, AS_MATMUL))
+    known = step - guessed
+    low, high = system.time_factors
+    return known * low + guessed * GUESSED_FACTORS[0], known * high + guessed * GUESSED_FACTORS[1]
+
+
+def _unmasked_flops(ledger: Ledger, config: RunConfig) -> int:
+    masked = sum(line.flops or 0 for line in ledger.select(kind=Kind.ATTENTION) if _of_the_model(line))
+    model, sequence = config.model, config.sequence
+    pairs = sum(attention_score_pairs(sequence, model.window_of(layer, sequence)) for layer in range(model.layers))
+    return model_flops(ledger) - masked + masked * 2 * model.layers * sequence**2 // pairs
+
+
+def _total_time(ledger: Ledger, config: RunConfig, step: Estimate) -> Estimate:
+    """All steps, and the validation passes between them (forward only)."""
+    forward = sum(line.seconds or 0.0 for line in ledger.select(phase=Phase.FORWARD)) / step.value
+    passes = 1 + (config.train.steps - 1) // config.evaluation.every if config.evaluation.every else 1
+    evaluation_steps = passes * config.evaluation.batches * forward
+    return step.scaled(
+        config.train.steps + evaluation_steps,
+        f"{config.train.steps} steps and {passes} validation passes of {config.evaluation.batches} batches",
+    )
+
+
+def _energy(profile: Profile, total: Estimate) -> Estimate | None:
+    """Joules of the processor. A range: what one core of such a processor draws is only known between bounds."""
+    power = cpu_power(profile.name) if profile.device == "cpu" else None
+    if power is None:
+        return None
+    low, high = float(power.low) * profile.threads, float(power.high) * profile.threads
+    middle = (low * high) ** 0.5
+    assert total.low is not None and total.high is not None
+    return Estimate(
+        middle * total.value, Origin.CITED,
+        f"{profile.threads} cores of {power.family} at {low:.0f} to {high:.0f} W ({power.source}); "
+        "processor only, no memory, no cooling",
+        low * total.low, high * total.high,
+    )  # fmt: skip

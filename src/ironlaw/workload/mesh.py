@@ -1,0 +1,62 @@
+"""The dimensions of a job's mesh: which ranks make a group, and which groups are the same ranks under two names.
+
+Ranks are placed tp, cp, dp, pp from the inside out; `shard` and `replicate` are how dp and cp hold the state.
+"""
+
+from __future__ import annotations
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.sharding import expert_holders, of_site
+
+
+def replicas_of(layout: Layout) -> tuple[int, int]:
+    """Ranks that share a copy of the state, and copies."""
+    if layout.zero:
+        return (layout.shard or layout.dp) * layout.cp, layout.dp // (layout.shard or layout.dp)
+    return 1, layout.dp * layout.cp
+
+
+def aliases_of(model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe) -> dict[str, str]:
+    """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first."""
+    inner = of_site(layout, recipe.communication)
+    names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
+    groups = {name: group_of(inner, name) for name in names}
+    groups["site"] = layout.dp // inner.dp, inner.accelerators
+    if model.moe is not None:
+        groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
+    groups["world"] = layout.accelerators, 1
+    first: dict[tuple[int, int], str] = {}
+    aliases = {}
+    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:], "world"):
+        if groups.get(name, (1, 1))[0] > 1 and first.setdefault(groups[name], name) != name:
+            aliases[name] = first[groups[name]]
+    return aliases
+
+
+def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
+    """Ranks of one group of a mesh dimension, and the distance between neighbours in it."""
+    shard, copies = replicas_of(layout)
+    sizes = {"tp": layout.tp, "shard": shard, "replicate": copies, "pp": layout.pp}
+    if dimension in ("cp", "micro_batch"):  # who counts experts' load together: ranks of one sequence, or two replicas
+        return layout.cp if dimension == "cp" else max(2, layout.cp), layout.tp
+    if dimension == "world":
+        return layout.accelerators, 1
+    if dimension == "ep":
+        return layout.ep, layout.tp
+    if dimension in ("expert_shard", "expert_replicate"):  # ranks that hold the same experts
+        if layout.ep == 1 or (dimension == "expert_shard") != (layout.zero > 0):
+            return 1, 1
+        return expert_holders(layout.dp, layout.cp, layout.ep), layout.tp * layout.ep
+    stride = 1
+    for name in ("tp", "shard", "replicate", "pp"):
+        if name == dimension:
+            break
+        stride *= sizes[name]
+    return sizes[dimension], stride
+
+
+def counted_together(layout: Layout, batch: Batch) -> int:
+    """Replicas whose sequences are one micro-batch of the config, of which the load of experts is counted."""
+    return max(1, batch.counted // (batch.sequences // layout.dp))

@@ -1,0 +1,85 @@
+"""A measured server is put beside its plan, and what binds it is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ironlaw.errors import UserError
+from ironlaw.explain.serving import explain_serving, find, is_serving_run
+from ironlaw.ledger import Estimate, Ledger, Origin, Phase
+from ironlaw.machine.profile import Profile
+from ironlaw.model.config import ModelConfig
+
+MODEL = ModelConfig(layers=2, hidden=64, heads=4, vocab=256, context=256)
+
+
+def measured(**facts: Any) -> Ledger:
+    """Decoding most of the time, 8 of 32 at once, nobody waiting."""
+    ledger = Ledger("run", facts={"kind": "serving", "model": MODEL.model_dump(mode="json", exclude_none=True)})
+    ledger.facts |= {"batch": 32, "kv_tokens": 4096, "weights": "fp32"} | facts
+    ledger.phase_seconds = {
+        Phase.PREFILL: 1e-3, Phase.DECODE: 8e-3, Phase.SAMPLING: 3e-4, Phase.HOST: 3e-4, Phase.IDLE: 1e-3
+    }  # fmt: skip
+    for name, value in (("decode_batch", 8.0), ("waiting", 0.0), ("kv_usage", 0.2), ("step_seconds", 9.6e-3)):
+        ledger.totals[name] = Estimate(value, Origin.MEASURED, "mean")
+    return ledger
+
+
+def set_total(ledger: Ledger, **values: float) -> Ledger:
+    ledger.totals |= {name: Estimate(value, Origin.MEASURED, "mean") for name, value in values.items()}
+    return ledger
+
+
+def names(ledger: Ledger) -> list[str]:
+    return [finding.name for finding in find(ledger)]
+
+
+def test_each_cause_is_named_first_and_a_healthy_server_has_none() -> None:
+    assert names(measured()) == ["healthy"]
+    assert names(set_total(measured(), waiting=40.0, decode_batch=31.0))[0] == "queue"
+    assert names(set_total(measured(), kv_usage=0.97))[0] == "kv"
+    assert names(measured(preemptions=12))[0] == "kv"
+    assert names(measured(steps={"decode_seconds_by_batch": {"8": 8e-3, "16": 9e-3}}))[0] == "bandwidth"
+    assert names(measured(steps={"decode_seconds_by_batch": {"8": 8e-3, "16": 15e-3}})) == ["healthy"]
+    assert names(measured(drafted=1000, accepted=100))[0] == "speculation"
+    assert names(measured(drafted=1000, accepted=900)) == ["healthy"]
+    for phase, cause in ((Phase.PREFILL, "prefill"), (Phase.HOST, "host"), (Phase.IDLE, "load")):
+        ledger = measured()
+        ledger.phase_seconds[phase] = 0.05
+        assert names(ledger)[0] == cause
+
+
+def test_a_gain_is_what_was_measured_and_says_so() -> None:
+    (finding,) = find(measured(steps={"decode_seconds_by_batch": {"8": 8e-3, "16": 8e-3}}))
+    assert finding.gain == pytest.approx(8e-3 / 9.6e-3 / 2)
+    assert "measured" in finding.basis
+
+
+def write(folder: Path, ledger: Ledger, steps: int = 4) -> Path:
+    ledger.save(folder / "ledger.json")
+    step = {"decode_tokens": 8, "prefill_tokens": 0, "kv_usage": 0.2, "running": 8, "seconds": 9.6e-3}
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for _ in range(steps)))
+    return folder
+
+
+def test_the_plan_of_this_machine_stands_beside_it(tmp_path: Path, machine_profile: Profile) -> None:
+    assert is_serving_run(write(tmp_path, measured(threads=machine_profile.threads)))
+    document = explain_serving(tmp_path, machine_profile).to_json()
+    planned = {row["phase"]: row["planned_seconds"] for row in document["phases"]}
+    assert planned["decode"] > 0 and planned["prefill"] == 0
+    assert planned["host"] is None and planned["sampling"] is None  # not known is not 0
+    json.dumps(document)
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path, machine_profile: Profile) -> None:
+    other = explain_serving(write(tmp_path, measured(threads=machine_profile.threads + 1)), machine_profile)
+    assert not other.planned and "threads" in other.note
+
+
+def test_a_foreign_server_has_no_engine_steps(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no engine steps"):
+        explain_serving(write(tmp_path, measured(), steps=0))

@@ -1,0 +1,66 @@
+"""A job on several accelerators is planned by the planner that has the record, with our own conventions."""
+
+from dataclasses import replace
+
+import pytest
+
+from ironlaw.catalog.nodes import parse_cluster
+from ironlaw.config import build_config
+from ironlaw.errors import UserError
+from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.train.parallel.planning import plan_on_accelerators
+from ironlaw.workload.layout import parse_layout
+from ironlaw.workload.program import step
+from ironlaw.workload.recipe import Batch, Recipe
+
+MODEL = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "context": 1024}
+
+
+def config_of(**layout):
+    train = {"steps": 10, "global_batch": 32, "micro_batch": 2, "precision": "bf16", "sequence": 1024}
+    data = {"mock": True}
+    return build_config({"model": MODEL, "train": train, "data": data, "layout": layout})
+
+
+@pytest.fixture
+def accelerators(machine_profile):
+    bf16 = {"bf16": machine_profile.matmul["fp32"]} | machine_profile.matmul
+    return replace(machine_profile, device="NVIDIA H100 80GB HBM3", matmul=bf16, memory_bytes=80 * 2**30)
+
+
+def test_the_plan_of_a_run_is_that_of_its_layout_on_the_catalogued_accelerator(accelerators, user_cache):
+    ledger = plan_on_accelerators(config_of(tp=2, sp=True, zero=1), accelerators, 8, 8)
+    same = plan_cluster(
+        config_of(tp=2).model, parse_cluster("8xh100-sxm-80gb"), parse_layout("dp=4 tp=2 sp=1 zero=1 micro_batch=2"),
+        sequence=1024, global_batch=32, engine="ironlaw",
+    )  # fmt: skip
+    assert ledger.totals["step_seconds"].value == same.totals["step_seconds"].value
+    assert ledger.totals["peak_bytes"].value == same.totals["peak_bytes"].value
+    assert ledger.decided.precision == "bf16" and ledger.facts["ranks"] == 8  # what the trainer follows
+
+
+def test_its_collectives_are_those_of_the_program(accelerators, user_cache):
+    config = config_of(pp=2, zero=1)
+    ledger = plan_on_accelerators(config, accelerators, 8, 8)
+    layout = parse_layout("dp=4 pp=2 zero=1 micro_batch=2")
+    program = step(config.model, Batch(32, 1024), layout, Recipe("bf16", cuda=True, gloo=False))
+    sent = {f"{c.dimension} {c.kind}" for rank in program.collectives for c in rank}
+    assert {line.operation for line in ledger.select(phase="communication")} == sent
+
+
+def test_gradients_sent_in_16_bits_are_half_as_many(accelerators, user_cache):
+    config = config_of(zero=0)
+    narrow = config.model_copy(update={"communication": config.communication.model_copy(update={"gradients": "bf16"})})
+    seconds = [
+        sum(
+            line.seconds
+            for line in plan_on_accelerators(c, accelerators, 8, 8).select(operation="replicate all_reduce")
+        )
+        for c in (config, narrow)
+    ]
+    assert seconds[1] < 0.8 * seconds[0]
+
+
+def test_an_accelerator_that_nobody_catalogued_is_said_to_be_unknown(accelerators, user_cache):
+    with pytest.raises(UserError, match="unknown accelerator"):
+        plan_on_accelerators(config_of(), replace(accelerators, device="Acme Turbo"), 8, 8)
