@@ -15,6 +15,8 @@ from ironlaw.errors import UserError, shortened
 Number = Annotated[int, Strict()] | Annotated[float, Strict()]  # "3" is text, true is no number
 Known = Number | None
 Numbers = dict[str, Known] | None
+MANY: Any = list  # of types that are made when they are asked for
+NAMED: Any = dict
 
 NUMBERS = (
     "accumulation", "backwards_per_step", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
@@ -34,7 +36,8 @@ TEXTS = (
 
 def _record(**types: Any) -> Any:
     """An object with at least these keys."""
-    made: Any = create_model("Record", **{name: (kind, ...) for name, kind in types.items()})  # type: ignore[call-overload]
+    fields: Any = {name: (kind, ...) for name, kind in types.items()}
+    made: Any = create_model("Record", **fields)
     return made
 
 
@@ -42,12 +45,12 @@ def _facts() -> dict[str, Any]:
     """Name of a fact -> what it holds where it holds anything."""
     at, text = _record(place=str | None, per_step=Number), str | None
     kernels = _record(fused=Number, blocked=Number)
-    segment = _record(lane=str, label=str, style=str, start=Number, end=Number)
-    update = _record(
+    segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
+    update: Any = _record(
         optimizer=str, like=text, shapes=list[tuple[list[int], int]], element_bytes=Annotated[int, Strict()],
         fused=bool, decays=Annotated[bool, Strict()], extra_states=Annotated[int, Strict()], held_bytes=Number,
     )  # fmt: skip
-    odd = _record(module=str, shape=list[Number], aligned=list[Number], seconds=Number, aligned_seconds=Number)
+    odd: Any = _record(module=str, shape=list[Number], aligned=list[Number], seconds=Number, aligned_seconds=Number)
     return {
         **dict.fromkeys(NUMBERS, Number),
         **dict.fromkeys(TEXTS, str),
@@ -58,16 +61,16 @@ def _facts() -> dict[str, Any]:
         "float64": _record(saved=Number, place=text),
         "forward_lines": list[str],
         "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
-        "left_on": list[_record(name=str, saved=Number, remedy=str, place=text)],  # type: ignore[misc]
+        "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],
         "lines": dict[str, list[tuple[str, Number]]],
         **dict.fromkeys(("machine_slowdown", "slowdown"), _record(compute=Number, memory=Number)),
         "memory_curve": list[tuple[Number, Number]],
         "memory_growth": _record(bytes_per_step=Number, holder=text, place=text),
-        "misaligned": list[odd],
-        "sync_points": list[_record(place=str, call=str, per_step=Number, seconds=Number)],  # type: ignore[misc]
+        "misaligned": MANY[odd],
+        "sync_points": MANY[_record(place=str, call=str, per_step=Number, seconds=Number)],
         "thread_gain": _record(matmul=Number, elementwise=Number),
-        "timeline": _record(seconds=Number, lanes=list[str], segments=list[segment]),
-        "updates": list[update],
+        "timeline": _record(seconds=Number, lanes=list[str], segments=MANY[segment]),
+        "updates": MANY[update],
         "versions": dict[str, str],
         "virtual": bool,
     }
@@ -75,17 +78,17 @@ def _facts() -> dict[str, Any]:
 
 @cache
 def _stored() -> type[BaseModel]:
-    optional = {name: (kind | None, None) for name, kind in _facts().items()}
-    facts: Any = create_model("Facts", model=(dict[str, Any], {}), **optional)  # type: ignore[call-overload]
+    optional: Any = {name: (kind | None, None) for name, kind in _facts().items()}
+    facts: Any = create_model("Facts", model=(dict[str, Any], {}), **optional)
     pair = tuple[Number, Number] | None
-    estimate = _record(value=Number, interval=pair, origin=str, basis=str)
-    columns = dict.fromkeys(("count", "flops", "bytes_moved", "seconds", "joules"), (Known, None))
-    keys = dict.fromkeys(("phase", "kind", "operation", "origin"), (str, ...))
-    line: Any = create_model("Line", **keys, **columns, bound=(str | None, None))  # type: ignore[call-overload]
-    memory = _record(component=str, bytes=Known, origin=str)
+    estimate: Any = _record(value=Number, interval=pair, origin=str, basis=str)
+    columns: Any = dict.fromkeys(("count", "flops", "bytes_moved", "seconds", "joules"), (Known, None))
+    keys: Any = dict.fromkeys(("phase", "kind", "operation", "origin"), (str, ...))
+    line: Any = create_model("Line", **keys, **columns, bound=(str | None, None))
+    memory: Any = _record(component=str, bytes=Known, origin=str)
     made: type[BaseModel] = _record(
-        side=Literal["plan", "run"], totals=dict[str, estimate], phase_seconds=dict[str, Number], lines=list[line],
-        memory=list[memory], facts=facts,
+        side=Literal["plan", "run"], totals=NAMED[str, estimate], phase_seconds=dict[str, Number], lines=MANY[line],
+        memory=MANY[memory], facts=facts,
     )  # fmt: skip
     return made
 
