@@ -19,7 +19,8 @@ PACKAGE = Path(ironlaw.__file__).parent
 BASE = ("catalog", "config", "cores", "data", "errors", "files", "ledger", "model", "schema", "units")
 ROOMS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
-    "cli": ("explain", "train", "observe", "plan", "workload", "machine", "report", *BASE),
+    "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "report", *BASE),
+    "serve": ("train", "observe", "machine", *BASE),  # runs are loaded as training saved them
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan

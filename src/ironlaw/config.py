@@ -319,7 +319,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     parts = name.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
         raise UserError(f"--set {override!r} is not section.key=value: write for example --set optimizer.lr=3e-4")
-    value = _toml_value(text)
+    value = toml_value(text)
     if not isinstance(value, str) and _is_text(parts):
         value = text  # data.path=2024 is a folder
     table = document
@@ -330,7 +330,7 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     table[parts[-1]] = value
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

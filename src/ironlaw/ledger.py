@@ -238,7 +238,7 @@ class Ledger:
             side=document["side"],
             totals={name: Estimate.from_json(e) for name, e in document["totals"].items()},
             phase_seconds={Phase(p): s for p, s in document["phase_seconds"].items()},
-            lines=[_line(entry) for entry in document["lines"]],
+            lines=[line_of(entry) for entry in document["lines"]],
             memory=[MemoryLine(**(entry | {"origin": Origin(entry["origin"])})) for entry in document["memory"]],
             facts=document["facts"],
             decisions=Decisions.from_json(document["decisions"]) if "decisions" in document else None,
@@ -261,7 +261,8 @@ class Ledger:
             raise UserError(f"{path} is not a ledger of Ironlaw ({error}): point to a run directory") from None
 
 
-def _line(entry: dict[str, Any]) -> Line:
+def line_of(entry: dict[str, Any]) -> Line:
+    """From the JSON that `asdict` of a line gives."""
     known = {f.name for f in fields(Line)}
     values = {name: value for name, value in entry.items() if name in known}
     return Line(

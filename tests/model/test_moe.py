@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ironlaw.model import grouped
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.generate import continue_tokens
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses, update_routing
 from ironlaw.model.transformer import Transformer
@@ -268,7 +267,6 @@ def test_a_later_token_does_not_change_earlier_logits() -> None:
     changed = data.clone()
     changed[:, 13] = (changed[:, 13] + 7) % 60
     torch.testing.assert_close(model(data)[:, :13], model(changed)[:, :13], rtol=1e-4, atol=1e-5)
-    assert len(list(continue_tokens(model, [1, 2, 3], 5))) == 5
 
 
 def test_only_the_layers_named_have_experts() -> None:

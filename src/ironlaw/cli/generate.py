@@ -21,26 +21,27 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.model.generate import continue_tokens
-    from ironlaw.train.restore import load_trained
+    from ironlaw.serve.config import ServeConfig
+    from ironlaw.serve.engine import Engine
+    from ironlaw.serve.loading import load_served
+    from ironlaw.serve.request import Sampling
+    from ironlaw.serve.server import text_of
 
-    trained = load_trained(run)
-    for message in trained.passed_over:
+    config = ServeConfig(batch=1)
+    served = load_served(run, config, needs_text=True)
+    for message in served.passed_over:
         messages().print(message, markup=False)
-    tokenizer = trained.tokenizer
-    if tokenizer is None:
+    text = text_of(served)
+    if text is None:
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
-    start = tokenizer.encode(prompt, special=trained.step is None) or [tokenizer.end_of_text]
-    new = list(
-        continue_tokens(
-            trained.model, start, tokens, temperature=temperature, top_k=top_k, seed=seed, stop=tokenizer.ends
-        )
-    )
-    text = tokenizer.decode(new)
+    start = text.encode(prompt) or sorted(served.end_tokens)[:1]
+    sampling = Sampling(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    new = Engine(served, config).continued(start, sampling)
+    answer = text.decode(new)
     if json:
-        print_json({"prompt": prompt, "text": text, "tokens": len(new)} | trained.about())
+        print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
         return
     # A model may write anything, escapes of terminals too; a file gets it as it is.
-    sys.stdout.write(printable(prompt + text) + "\n" if sys.stdout.isatty() else prompt + text + "\n")
-    which = "" if trained.step is None else f"step {trained.step}, "
+    sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
+    which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")

@@ -35,6 +35,8 @@ VERBS = {
     "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",
     "export": "Write a run's model as Hugging Face safetensors.",
     "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
+    "serve": "Serve a run or a Hugging Face directory: an OpenAI-compatible server.",
+    "bench": "Load any OpenAI-compatible server: times to first token and per token, throughput, goodput.",
     "generate": "Continue a prompt with a trained run.",
     "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
     "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",

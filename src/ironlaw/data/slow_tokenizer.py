@@ -18,6 +18,12 @@ _SLOW = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.mod
          "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there are files of one, usable or not."""
+    names = (FAST, *(name for name in _SLOW if name.startswith("vocab") or name.endswith(".model")))
+    return any((folder / name).is_file() for name in names)
+
+
 def tokenizer_file(folder: Path) -> Path:
     """The `tokenizer.json` of a model's directory, or what its other files were converted to; UserError: neither."""
     if (folder / FAST).is_file():

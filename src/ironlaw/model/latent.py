@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.model.cached import Group, LayerCache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.linear import Linear
@@ -42,9 +43,11 @@ class LatentAttention(nn.Module):
         return (*(("query_down",) if self.latent.query_rank else ()), "qkv", "latent_down", "qkv")
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
         assert rotary is not None
+        if isinstance(mask, LayerCache):
+            return self.cached(x, rotary, mask)
         latent, dropout = self.latent, self.config.dropout if self.training else 0.0
         query = self.query(x, rotary)
         key, value = self.key_value(x, rotary)
@@ -58,6 +61,44 @@ class LatentAttention(nn.Module):
             mixed = mixed[..., : latent.value_size]  # (B, A, S, W)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+    def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache) -> Tensor:
+        """As `forward` of new tokens (1, N, H). What is kept of a token is the narrow vector and the rotated key."""
+        narrow, turned = self.narrow(x, rotary)
+        kept = torch.cat((narrow.to(turned.dtype), turned[:, :, 0]), dim=-1).transpose(0, 1)  # (N, 1, rank + R)
+        cache.pages.write(cache.rows, kept)
+        query, mixed = self.query(x, rotary)[0], []
+        for group in cache.groups:
+            if group.blocks is None:
+                keys = kept[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2)
+            else:
+                (keys,) = cache.pages.read(group.blocks, group.sequences, query.dtype)
+            mixed.append(self.mixed(query[group.rows], keys, group, cache))
+        out: Tensor = self.out(torch.cat(mixed).flatten(1).unsqueeze(0))
+        return out
+
+    def mixed(self, query: Tensor, kept: Tensor, group: Group, cache: LayerCache) -> Tensor:
+        """(P x S, A, W) of queries (P x S, A, D) over what is kept (P, 1, T, rank + R) of a group's sequences.
+
+        Few queries are taken to the narrow space, where one key serves all heads (the absorbed form of section 2.1.2);
+        for many it takes less work to make keys and values of all heads, as in training.
+        """
+        latent, heads = self.latent, query.shape[1]
+        rank = latent.key_value_rank
+        narrow, turned = kept.split((rank, latent.rotary_size), dim=-1)
+        absorbed = 2 * rank + latent.rotary_size  # multiplications per head, query and key
+        made = latent.head_size + latent.value_size + rank * (latent.plain_size + latent.value_size) / group.queries
+        if absorbed > made:
+            keys, values = self.expanded(narrow[:, 0], turned.transpose(1, 2))
+            return cache.mix(group, query, keys.transpose(1, 2), values.transpose(1, 2))
+        of_key, of_value = (
+            self.latent_up.weight.to(query.dtype)
+            .view(heads, -1, rank)
+            .split((latent.plain_size, latent.value_size), dim=1)
+        )  # (A, N, rank) and (A, W, rank)
+        plain, rotated = query.split((latent.plain_size, latent.rotary_size), dim=-1)
+        query = torch.cat((torch.einsum("nap,apr->nar", plain, of_key), rotated), dim=-1)
+        return torch.einsum("nar,avr->nav", cache.mix(group, query, kept, narrow), of_value)
 
     def pads(self, x: Tensor, dropout: float) -> bool:
         """Whether values get zeros to be as wide as keys: the CPU's fused attention wants that, and so do ranks that
@@ -77,10 +118,18 @@ class LatentAttention(nn.Module):
 
     def key_value(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, S, H) to keys (B, S, A, D) and values (B, S, A, W)."""
-        latent = self.latent
-        narrow, turned = self.latent_down(x).split((latent.key_value_rank, latent.rotary_size), dim=-1)
-        turned = rotate(turned.unsqueeze(2), *rotary)  # (B, S, 1, R): all heads share it
-        together = self.latent_up(self.latent_norm(narrow.float()))
+        narrow, turned = self.narrow(x, rotary)
+        return self.expanded(narrow, turned)
+
+    def narrow(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, S, H) to the normed narrow vectors (B, S, rank) and the rotated keys (B, S, 1, R), which heads share."""
+        narrow, turned = self.latent_down(x).split((self.latent.key_value_rank, self.latent.rotary_size), dim=-1)
+        turned = rotate(turned.unsqueeze(2), *rotary)
+        return self.latent_norm(narrow.float()), turned
+
+    def expanded(self, narrow: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """What `narrow` gives to the keys and values of `key_value`."""
+        latent, together = self.latent, self.latent_up(narrow)
         together = together.unflatten(-1, (-1, latent.plain_size + latent.value_size))  # heads that are here
         plain, value = together.split((latent.plain_size, latent.value_size), dim=-1)
         return torch.cat((plain, turned.expand(-1, -1, plain.shape[2], -1)), dim=-1), value

@@ -84,3 +84,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :].to(x.dtype), sin[:, None, :].to(x.dtype)  # (S, 1, R/2)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
+
+
+def turning(cos: Tensor, sin: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tables (N, R/2) as `turn` takes them, (N, 1, D) each: what is not turned has cosine 1 and sine 0."""
+    rest = size - 2 * cos.shape[-1]
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    if rest:
+        cos, sin = torch.nn.functional.pad(cos, (0, rest), value=1.0), torch.nn.functional.pad(sin, (0, rest))
+    return cos[:, None].to(dtype), sin[:, None].to(dtype)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, size: int | None = None) -> Tensor:
+    """`rotate` of (N, heads, D) by tables of `turning`, in three operations; `size`: the rotated elements R."""
+    size = size or x.shape[-1]
+    if size == x.shape[-1]:
+        swapped = x.roll(size // 2, -1)
+    else:
+        swapped = torch.cat((x[..., size // 2 : size], x[..., : size // 2], x[..., size:]), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)

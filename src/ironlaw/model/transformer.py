@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.blocked import causal_attention
+from ironlaw.model.cached import LayerCache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
@@ -25,7 +27,7 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
-from ironlaw.model.rotary import rotary_tables, rotate
+from ironlaw.model.rotary import rotary_tables, rotate, turn, turning
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
@@ -53,9 +55,11 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(config.heads)) if config.attention_sinks else None
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
         config = self.config
+        if isinstance(mask, LayerCache):
+            return self.cached(x, rotary, mask)
         query, key, value = self.project(x)
         if config.qk_norm_whole:
             query, key = self.normed(query, key, value.dtype)
@@ -77,6 +81,30 @@ class Attention(nn.Module):
             dropout = config.dropout if self.training else 0.0
             mixed = self.place.attend(*heads_first, mask, dropout, draw, config.score_scale)  # (B, A, S, D)
         return self.out(mixed.transpose(1, 2).flatten(2))  # from (B, A, S, D)
+
+    def cached(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
+        """As `forward` of new tokens (1, N, H), in as few operations as it takes: for few tokens each costs the same.
+
+        `rotary`: as `turning` gives them, (N, 1, D) each.
+        """
+        config = self.config
+        together = self.qkv(x)[0]  # (N, heads x D)
+        if config.qk_norm:
+            sizes = (config.query_size, config.key_value_size, config.key_value_size)
+            query, key, value = together.split(sizes, dim=-1)
+            if config.qk_norm_whole:
+                query, key = self.normed(query, key, value.dtype)
+            query, key = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key))
+            if not config.qk_norm_whole:
+                query, key = self.normed(query, key, value.dtype)
+            turned, value = torch.cat((query, key), dim=1), value.unflatten(-1, (-1, config.size_of_head))
+        else:
+            heads = together.view(together.shape[0], -1, config.size_of_head)
+            turned, value = heads.split((config.heads + config.key_value_heads, config.key_value_heads), dim=1)
+        if rotary is not None:
+            turned = turn(turned, *rotary, config.size_of_rotary)
+        query, key = turned.split((config.heads, config.key_value_heads), dim=1)
+        return self.out(cache.attend(query, key, value, self.sinks).flatten(1)[None])
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""
@@ -114,7 +142,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | None, draw: Draw | None = None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, mask: Mask | LayerCache | None, draw: Draw | None = None
     ) -> Tensor:
         draw = draw.of_layer(self.layer) if draw is not None else None
         read = x if self.attention_norm is None else self.attention_norm(x)
@@ -221,6 +249,22 @@ class Transformer(nn.Module):
         loss = self.loss(x, targets.flatten(), reduction)
         return attach_balance_losses(loss, self, balance_weight) if self.config.moe else loss
 
+    def continued(
+        self, tokens: Tensor, positions: Tensor, caches: Sequence[LayerCache], rows: Tensor | None = None,
+        long: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits (rows, V) after `tokens` (N,) of any number of sequences, each at its place `positions` (N,), whose
+        earlier tokens are in `caches`, one for each block. `rows`: which tokens need logits; all unless given.
+        `long` (N,): tokens of sequences beyond the original context (`rope_long`)."""
+        assert self.embedding is not None and self.final_norm is not None
+        x = self.embed(tokens[None], 0, at=positions)  # (1, N, H): the blocks see one sequence
+        kinds = self.kinds()
+        rotary = {kind: self.rotary_at(positions, *kind, long) for kind in set(kinds)}
+        for block, kind, cache in zip(self.blocks, kinds, caches, strict=True):
+            x = block(x, rotary[kind], cache)
+        x = self.final_norm(x[0] if rows is None else x[0].index_select(0, rows))
+        return self.logits(x * self.config.logit_scale if self.config.logit_scale != 1.0 else x)
+
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Cross-entropy of hidden states (B, S, H); the logits of all of them only without `loss_chunk`."""
         if self.loss_chunk:
@@ -232,12 +276,15 @@ class Transformer(nn.Module):
         cap = self.config.logit_cap
         return self.head(x) if cap is None else capped(self.head(x), cap)
 
-    def embed(self, tokens: Tensor, sequence: int, documents: Tensor | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, sequence: int, documents: Tensor | None = None, at: Tensor | None = None) -> Tensor:
+        """`at` (S,): positions where they are not the first ones."""
         assert self.embedding is not None
         x = self.embedding(tokens)  # (B, S, H)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
-        if self.positions is not None and documents is not None:
+        if self.positions is not None and at is not None:
+            x = x + self.positions(at)
+        elif self.positions is not None and documents is not None:
             rows = self.place.stream_positions(sequence)
             x = x + self.positions(positions_within(documents)[:, rows])  # counted anew in every document
         elif self.positions is not None:
@@ -258,6 +305,24 @@ class Transformer(nn.Module):
             which = "_long"
         rows = self.place.positions(sequence)
         return getattr(self, f"rotary_cos{which}")[rows], getattr(self, f"rotary_sin{which}")[rows]
+
+    def rotary_at(
+        self, positions: Tensor, windowed: bool, rotated: bool, long: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Rows of the tables for `positions` (N,), those of `long` (N,) from the tables of long sequences."""
+        if self.config.positions != "rope" or not rotated:
+            return None
+        which = "_local" if windowed and self.config.rope_theta_local else ""
+        tables = []
+        for name in ("rotary_cos", "rotary_sin"):
+            table = getattr(self, name + which)[positions]
+            if long is not None:
+                table = torch.where(long[:, None], getattr(self, f"{name}_long")[positions], table)
+            tables.append(table)
+        cos, sin = tables
+        if self.config.latent is not None:
+            return cos, sin
+        return turning(cos, sin, self.config.size_of_head, autocast_dtype(positions) or cos.dtype)
 
     def attention_mask(
         self, sequence: int, device: torch.device, documents: Tensor | None, draw: Draw | None, windowed: bool = True

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Kind, Line, Origin, Phase
+from ironlaw.model.packed import Int8Linear, PackedLinear, PackedNorm
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
@@ -47,6 +48,7 @@ _LINEARS = frozenset({
     "qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head", "expert_gate", "expert_up", "expert_down",
     "shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "query_down", "query_up", "latent_down", "latent_up",
 })  # fmt: skip
+_CACHED = {"attention": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}  # scopes of serving, whatever runs in them
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
 _FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine", "_Blocked": "attention"}
@@ -57,6 +59,7 @@ _NODE_SCOPES = {
     ("Transformer", "SliceBackward0"): "positions",
 }
 
+_NAMED = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, PackedLinear, PackedNorm, Int8Linear)
 # Where a module computes something itself, outside its named children.
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
     "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
@@ -136,7 +139,7 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
             names[module] = type(module).__name__
         elif type(module).__name__ == "ExpertLinear":
             names[module] = f"expert_{leaf}"
-        elif isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm):
+        elif isinstance(module, _NAMED):
             parent = parts[-2] if len(parts) > 1 else ""
             name = leaf if path.rpartition(".")[0] in latent else _QK_NORMS.get(leaf, leaf)
             if parent == "attention" and leaf == "out":
@@ -255,6 +258,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
     if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
         return Kind.MATMUL, span.scope  # oneDNN's weight gradient, turned into the layout of the weight
     kind = Kind.ATTENTION if "scaled_dot_product" in operation else _KIND_OF.get(operation, Kind.ELEMENTWISE)
+    if span.scope in _CACHED:
+        return _CACHED[span.scope], span.scope
     if span.scope in _FUNCTIONS.values():
         return Kind.ATTENTION if span.scope == "attention" else Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:

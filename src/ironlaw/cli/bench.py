@@ -1,0 +1,104 @@
+"""`ironlaw bench`"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ironlaw.cli.console import output, print_json, progress
+from ironlaw.errors import UserError
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000")],
+    rate: Annotated[float | None, typer.Option(help="Requests a second, at the times of a Poisson process.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Instead: so many at once.", min=1)] = None,
+    trace: Annotated[Path | None, typer.Option(help="Instead: a recorded trace, JSON lines or CSV.")] = None,
+    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="Instead of --requests, with --rate: how long.")] = None,
+    input: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output", help="Tokens of an answer.", min=1)] = 64,
+    prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.", min=0)] = 0,
+    ttft: Annotated[float | None, typer.Option(help="Limit for goodput: seconds to the first token.")] = None,
+    tpot: Annotated[float | None, typer.Option(help="Limit for goodput: seconds per token after it.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds, of one request.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of the arrival times.")] = 0,
+    model: Annotated[str | None, typer.Option(help="The server's first unless given.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    allow_end: Annotated[bool, typer.Option(help="Answers may end early; servers without ignore_eos need it.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    import asyncio
+
+    from ironlaw.serve import load
+
+    if sum(choice is not None for choice in (rate, concurrency, trace)) != 1:
+        raise UserError("say how requests come: one of --rate 4, --concurrency 16 and --trace FILE")
+    if rate is not None and rate <= 0:
+        raise UserError(f"--rate {rate:g} is not positive: write for example --rate 4")
+    if seconds is not None and (rate is None or requests is not None):
+        raise UserError("--seconds goes with --rate, instead of --requests")
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists: give another --out")
+    if trace is not None:
+        plans = load.read_trace(trace)[:requests]
+    else:
+        count = requests or (math.ceil(seconds * rate) if seconds and rate else 100)
+        plans = load.poisson(rate or math.inf, count, input, output_tokens, seed)
+    client = load.Client(url, model, api_key, timeout)
+    with progress("Requests") as update:
+        going = load.run(
+            client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+            profile=out is not None, progress=update,
+        )  # fmt: skip
+        report = asyncio.run(going)
+    found = load.summary(report, ttft, tpot)
+    asked = {"url": url, "rate": rate, "concurrency": concurrency, "trace": None if trace is None else str(trace),
+             "input": input, "output": output_tokens, "prefix": prefix}  # fmt: skip
+    if out is not None:
+        from ironlaw.ledger import line_of
+        from ironlaw.serve.measured import serving_ledger, write_run
+
+        server: dict[str, Any] = report.server or {"steps": [], "facts": {}}
+        ledger = serving_ledger(
+            server["steps"], server["facts"] | {"load": asked}, found, map(line_of, server.get("lines", ()))
+        )
+        write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])
+    if json:
+        print_json({"load": asked} | found)
+    else:
+        _show(found, out)
+    if found["errors"] or not found["completed"]:
+        raise typer.Exit(1)
+
+
+def _show(found: dict[str, Any], out: Path | None) -> None:
+    from rich.table import Table
+
+    console = output()
+    console.print(
+        f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"
+        + (f", {found['refused']} refused" if found["refused"] else "")
+        + (f", {found['errors']} failed" if found["errors"] else "")
+    )
+    for message, count in list(found["error_messages"].items())[:3]:
+        console.print(f"  {count} x {message}", markup=False)
+    console.print(
+        f"{found['output_tokens_per_second']:.1f} output tokens/s, {found['requests_per_second']:.2f} requests/s, "
+        f"goodput {100 * found['goodput_share']:.0f}%"
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("milliseconds", "p50", "p90", "p99", "mean"):
+        table.add_column(column, justify="left" if column == "milliseconds" else "right")
+    names = {"ttft_seconds": "to the first token", "tpot_seconds": "per token after it",
+             "inter_token_seconds": "between pieces", "e2e_seconds": "whole answer"}  # fmt: skip
+    for key, label in names.items():
+        if found[key] is not None:
+            table.add_row(label, *(f"{1000 * found[key][name]:.1f}" for name in ("p50", "p90", "p99", "mean")))
+    console.print(table)
+    if out is not None:
+        console.print(f"ironlaw explain {out} says where the time went", markup=False)

@@ -1,0 +1,183 @@
+"""Attention over keys and values that earlier calls left in pages: what serving adds to the modules of training.
+
+The modules ask a `LayerCache` where training has a mask, and nowhere else. `serve/` decides which pages a sequence has.
+
+Shapes: N tokens of a step, P sequences of a group with S new tokens each (N is the sum of P x S over the groups), T
+tokens that the pages of a group's longest sequence hold, A heads, K key/value heads, D key size, W value size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.scores import alibi_slopes, capped
+
+FP8_LARGEST = 448.0  # of e4m3 (arXiv 2209.05433)
+
+
+@dataclass
+class Group:
+    """Sequences of one step that have equally many new tokens, in neighbouring rows."""
+
+    rows: slice  # of the step's N tokens
+    sequences: int  # P
+    queries: int  # S
+    positions: Tensor  # (P, S): of the new tokens within their sequences
+    blocks: Tensor | None  # what `Pages.read` takes; None: the sequences start here, each sees its own rows only
+    masks: dict[bool, Tensor | None] = field(default_factory=dict)  # by whether the layer has a window
+
+    def mask(self, config: ModelConfig, windowed: bool, size: int, dtype: torch.dtype) -> Tensor | None:
+        """(P, 1 or A, S, T), added to scores; None: plain causal over the rows themselves. Made once per step."""
+        if windowed not in self.masks:
+            self.masks[windowed] = self._mask(config, config.sliding_window if windowed else None, size, dtype)
+        return self.masks[windowed]
+
+    def _mask(self, config: ModelConfig, window: int | None, size: int, dtype: torch.dtype) -> Tensor | None:
+        alibi = config.positions == "alibi"
+        if self.blocks is None:
+            size = self.queries
+            if not alibi and not config.composes_scores and (window is None or window >= size):
+                return None
+        distance = self.positions[:, :, None] - torch.arange(size, device=self.positions.device)  # (P, S, T)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+        if not alibi:
+            return mask.unsqueeze(1)
+        return mask.unsqueeze(1) - (alibi_slopes(config.heads, mask.device)[:, None, None] * distance[:, None]).to(
+            dtype
+        )
+
+
+class Pages:
+    """Keys and values of one layer, all sequences' pages: (pages, K, page, size), in fp32, bf16, fp8 or int8.
+
+    A head's tokens of a page lie together, so that one indexed read gives what products take as it is. 8-bit formats
+    have one scale per token and head: the largest element becomes the largest number of the format.
+    """
+
+    def __init__(
+        self, pages: int, page: int, heads: int, sizes: Sequence[int], store: torch.dtype, device: torch.device
+    ) -> None:
+        self.page, self.heads, self.sizes, self.store = page, heads, tuple(sizes), store
+        self.is_scaled = store in (torch.int8, torch.float8_e4m3fn)
+        # Bytes are moved as bytes: indexed reads and writes know no 8-bit floats.
+        raw = torch.uint8 if self.is_scaled else store
+        self.parts = [torch.zeros(pages * heads * page, size, dtype=raw, device=device) for size in sizes]
+        self.scales = [torch.ones(len(part), 1, device=device) for part in self.parts] if self.is_scaled else []
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.parts, *self.scales))
+
+    def rows(self, pages: Tensor, places: Tensor) -> Tensor:
+        """(N x K,): rows of `parts` for tokens at `places` (N,) of `pages` (N,)."""
+        heads = torch.arange(self.heads, device=pages.device)
+        return ((pages[:, None] * self.heads + heads) * self.page + places[:, None]).flatten()
+
+    def blocks(self, pages: Tensor) -> Tensor:
+        """(P x K x pages of each,): what `read` takes, of `pages` (P, pages of each)."""
+        heads = torch.arange(self.heads, device=pages.device)
+        return (pages[:, None, :] * self.heads + heads[:, None]).flatten()
+
+    def write(self, rows: Tensor, *values: Tensor) -> None:
+        """`values`: one (N, K, size) for each part, at `rows` (N x K,)."""
+        for number, (part, value) in enumerate(zip(self.parts, values, strict=True)):
+            value = value.flatten(0, 1)
+            if self.is_scaled:
+                value, scale = scaled_down(value, self.store)
+                self.scales[number].index_copy_(0, rows, scale)
+                value = value.view(torch.uint8)
+            part.index_copy_(0, rows, value.to(part.dtype))
+
+    def read(self, blocks: Tensor, sequences: int, dtype: torch.dtype) -> list[Tensor]:
+        """(P, K, T, size) for each part."""
+        found = []
+        for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
+            rows = part.view(-1, self.page * size).index_select(0, blocks)
+            if self.is_scaled:
+                scale = self.scales[number].view(-1, self.page).index_select(0, blocks)
+                rows = (rows.view(self.store).view(-1, size).float() * scale.view(-1, 1)).to(dtype)
+            elif rows.dtype is not dtype:
+                rows = rows.to(dtype)
+            found.append(rows.view(sequences, self.heads, -1, size))
+        return found
+
+
+def scaled_down(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(N, D) to 8-bit elements and (N, 1) scales."""
+    largest = FP8_LARGEST if store is torch.float8_e4m3fn else 127.0
+    scale = value.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / largest
+    value = value.float() / scale
+    return (value if store is torch.float8_e4m3fn else value.round()).to(store), scale
+
+
+@dataclass
+class LayerCache:
+    """One layer's pages in one step: given to a block where training gives a mask."""
+
+    config: ModelConfig
+    pages: Pages
+    rows: Tensor  # (N x K,): where the new tokens go
+    groups: Sequence[Group]
+    windowed: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """(N, A, W) from new queries (N, A, D), keys (N, K, D) and values (N, K, W), which are kept."""
+        self.pages.write(self.rows, key, value)
+        mixed = []
+        for group in self.groups:
+            if group.blocks is None:
+                keys, values = (t[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2) for t in (key, value))
+            else:
+                keys, values = self.pages.read(group.blocks, group.sequences, query.dtype)
+            mixed.append(self.mix(group, query[group.rows], keys, values, sinks))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def mix(self, group: Group, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """(P x S, A, W) of a group's queries (P x S, A, D) over keys (P, K, T, D) and values (P, K, T, W)."""
+        config = self.config
+        mask = group.mask(config, self.windowed, keys.shape[2], query.dtype)
+        query = query.unflatten(0, (group.sequences, group.queries)).transpose(1, 2)  # (P, A, S, D)
+        # Of single queries the CPU's fused attention makes many tiny products: plain ones took 0.05 to 0.9 of its time.
+        plain = config.composes_scores or keys.shape[-1] != values.shape[-1]
+        if plain or (group.queries == 1 and query.device.type == "cpu"):
+            mixed = composed(query, keys, values, mask, config, sinks)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, is_causal=mask is None, scale=config.score_scale,
+                enable_gqa=keys.shape[1] != query.shape[1],
+            )  # fmt: skip
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
+def composed(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, config: ModelConfig, sinks: Tensor | None
+) -> Tensor:
+    """(P, A, S, W): as `scores.attend`, with the heads that share keys in one product."""
+    count, heads, queries, _ = query.shape
+    shared = keys.shape[1]
+    scale = config.score_scale or 1 / math.sqrt(config.size_of_head)
+    # Products of the heads that share keys: (P x K, A / K x S, D).
+    together = query.reshape(count * shared, -1, query.shape[-1])
+    products = torch.bmm(together, keys.reshape(count * shared, -1, keys.shape[-1]).transpose(1, 2))
+    scores = products.mul_(scale).view(count, heads, queries, -1)
+    if config.attention_cap is not None:
+        scores = capped(scores, config.attention_cap)
+    if mask is None:
+        mask = torch.full(scores.shape[-2:], -math.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+    scores = scores + mask if config.attention_cap is not None else scores.add_(mask)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(count, -1, queries, 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    weights = weights if sinks is None else weights[..., :-1]
+    mixed = torch.bmm(
+        weights.reshape(count * shared, -1, weights.shape[-1]), values.reshape(count * shared, -1, values.shape[-1])
+    )
+    return mixed.view(count, heads, queries, -1)

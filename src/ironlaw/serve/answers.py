@@ -1,0 +1,154 @@
+"""What OpenAI's clients read: whole answers and chunks of both APIs, from what the engine said."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ironlaw.serve.protocol import Body, Chat, Completion
+from ironlaw.serve.request import Chosen, Request, Sampling
+from ironlaw.serve.text import Text
+
+if TYPE_CHECKING:
+    from ironlaw.serve.api import Piece
+
+
+class Form:
+    """One HTTP request's answer."""
+
+    kind, prefix, chunk_kind = "", "", ""
+
+    def __init__(self, model: str, body: Body, text: Text | None) -> None:
+        self.model, self.text, self.body = model, text, body
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._begun: set[int] = set()
+        self.wants_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    max_tokens: int | None
+    logprobs: int | None
+
+    def reseeded(self, sampling: Sampling, number: int) -> Sampling:
+        """n answers of one seed differ from one another, and are the same the next time."""
+        return sampling if not number else replace(sampling, seed=(sampling.seed or 0) + 0x9E3779B9 * number)
+
+    def document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def chunks(self, piece: Piece, request: Request) -> Iterator[dict[str, Any]]:
+        first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        if not (piece.text or first or piece.finish or self.logprobs is not None):
+            return  # part of a character, or what may become a stop string
+        choice = {"index": piece.index, "finish_reason": piece.finish} | self.gained(piece)
+        yield self.document(self.chunk_kind, [choice])
+
+    def end(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        if self.wants_usage:
+            yield self.document(self.chunk_kind, []) | {"usage": usage(requests, self.body.n)}
+
+    def whole(self, requests: Sequence[Request], pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+        choices = []
+        for index, found in enumerate(pieces):
+            text = "".join(piece.text for piece in found)
+            chosen = [one for piece in found for one in piece.chosen]
+            finish = {"index": index, "finish_reason": found[-1].finish}
+            choices.append(finish | self.complete(text, chosen, requests[index]))
+        return self.document(self.kind, choices) | {"usage": usage(requests, self.body.n)}
+
+    def gained(self, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def complete(self, text: str, chosen: Sequence[Chosen], request: Request) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def spelt(self, token: int) -> str:
+        return str(token) if self.text is None else self.text.decode([token])
+
+
+class CompletionAnswer(Form):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, model: str, body: Completion, text: Text | None) -> None:
+        super().__init__(model, body, text)
+        self.max_tokens, self.logprobs, self.echo = body.max_tokens, body.logprobs, body.echo
+        self._lengths: dict[int, int] = {}
+
+    def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        for index, request in enumerate(requests if self.echo else ()):
+            choice = {"index": index, "finish_reason": None, "text": self._prompt(request), "logprobs": None}
+            yield self.document(self.chunk_kind, [choice])
+
+    def gained(self, piece: Piece) -> dict[str, Any]:
+        start = self._lengths.get(piece.index, 0)
+        self._lengths[piece.index] = start + len(piece.text)
+        return {"text": piece.text, "logprobs": self._logs(piece.chosen, start)}
+
+    def complete(self, text: str, chosen: Sequence[Chosen], request: Request) -> dict[str, Any]:
+        before = self._prompt(request) if self.echo else ""
+        return {"text": before + text, "logprobs": self._logs(chosen, len(before))}
+
+    def _prompt(self, request: Request) -> str:
+        return "" if self.text is None else self.text.decode(request.prompt)
+
+    def _logs(self, chosen: Sequence[Chosen], offset: int) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        tokens = [self.spelt(one.token) for one in chosen]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        tops = [{self.spelt(token): log for token, log in one.top} for one in chosen]
+        logs = [one.logprob for one in chosen]
+        return {"tokens": tokens, "token_logprobs": logs, "top_logprobs": tops, "text_offset": offsets}
+
+
+class ChatAnswer(Form):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, model: str, body: Chat, text: Text) -> None:
+        super().__init__(model, body, text)
+        self.max_tokens = body.max_completion_tokens or body.max_tokens
+        self.logprobs = (body.top_logprobs or 0) if body.logprobs else None
+
+    def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        for index in range(len(requests)):
+            delta = {"role": "assistant", "content": ""}
+            yield self.document(self.chunk_kind, [{"index": index, "delta": delta, "finish_reason": None}])
+
+    def gained(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        return {"delta": delta, "logprobs": self._logs(piece.chosen)}
+
+    def complete(self, text: str, chosen: Sequence[Chosen], request: Request) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}, "logprobs": self._logs(chosen)}
+
+    def _logs(self, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        content = []
+        for one in chosen:
+            tops = [self._log(token, log) for token, log in one.top]
+            content.append(self._log(one.token, one.logprob) | {"top_logprobs": tops})
+        return {"content": content}
+
+    def _log(self, token: int, log: float | None) -> dict[str, Any]:
+        spelt = self.spelt(token)
+        return {"token": spelt, "logprob": log, "bytes": list(spelt.encode())}
+
+
+def usage(requests: Sequence[Request], answers_each: int) -> dict[str, Any]:
+    prompt = sum(r.prompt_length for r in requests[::answers_each])
+    answer = sum(len(r.tokens) - r.prompt_length for r in requests)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": sum(r.shared_tokens for r in requests[::answers_each])},
+    }  # fmt: skip

@@ -1,0 +1,418 @@
+"""The HTTP server: OpenAI's completion and chat APIs over one engine, on FastAPI.
+
+    app = create_app(engine, text)
+
+Handlers run in the event loop, the engine in a thread of its own; what it produces in a step crosses once per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ironlaw.errors import UserError
+from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form
+from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.constrain import Constraint, grammar_of, token_table
+from ironlaw.serve.engine import Busy, Draining, Engine
+from ironlaw.serve.metrics import Metrics
+from ironlaw.serve.protocol import Body, Chat, Completion
+from ironlaw.serve.request import Chosen, Finish, Request
+from ironlaw.serve.text import Reader, Text
+
+_OPEN = ("/", "/health")  # without a key
+
+
+@dataclass
+class Piece:
+    """What one request gained in one step."""
+
+    index: int
+    text: str
+    chosen: list[Chosen]
+    finish: Finish | None
+
+
+class Outbox:
+    """From the engine's thread to the event loop: the pieces of a step in one call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pieces: list[tuple[asyncio.Queue[Piece], Piece]] = []
+        engine.after_step = self.send
+
+    def put(self, queue: asyncio.Queue[Piece], piece: Piece) -> None:
+        self._pieces.append((queue, piece))
+
+    def send(self) -> None:
+        if self._pieces and self._loop is not None:
+            pieces, self._pieces = self._pieces, []
+            with suppress(RuntimeError):  # the loop is gone, and so is whoever listened
+                self._loop.call_soon_threadsafe(_deliver, pieces)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+
+def _deliver(pieces: list[tuple[asyncio.Queue[Piece], Piece]]) -> None:
+    for queue, piece in pieces:
+        queue.put_nowait(piece)
+
+
+@dataclass
+class Job:
+    """One HTTP request: several prompts, or several answers to one, are several requests of the engine."""
+
+    requests: list[Request] = field(default_factory=list)
+    queue: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        left = len(self.requests)
+        while left:
+            piece = await self.queue.get()
+            left -= piece.finish is not None
+            yield piece
+
+
+class Server:
+    """What the handlers share."""
+
+    def __init__(self, engine: Engine, text: Text | None) -> None:
+        self.engine, self.text, self.config = engine, text, engine.config
+        self.metrics = Metrics(engine)
+        self.outbox = Outbox(engine)
+        self.created = int(time.time())
+        self._table: Any = None
+        engine.on_finish = self.metrics.finished
+
+    async def answer(self, body: Body, prompts: Sequence[Sequence[int]], form: Form, http: HttpRequest) -> Response:
+        if body.model is not None and body.model != self.engine.served.name:
+            raise HTTPException(404, f"no model {body.model[:100]!r} here: use {self.engine.served.name!r}")
+        if len(prompts) * body.n > self.config.batch + self.config.waiting:
+            raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
+        job = self._job(body, prompts, form)
+        try:
+            self.engine.submit(*job.requests)
+        except Busy as error:
+            self.metrics.refused.inc()
+            raise HTTPException(429, str(error), {"Retry-After": str(self.retry_seconds())}) from None
+        except Draining as error:
+            raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
+        if body.stream:
+            return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
+        return await self._whole(job, form, http)
+
+    def retry_seconds(self) -> int:
+        """When a place should be free: what waits at the rate of the newest answers."""
+        done = [r for r in list(self.engine.finished)[-20:] if r.last_token is not None]
+        if not done:
+            return 1
+        each = sum((r.last_token or 0.0) - (r.admitted or r.arrived) for r in done) / len(done)
+        return max(1, min(60, math.ceil(each * self.engine.waiting / self.config.batch)))
+
+    def _job(self, body: Body, prompts: Sequence[Sequence[int]], form: Form) -> Job:
+        grammar = body.grammar()
+        constraint = None
+        if grammar is not None:
+            constraint = Constraint(grammar_of(*grammar), self._token_table())
+        if (body.stops or grammar) and self.text is None:
+            raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
+        for token in (*(body.logit_bias or {}), *body.stop_token_ids):
+            if not 0 <= token < self.engine.model_config.vocab:
+                raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
+        job = Job()
+        for prompt in prompts:
+            sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs, constraint)
+            for number in range(body.n):
+                seeded = sampling if body.seed is None else form.reseeded(sampling, number)
+                request = Request(prompt, seeded)
+                self._connect(request, job)
+        return job
+
+    def _length(self, prompt: Sequence[int], asked: int | None) -> int:
+        room = self.engine.longest_prompt + 1 - len(prompt)
+        if asked is None:
+            return max(1, min(self.config.max_tokens, room))
+        if room > 0 and asked > room:
+            raise UserError(
+                f"max_tokens = {asked} beside {len(prompt)} of the prompt is more than the {self.engine.longest_prompt}"
+                f" that fit: use {room} or fewer"
+            )
+        return asked
+
+    def _connect(self, request: Request, job: Job) -> None:
+        reader = Reader(self.text, request.sampling.stop, request.sampling.keeps_stop)
+        index = len(job.requests)
+        if request.sampling.constraint is not None:
+            request.state = request.sampling.constraint.start()
+
+        def told(request: Request, chosen: list[Chosen]) -> None:
+            finish = request.finish
+            self.outbox.put(job.queue, Piece(index, reader.take(finish is not None), chosen, finish))
+
+        request.reads, request.on_output = reader, told
+        job.requests.append(request)
+
+    def _token_table(self) -> Any:
+        if self._table is None:
+            if self.text is None:
+                raise UserError("this model has no tokenizer: forms of answers need one")
+            self._table = token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
+        return self._table
+
+    async def _stream(self, job: Job, form: Form) -> AsyncIterator[str]:
+        try:
+            for chunk in form.begin(job.requests):
+                yield _event(chunk)
+            async for piece in job.pieces():
+                if piece.finish in ("error", "cancelled"):
+                    yield _event({"error": _error(self.engine.failure or "the server is shutting down", 503)})
+                    return
+                for chunk in form.chunks(piece, job.requests[piece.index]):
+                    yield _event(chunk)
+            for chunk in form.end(job.requests):
+                yield _event(chunk)
+            yield "data: [DONE]\n\n"
+        finally:  # also when the client is gone
+            self.engine.cancel(*(r for r in job.requests if r.finish is None))
+
+    async def _whole(self, job: Job, form: Form, http: HttpRequest) -> Response:
+        gone = asyncio.ensure_future(_disconnected(http))
+        collected: list[list[Piece]] = [[] for _ in job.requests]
+        pieces = job.pieces()
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(pieces, None))
+                await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    following.cancel()
+                    return Response(status_code=499)  # nobody reads it
+                piece = following.result()
+                if piece is None:
+                    return JSONResponse(form.whole(job.requests, collected))
+                if piece.finish == "error":
+                    raise HTTPException(500, self.engine.failure or "the engine stopped")
+                if piece.finish == "cancelled":
+                    raise HTTPException(503, "the server is shutting down", {"Retry-After": "10"})
+                collected[piece.index].append(piece)
+        finally:
+            gone.cancel()
+            self.engine.cancel(*(r for r in job.requests if r.finish is None))
+
+    def state(self) -> dict[str, Any]:
+        """For the page: what happens now."""
+        engine = self.engine
+        newest = list(engine.trace.steps)[-200:]
+        span = newest[-1].start + newest[-1].seconds - newest[0].start if newest else 0.0
+        recent = newest and time.monotonic() - newest[-1].start < 2.0
+        return {
+            "model": engine.served.name, "running": engine.running, "waiting": engine.waiting,
+            "batch": self.config.batch, "kv_usage": engine.blocks.usage, "steps": engine.trace.count,
+            "tokens_per_second": sum(s.produced for s in newest) / span if recent and span else 0.0,
+            "preemptions": engine.scheduler.preemptions,
+            "chat": self.text is not None and self.text.template is not None,
+        }  # fmt: skip
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _error(message: str, status: int) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"message": " ".join(message.split()), "type": kind, "param": None, "code": status}
+
+
+def _refusal(message: str, status: int, headers: Any = None) -> JSONResponse:
+    return JSONResponse({"error": _error(message, status)}, status, headers)
+
+
+def create_app(engine: Engine, text: Text | None) -> FastAPI:
+    server = Server(engine, text)
+    config = engine.config
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        server.outbox.attach(asyncio.get_running_loop())
+        engine.start()
+        yield
+        await asyncio.to_thread(engine.drain, config.drain_seconds)
+
+    app = FastAPI(title="Ironlaw", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.server = server
+    app.add_middleware(Gate, config=config)
+    _add_errors(app)
+    _add_answers(app, server)
+    _add_figures(app, server)
+    return app
+
+
+def _add_answers(app: FastAPI, server: Server) -> None:
+    served, text = server.engine.served, server.text
+
+    @app.post("/v1/completions")
+    async def completions(http: HttpRequest) -> Response:
+        body = Completion(**await _json(http))
+        prompts: list[list[int]] = []
+        for prompt in body.prompts:
+            if not isinstance(prompt, str):
+                prompts.append(prompt)
+            elif text is not None:
+                prompts.append(text.encode(prompt))
+            else:
+                raise UserError("this model has no tokenizer: send the prompt as token ids")
+        return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: HttpRequest) -> Response:
+        body = Chat(**await _json(http))
+        if text is None:
+            raise UserError("this model has no tokenizer: use /v1/completions with token ids")
+        prompt = text.chat([m.plain() for m in body.messages], body.chat_template_kwargs)
+        return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
+               "max_model_len": server.engine.context}  # fmt: skip
+        return {"object": "list", "data": [one]}
+
+
+def _add_figures(app: FastAPI, server: Server) -> None:
+    engine = server.engine
+
+    @app.get("/health")
+    async def health() -> Response:
+        down = engine.failure or ("draining" if engine.is_draining else None)
+        return Response(status_code=200) if down is None else _refusal(down, 503, {"Retry-After": "10"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        return server.state()
+
+    @app.get("/steps")
+    async def steps(since: int = 0, after: float = 0.0) -> dict[str, Any]:
+        """Newest engine steps from number `since` on, what they ran on, and how long requests that arrived `after` a
+        moment waited: `ironlaw bench` writes them into its run."""
+        from ironlaw.serve.measured import facts
+
+        found = await asyncio.to_thread(lambda: [s.to_json() for s in engine.trace.since(since)])
+        waited = [r.admitted - r.arrived for r in list(engine.finished) if r.admitted is not None and r.arrived > after]
+        about = {"next": engine.trace.count, "now": time.monotonic(), "facts": facts(engine)}
+        lines = [asdict(line) for line in engine.recording.lines()]
+        return about | {"queue_seconds": waited, "lines": lines, "steps": found}
+
+    @app.post("/profile")
+    async def profile(steps: int = 5) -> dict[str, Any]:
+        """Record the next steps that only decode, and that only compute prompts, operation by operation."""
+        if not 0 < steps <= 100:
+            raise UserError(f"steps = {steps} is not between 1 and 100")
+        engine.recording.ask(steps)
+        return {"steps": steps}
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> str:
+        return files("ironlaw.serve").joinpath("page.html").read_text("utf-8")
+
+
+async def _json(http: HttpRequest) -> dict[str, Any]:
+    try:
+        document = json.loads(await http.body())
+    except (ValueError, RecursionError):
+        raise UserError("the body is not JSON") from None
+    if not isinstance(document, dict):
+        raise UserError("the body is not a JSON object")
+    return document
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Whatever goes wrong is one line in OpenAI's form."""
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: HttpRequest, error: HTTPException) -> Response:
+        return _refusal(str(error.detail), error.status_code, error.headers)
+
+    @app.exception_handler(UserError)
+    async def wrong(request: HttpRequest, error: UserError) -> Response:
+        return _refusal(str(error), 400)
+
+    @app.exception_handler(ValidationError)
+    async def malformed(request: HttpRequest, error: ValidationError) -> Response:
+        return _refusal(_explained(error.errors()), 400)
+
+    @app.exception_handler(RequestValidationError)
+    async def parameters(request: HttpRequest, error: RequestValidationError) -> Response:
+        return _refusal(_explained(list(error.errors())), 400)
+
+    @app.exception_handler(Exception)
+    async def failed(request: HttpRequest, error: Exception) -> Response:
+        return _refusal(f"{type(error).__name__} in the server", 500)
+
+
+def _explained(problems: Sequence[Any]) -> str:
+    problem = min(problems, key=lambda p: p["type"] != "extra_forbidden")
+    where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "body"))
+    if problem["type"] == "extra_forbidden":
+        return f"{where[:100]} is not a field of this API: leave it out"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return (f"{where[:100]}: {message}" if where else message)[:400]
+
+
+class Gate:
+    """Before a handler: keys, and the size of the body, whatever its headers say."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self.app, self.limit = app, config.body_bytes
+        self.keys = [key.encode() for key in config.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if self.keys and scope["path"] not in _OPEN:
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not any(hmac.compare_digest(given, key) for key in self.keys):
+                await _refusal("a valid API key is needed: Authorization: Bearer KEY", 401)(scope, receive, send)
+                return
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self.limit:
+            await _refusal(f"the body is larger than {self.limit} bytes", 413)(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.limit:
+                raise HTTPException(413, f"the body is larger than {self.limit} bytes")
+            return message
+
+        await self.app(scope, counted, send)

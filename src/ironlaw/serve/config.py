@@ -1,0 +1,69 @@
+"""How a model is served: the `[serve]` keys of `ironlaw serve --set serve.key=value`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ironlaw.config import toml_value
+from ironlaw.errors import UserError, did_you_mean
+
+
+class ServeConfig(BaseModel):
+    """Sizes are in tokens, memory in bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"  # this machine only; 0.0.0.0: everybody who can reach it
+    port: int = Field(8000, ge=0, le=65535)  # 0: any free one
+    api_keys: tuple[str, ...] = ()  # of which a client must send one; none are asked for when empty
+    name: str | None = None  # of the model in the API; the directory's unless given
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    weights: Literal["auto", "fp32", "bf16", "int8"] = "auto"  # auto: bf16 on CUDA, fp32 on a CPU
+    kv: Literal["auto", "fp32", "bf16", "fp8", "int8"] = "auto"  # auto: as the weights' products
+    threads: int | None = Field(None, gt=0)  # of a CPU; auto: one for small models, else all cores
+    context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given
+
+    block: int = Field(16, gt=0)  # tokens per page of keys and values
+    blocks: int | None = Field(None, gt=1)  # pages; as many as kv_memory holds unless given
+    kv_memory: int | None = Field(None, gt=0)  # bytes; a part of what is free unless given
+    share_prefixes: bool = True  # full pages of equal beginnings are computed once
+    batch: int = Field(64, gt=0)  # requests that run at once
+    token_budget: int = Field(512, gt=0)  # tokens of one step: decode first, prompts in chunks of what is left
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    waiting: int = Field(256, ge=0)  # requests that may wait; more are refused with 429
+
+    speculation: Literal["none", "ngram", "draft"] = "none"
+    draft: str | None = None  # a run or a Hugging Face directory with the same tokenizer
+    drafted: int = Field(4, gt=0, le=16)  # tokens proposed per step
+    ngram: int = Field(3, gt=0)  # longest run of tokens that n-gram speculation looks up
+
+    max_tokens: int = Field(256, gt=0)  # of an answer whose request does not say
+    body_bytes: int = Field(4 * 2**20, gt=0)  # of a request
+    drain_seconds: float = Field(30.0, ge=0)  # at shutdown, for requests that run
+    trace_steps: int = Field(20_000, gt=0)  # newest engine steps that are remembered
+    seed: int = 0  # of requests that give none
+
+
+def serve_config(overrides: Sequence[str] = (), **values: Any) -> ServeConfig:
+    """From `serve.key=value` texts, the prefix optional; the first problem becomes a one-line UserError."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip().removeprefix("serve.")
+        if not equals:
+            raise UserError(f"--set {text!r} is not serve.key=value: write for example --set serve.batch=16")
+        if key not in ServeConfig.model_fields:
+            raise UserError(f"unknown key serve.{key}: {did_you_mean(key, ServeConfig.model_fields, prefix='serve.')}")
+        values[key] = toml_value(value)
+    try:
+        config = ServeConfig(**values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise UserError(f"serve.{where} = {problem['input']!r}: {problem['msg'].lower()}") from None
+    if config.speculation == "draft" and config.draft is None:
+        raise UserError("serve.speculation = draft needs a model: add --set serve.draft=DIRECTORY")
+    return config

@@ -1,0 +1,91 @@
+"""Answers of a given form: JSON, JSON of a schema, a regular expression, a grammar or a choice, by `llguidance`.
+
+Before each token the library says which ones the answer may go on with; the others' logits become minus infinity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ironlaw.errors import UserError
+from ironlaw.serve.sampler import Row
+
+
+class Constraint:
+    """What an answer must be. One of these belongs to one request: `start` makes its state."""
+
+    def __init__(self, grammar: str, tokenizer: Any) -> None:
+        self.grammar, self.tokenizer = grammar, tokenizer
+
+    def start(self) -> State:
+        return State(self)
+
+
+class State:
+    """How far an answer has come."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        from llguidance import LLMatcher
+
+        self.matcher = LLMatcher(constraint.tokenizer, constraint.grammar)
+        self.vocab = constraint.tokenizer.vocab_size
+
+    def mask(self, vocab: int) -> Tensor:
+        """(V,): true where a token is allowed."""
+        bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
+        each = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        flat = each.flatten().bool()[:vocab]
+        return torch.nn.functional.pad(flat, (0, vocab - len(flat)))
+
+    def take(self, token: int) -> None:
+        self.matcher.consume_token(token)
+
+
+def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
+    """(R, V) of the rows of a step; None where no request has a constraint."""
+    if not any(row.request.state is not None for row in rows):
+        return None
+    everything = torch.ones(vocab, dtype=torch.bool)
+    return torch.stack([everything if r.request.state is None else r.request.state.mask(vocab) for r in rows])
+
+
+def grammar_of(kind: str, value: Any) -> str:
+    """`kind`: json_object, json_schema, regex, choice or grammar (Lark). UserError where the library cannot read it."""
+    LLMatcher = _library().LLMatcher
+    try:
+        if kind == "json_object":
+            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        elif kind == "json_schema":
+            grammar = LLMatcher.grammar_from_json_schema(value if isinstance(value, str) else json.dumps(value))
+        elif kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(value)
+        elif kind == "choice":
+            options = " | ".join(json.dumps(str(option)) for option in value)
+            grammar = LLMatcher.grammar_from_lark(f"start: {options}")
+        else:
+            grammar = LLMatcher.grammar_from_lark(value)
+    except Exception as error:  # the library raises several kinds
+        raise UserError(f"{kind} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    problem = LLMatcher.validate_grammar(grammar)
+    if problem:
+        raise UserError(f"{kind} cannot be read: {' '.join(str(problem).split())[:200]}")
+    return str(grammar)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError("answers of a given form need an extra: pip install 'ironlaw[serve]'") from None
+    return llguidance
+
+
+def token_table(file: Path, end_tokens: Iterable[int], vocab: int) -> Any:
+    """The tokenizer as the library wants it; made once per server."""
+    return _library().LLTokenizer(str(file), n_vocab=vocab, eos_token=sorted(end_tokens) or None)

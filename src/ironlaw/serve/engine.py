@@ -1,0 +1,349 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+    engine = Engine(loaded, config)
+    engine.submit(request)              # from any thread; Busy when too many wait
+    engine.step()                       # or engine.start(), and a thread of its own takes the steps
+    engine.cancel(request)
+
+Everything but `submit`, `cancel` and the figures happens in the thread that takes the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ironlaw.errors import UserError
+from ironlaw.serve.blocks import Blocks
+from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.constrain import allowed
+from ironlaw.serve.loading import Served
+from ironlaw.serve.recording import Recording
+from ironlaw.serve.request import Chosen, Finish, Request, Sampling
+from ironlaw.serve.runner import Runner, Work, kv_bytes_per_token
+from ironlaw.serve.sampler import Row, sample
+from ironlaw.serve.scheduler import Scheduled, Scheduler
+from ironlaw.serve.speculation import DraftModel, NGram, Proposer
+from ironlaw.serve.trace import StepRecord, Trace
+
+log = logging.getLogger("ironlaw.serve")
+
+
+class Busy(Exception):
+    """Too many requests wait: come back later."""
+
+
+class Draining(Exception):
+    """The server is going down, and takes nothing new."""
+
+
+class Engine:
+    def __init__(self, served: Served, config: ServeConfig) -> None:
+        self.config, self.served = config, served
+        self.model_config = served.model.config
+        self.context = min(config.context or self.model_config.context, self.model_config.context)
+        models = [served] + ([served.draft] if served.draft is not None else [])
+        per_token = sum(kv_bytes_per_token(m.model.config, m.kv) for m in models)
+        count = config.blocks or served.kv_memory(config) // (per_token * config.block)
+        # No more than all requests at their longest can use, and at least one of them.
+        longest = -(-self.context // config.block)
+        count = min(count, config.batch * longest) + 1  # page 0 is nobody's
+        if count < 2:
+            raise UserError(
+                f"no memory for keys and values: {per_token * config.block:,} bytes a page; raise serve.kv_memory"
+            )
+        self.blocks = Blocks(count, config.block, config.share_prefixes)
+        self.scheduler = Scheduler(config, self.blocks)
+        self.runner = Runner(served.model, count, config.block, served.kv, served.device, served.autocast)
+        self.proposer: Proposer | None = None
+        if config.speculation == "ngram":
+            self.proposer = NGram(config.ngram, config.drafted)
+        elif served.draft is not None:
+            draft = served.draft
+            runner = Runner(draft.model, count, config.block, draft.kv, served.device, draft.autocast)
+            self.proposer = DraftModel(runner, config.drafted)
+        self.trace = Trace(config.trace_steps)
+        self.recording = Recording()
+        self.is_draining = False
+        self.failure: str | None = None
+        self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told
+        self.on_finish: Callable[[Request], None] = lambda request: None
+        self._arrivals: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._number = 0
+        self.finished: deque[Request] = deque(maxlen=4_000)  # newest, for figures
+        self.drafted_tokens = self.accepted_tokens = 0
+
+    # -- from any thread ---------------------------------------------------------------------------------------------
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens; an answer of one more must have a place."""
+        return min(self.context, (self.blocks.count - 1) * self.config.block) - 1
+
+    @property
+    def waiting(self) -> int:
+        return len(self.scheduler.waiting) + len(self._arrivals)
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """UserError where a request can never run."""
+        if not prompt:
+            raise UserError("the prompt has no tokens: send some text")
+        if len(prompt) > self.longest_prompt:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, this server takes {self.longest_prompt}: send a shorter one"
+            )
+        worst = next((t for t in prompt if not 0 <= t < self.model_config.vocab), None)
+        if worst is not None:
+            raise UserError(f"token {worst} is not in the vocabulary of {self.model_config.vocab}")
+
+    def submit(self, *requests: Request) -> None:
+        """All or none of them. Raises Busy, Draining, or UserError."""
+        for request in requests:
+            self.check(request.prompt, request.sampling)
+        with self._wake:
+            if self.is_draining or self.failure:
+                raise Draining(self.failure or "the server is shutting down")
+            free = max(0, self.config.batch - len(self.scheduler.running))
+            if self.waiting + len(requests) > self.config.waiting + free:
+                raise Busy(f"{self.waiting} requests wait already, serve.waiting = {self.config.waiting}")
+            for request in requests:
+                request.number = self._number
+                self._number += 1
+                sampling = request.sampling
+                request.seed = self.config.seed + request.number if sampling.seed is None else sampling.seed
+                request.is_long = self._is_long(request)
+                self._arrivals.append(request)
+            self._wake.notify()
+
+    def cancel(self, *requests: Request) -> None:
+        with self._wake:
+            self._cancelled.extend(requests)
+            self._wake.notify()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name="ironlaw-engine", daemon=True)
+        self._thread.start()
+
+    def drain(self, seconds: float) -> bool:
+        """Take nothing new, finish what runs; true if all of it finished in time."""
+        with self._wake:
+            self.is_draining = True
+        end = time.monotonic() + seconds
+        while (self.running or self.waiting) and time.monotonic() < end and not self.failure:
+            time.sleep(0.02)
+        done = not (self.running or self.waiting)
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        return done
+
+    def stop(self) -> None:
+        """Take no further step: what runs is told that it was cancelled."""
+        with self._wake:
+            self._stopping = self.is_draining = True
+            self._wake.notify()
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Request]:
+        """Answers to all prompts, without a thread: for `ironlaw generate`, tests and benchmarks."""
+        requests = [Request(prompt, sampling) for prompt in prompts]
+        left = deque(requests)
+        while left or self.running or self.waiting:
+            while left and self.waiting < max(1, self.config.waiting):
+                self.submit(left.popleft())
+            self.step()
+        return requests
+
+    def continued(self, prompt: Sequence[int], sampling: Sampling) -> list[int]:
+        """An answer that may outgrow the context: whenever it is full, the newest half is what the model goes on from.
+
+        The end of text is not part of it.
+        """
+        new: list[int] = []
+        window = list(prompt)[-self.longest_prompt :]
+        while len(new) < sampling.max_tokens:
+            seed = (sampling.seed or self.config.seed) + len(new)
+            left = replace(sampling, max_tokens=sampling.max_tokens - len(new), seed=seed)
+            (request,) = self.generate([window], left)
+            new += request.answer
+            if request.finish != "length":
+                return new[:-1] if new and new[-1] in self.served.end_tokens else new
+            window = request.tokens[-max(1, self.longest_prompt // 2) :]
+        return new
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        torch.set_num_threads(self.served.threads)
+        while True:
+            with self._wake:
+                while not (self._stopping or self._arrivals or self._cancelled or self.running or self.waiting):
+                    self._wake.wait()
+                if self._stopping:
+                    break
+            try:
+                if not self.step():
+                    time.sleep(0.001)  # nothing fits: a client that leaves may change that
+                self.after_step()
+            except Exception as error:  # a defect or a device that failed: nobody may wait for ever
+                log.exception("the engine stopped")
+                self.failure = f"the engine stopped: {type(error).__name__}: {error}".splitlines()[0]
+                break
+        self._take_in()
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._finish(request, "cancelled" if self.failure is None else "error", [])
+        self.after_step()
+
+    def step(self) -> int:
+        """One step; the number of requests in it."""
+        began = time.perf_counter()
+        self._take_in()
+        step = self.scheduler.schedule(None if self.proposer is None else self._propose)
+        if not step:
+            return 0
+        if self.proposer is not None:
+            self.proposer.fill([scheduled.request for scheduled in step])
+        scheduled_at = time.perf_counter()
+        work = [self._work(scheduled) for scheduled in step]
+        record = self._record(step, work)
+        with self.recording.step(self.served.model, record.phase):
+            logits, ordered = self.runner.run(work)
+        if self.proposer is not None:
+            self.proposer.computed(work)
+        if self.served.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        computed_at = time.perf_counter()
+        rows = [Row(w.request, w.start + len(w.tokens) - w.wanted + n + 1) for w in ordered for n in range(w.wanted)]
+        chosen = sample(logits, rows, allowed(rows, self.model_config.vocab)) if logits is not None else []
+        sampled_at = time.perf_counter()
+        self._accept(ordered, chosen, record)
+        ended = time.perf_counter()
+        record.schedule_seconds = scheduled_at - began
+        record.model_seconds = computed_at - scheduled_at
+        record.sample_seconds = sampled_at - computed_at
+        record.output_seconds = ended - sampled_at
+        record.seconds = ended - began
+        self.trace.add(record)
+        return len(step)
+
+    def _take_in(self) -> None:
+        while self._arrivals:
+            self.scheduler.add(self._arrivals.popleft())
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if request.finish is None:
+                self._finish(request, "cancelled", [])
+
+    def _propose(self, request: Request) -> list[int]:
+        assert self.proposer is not None
+        drafted = self.proposer.propose(request)
+        if not self.model_config.rope_long or request.is_long:
+            return drafted
+        # Beyond the original context all is computed again: a step never spans that.
+        return drafted[: max(0, self._original_context - len(request.tokens))]
+
+    def _work(self, scheduled: Scheduled) -> Work:
+        request = scheduled.request
+        known = request.tokens[request.computed : request.computed + scheduled.count]
+        return Work(
+            request, known + request.drafted, request.computed,
+            1 + len(request.drafted) if scheduled.is_last_chunk else 0,
+        )  # fmt: skip
+
+    def _record(self, step: Sequence[Scheduled], work: Sequence[Work]) -> StepRecord:
+        decode = sum(len(w.tokens) for w in work if w.request.is_decoding)
+        prefill = sum(len(w.tokens) for w in work) - decode
+        return StepRecord(
+            number=self.trace.count, start=time.monotonic(),
+            phase="mixed" if decode and prefill else "decode" if decode else "prefill",
+            requests=len(step), prefill_tokens=prefill, decode_tokens=decode, accepted=0, produced=0,
+            kv_tokens=sum(w.start for w in work), kv_usage=self.blocks.usage, waiting=len(self.scheduler.waiting),
+            seconds=0.0, schedule_seconds=0.0, model_seconds=0.0, sample_seconds=0.0, output_seconds=0.0,
+        )  # fmt: skip
+
+    def _accept(self, ordered: Sequence[Work], chosen: Sequence[Chosen], record: StepRecord) -> None:
+        """Take what stands of the proposals, and one token more; tell whoever asked."""
+        at, now = 0, time.monotonic()
+        for w in ordered:
+            request, drafted = w.request, w.request.drafted
+            request.computed = w.start + len(w.tokens) - len(drafted)
+            if not w.wanted:
+                continue
+            new, at = list(chosen[at : at + w.wanted]), at + w.wanted
+            stands = 0
+            while stands < len(drafted) and new[stands].token == drafted[stands]:
+                stands += 1
+            request.computed += stands
+            request.drafted_for = min(request.drafted_for, request.computed)
+            record.accepted += stands
+            self.drafted_tokens += len(drafted)
+            self.accepted_tokens += stands
+            request.drafted = []
+            record.produced += self._append(request, new[: stands + 1], now)
+
+    def _append(self, request: Request, new: list[Chosen], now: float) -> int:
+        sampling, taken = request.sampling, list[Chosen]()
+        finish: Finish | None = None
+        for chosen in new:
+            request.tokens.append(chosen.token)
+            taken.append(chosen)
+            count = len(request.tokens) - request.prompt_length
+            if request.state is not None:
+                request.state.take(chosen.token)
+            if count >= sampling.min_tokens:
+                ends = chosen.token in self.served.end_tokens and not sampling.ignore_end
+                if (
+                    ends
+                    or chosen.token in sampling.stop_tokens
+                    or (request.reads is not None and request.reads(taken[-1:]))
+                ):
+                    finish = "stop"
+            elif request.reads is not None:
+                request.reads(taken[-1:])
+            full = len(request.tokens) >= min(self.context, self.longest_prompt + 1)
+            if finish is None and (count >= sampling.max_tokens or full):
+                finish = "length"
+            if finish is not None:
+                break
+        request.first_token = request.first_token or now
+        request.last_token = now
+        if finish is not None:
+            self._finish(request, finish, taken)
+            return len(taken)
+        if not request.is_long and self._is_long(request):  # all positions turn otherwise now: compute them again
+            request.is_long, request.digests = True, []
+            self.blocks.release(request)
+            request.drafted_for = 0
+        request.on_output(request, taken)
+        return len(taken)
+
+    def _finish(self, request: Request, finish: Finish, taken: list[Chosen]) -> None:
+        request.finish = finish
+        self.scheduler.remove(request)
+        self.finished.append(request)
+        self.on_finish(request)
+        request.on_output(request, taken)
+        # What is kept for figures keeps nobody else.
+        request.on_output, request.reads, request.state, request.digests = lambda request, chosen: None, None, None, []
+
+    def _is_long(self, request: Request) -> bool:
+        if not self.model_config.rope_long:
+            return False
+        return len(request.tokens) > self._original_context
+
+    @property
+    def _original_context(self) -> int:
+        return int((self.model_config.rope_scaling or {})["original_context"])

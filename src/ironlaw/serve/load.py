@@ -1,0 +1,341 @@
+"""Load for any server with OpenAI's API, and what its clients felt: `ironlaw bench`.
+
+Requests come when they come, answered or not (an open loop): at the times of a Poisson process of a given rate, or of a
+recorded trace; or, without a rate, so many at once (a closed loop). What the server refuses is counted, not repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from ironlaw.errors import UserError
+
+_WORDS = (
+    "the model and its data when a step of each layer is done or not yet some value was read from that page "
+    "for every token in an answer return self if none else"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One request to come: when, and how long."""
+
+    at: float  # seconds after the start
+    prompt_tokens: int
+    output_tokens: int
+    prompt: str | None = None
+
+
+@dataclass
+class Outcome:
+    """One request as its client saw it. Times in seconds, of one clock."""
+
+    at: float
+    prompt_tokens: int
+    asked_tokens: int
+    output_tokens: int = 0
+    status: int = 0  # of HTTP; 0: no answer at all
+    error: str | None = None
+    ttft: float | None = None
+    end: float | None = None  # after the start of the request
+    times: list[float] = field(default_factory=list)  # of each piece, after the start of the request
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None and self.output_tokens > 0
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean seconds per token after the first."""
+        if not self.is_ok or self.output_tokens < 2 or self.ttft is None or self.end is None:
+            return None
+        return (self.end - self.ttft) / (self.output_tokens - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: v for k, v in asdict(self).items() if k != "times"} | {"tpot": self.tpot}
+
+
+def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> list[Plan]:
+    """`rate` requests a second; lengths as given."""
+    draws, at, plans = random.Random(seed), 0.0, []
+    for _ in range(requests):
+        plans.append(Plan(at, prompt, output))
+        at += draws.expovariate(rate) if math.isfinite(rate) else 0.0
+    return plans
+
+
+def read_trace(path: Path) -> list[Plan]:
+    """JSON lines (or CSV with a header) of `timestamp` in seconds, `input_length`, `output_length`, perhaps `prompt`.
+
+    Also Mooncake's (milliseconds, by its `hash_ids`) and Azure's names of columns (TIMESTAMP, ContextTokens,
+    GeneratedTokens).
+    """
+    import csv
+    import datetime
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    is_lines = text.lstrip().startswith("{")
+    try:
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows: list[dict[str, Any]] = [*map(json.loads, lines)] if is_lines else [*csv.DictReader(lines)]
+        plans = []
+        for row in rows:
+            when: Any = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
+            try:
+                at = float(when)
+            except ValueError:
+                at = datetime.datetime.fromisoformat(str(when)[:26]).timestamp()
+            if "hash_ids" in row:
+                at /= 1000
+            prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
+            output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
+            plans.append(Plan(at, int(prompt), int(output), row.get("prompt")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path} is not a trace ({error}): write lines of timestamp, input_length and output_length"
+        ) from None
+    if not plans:
+        raise UserError(f"{path} has no requests")
+    first = min(plan.at for plan in plans)
+    return sorted((Plan(p.at - first, p.prompt_tokens, p.output_tokens, p.prompt) for p in plans), key=lambda p: p.at)
+
+
+class Client:
+    """Just enough HTTP for one streamed answer after another, with nothing between the socket and the clock."""
+
+    def __init__(self, url: str, model: str | None, key: str | None, timeout: float) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{url} is not a server's address: write for example http://127.0.0.1:8000")
+        self.host, self.is_tls = parts.hostname, parts.scheme == "https"
+        self.port = parts.port or (443 if self.is_tls else 80)
+        self.base = parts.path.rstrip("/").removesuffix("/v1")
+        self.model, self.timeout = model, timeout
+        self.headers = {"Host": parts.netloc, "Connection": "close"}
+        if key:
+            self.headers["Authorization"] = f"Bearer {key}"
+
+    async def open(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, str], _Reader, Any]:
+        reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self.is_tls or None)
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = self.headers | {"Content-Length": str(len(data)), "Content-Type": "application/json"}
+        head = f"{method} {self.base}{path} HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
+        writer.write(head.encode() + b"\r\n" + data)
+        status = int((await reader.readline()).split()[1])
+        found: dict[str, str] = {}
+        while line := (await reader.readline()).strip():
+            name, _, value = line.decode("latin1").partition(":")
+            found[name.lower()] = value.strip()
+        return status, found, _Reader(reader, found.get("transfer-encoding") == "chunked"), writer
+
+    async def get(self, path: str, method: str = "GET") -> Any:
+        """A JSON document; None where the server has none there."""
+        try:
+            status, _, body, writer = await asyncio.wait_for(self.open(method, path), 10)
+            data = b"".join([line async for line in body.lines()])
+            writer.close()
+            return json.loads(data) if status == 200 else None
+        except (TimeoutError, OSError, ValueError, IndexError, asyncio.IncompleteReadError):
+            return None
+
+    async def ask(self, plan: Plan, prompt: str | list[int], outcome: Outcome, ignore_end: bool) -> None:
+        body = {
+            "prompt": prompt, "max_tokens": plan.output_tokens, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True}, "model": self.model,
+        } | ({"ignore_eos": True} if ignore_end else {})  # fmt: skip
+        began = time.perf_counter()
+        writer = None
+        try:
+            status, _, stream, writer = await self.open("POST", "/v1/completions", body)
+            outcome.status = status
+            if status != 200:
+                data = b"".join([line async for line in stream.lines()])
+                outcome.error = _message(data) or f"HTTP {status}"
+                return
+            await self._read(stream, outcome, began)
+        except (OSError, ValueError, IndexError, asyncio.IncompleteReadError) as error:
+            outcome.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        finally:
+            outcome.end = time.perf_counter() - began
+            if writer is not None:
+                writer.close()
+
+    async def _read(self, stream: _Reader, outcome: Outcome, began: float) -> None:
+        done = False
+        async for line in stream.lines():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                done = True
+                break
+            document = json.loads(data)
+            if "error" in document:
+                outcome.error = str(document["error"].get("message", "error"))[:200]
+                return
+            usage = document.get("usage")
+            if usage:
+                outcome.output_tokens = int(usage["completion_tokens"])
+                outcome.prompt_tokens = int(usage["prompt_tokens"])
+            if document.get("choices"):
+                outcome.times.append(time.perf_counter() - began)
+                outcome.ttft = outcome.times[0]
+        outcome.output_tokens = outcome.output_tokens or len(outcome.times)
+        if not done:
+            outcome.error = "the answer broke off"
+
+
+class _Reader:
+    """A body's lines, of a known length or in chunks."""
+
+    def __init__(self, reader: asyncio.StreamReader, chunked: bool) -> None:
+        self._reader, self._chunked = reader, chunked
+
+    async def lines(self) -> Any:
+        rest = b""
+        while True:
+            data = await self._piece()
+            if not data:
+                break
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                yield line
+        if rest:
+            yield rest
+
+    async def _piece(self) -> bytes:
+        if not self._chunked:
+            return await self._reader.read(65536)
+        size = int((await self._reader.readline()).split(b";")[0] or b"0", 16)
+        data = await self._reader.readexactly(size) if size else b""
+        await self._reader.readline()
+        return data
+
+
+def _message(data: bytes) -> str | None:
+    try:
+        return str(json.loads(data)["error"]["message"])[:200]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass
+class Report:
+    """A whole run of load."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    server: dict[str, Any] | None = None  # steps and facts, of an Ironlaw server
+
+
+async def run(
+    client: Client, plans: Sequence[Plan], *, concurrency: int | None, ignore_end: bool,
+    shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
+) -> Report:  # fmt: skip
+    """`concurrency`: so many at once, whatever the plans' times; None: at their times. `profile`: an Ironlaw server
+    records a few steps by operation."""
+    models = await client.get("/v1/models")
+    if models is None:
+        raise UserError(f"no OpenAI-compatible server answers at http://{client.host}:{client.port}: start one first")
+    client.model = client.model or models["data"][0]["id"]
+    prompts = await _prompts(client, plans, shared_prefix)
+    before = await client.get("/steps?since=999999999")
+    if before is not None and profile:
+        await client.get("/profile?steps=3", "POST")
+    limit = asyncio.Semaphore(concurrency) if concurrency else None
+    began, outcomes, done = time.perf_counter(), [], 0
+
+    async def one(plan: Plan, prompt: str | list[int]) -> Outcome:
+        nonlocal done
+        if limit is None:
+            await asyncio.sleep(max(0.0, began + plan.at - time.perf_counter()))
+        else:
+            await limit.acquire()
+        outcome = Outcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
+        try:
+            await asyncio.wait_for(client.ask(plan, prompt, outcome, ignore_end), client.timeout)
+        except TimeoutError:
+            outcome.error = f"no answer in {client.timeout:g} s"
+        if limit is not None:
+            limit.release()
+        done += 1
+        progress(done / len(plans))
+        return outcome
+
+    outcomes = list(await asyncio.gather(*(one(p, t) for p, t in zip(plans, prompts, strict=True))))
+    seconds = time.perf_counter() - began
+    server = None if before is None else await client.get(f"/steps?since={before['next']}&after={before['now']}")
+    return Report(outcomes, seconds, server)
+
+
+async def _prompts(client: Client, plans: Sequence[Plan], shared: int) -> list[str]:
+    """Texts of about the wanted numbers of tokens: how many tokens a word has is asked once of the server."""
+    draws, words = random.Random(7), _WORDS.split()
+    probe = " ".join(draws.choice(words) for _ in range(64))
+    outcome = Outcome(0.0, 0, 1)
+    await client.ask(Plan(0.0, 0, 1), probe, outcome, ignore_end=False)
+    if outcome.error is not None:
+        raise UserError(f"the server refuses a first request: {outcome.error}")
+    per_word = max(0.25, outcome.prompt_tokens / 64)
+    start = " ".join(draws.choice(words) for _ in range(round(shared / per_word)))
+
+    def text(plan: Plan) -> str:
+        if plan.prompt is not None:
+            return plan.prompt
+        count = max(1, round((plan.prompt_tokens - shared) / per_word))
+        return f"{start} {' '.join(draws.choice(words) for _ in range(count))}".strip()
+
+    return [text(plan) for plan in plans]
+
+
+def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float | None = None) -> dict[str, Any]:
+    """Counts, percentiles and rates, as `ironlaw bench --json` prints them."""
+    good = [o for o in report.outcomes if o.is_ok]
+    refused = [o for o in report.outcomes if o.status in (429, 503)]
+    errors: dict[str, int] = {}
+    for outcome in report.outcomes:
+        if not outcome.is_ok and outcome.status not in (429, 503):
+            what = outcome.error or "empty answer"
+            errors[what] = errors.get(what, 0) + 1
+    first, each = ttft_limit or math.inf, tpot_limit or math.inf
+    within = [o for o in good if (o.ttft or 0.0) <= first and (o.tpot or 0.0) <= each]
+    gaps = [b - a for o in good for a, b in zip(o.times, o.times[1:], strict=False)]
+    tokens = sum(o.output_tokens for o in good)
+    return {
+        "requests": len(report.outcomes), "completed": len(good), "refused": len(refused),
+        "errors": sum(errors.values()), "error_messages": errors, "seconds": report.seconds,
+        "requests_per_second": len(good) / report.seconds,
+        "output_tokens": tokens, "output_tokens_per_second": tokens / report.seconds,
+        "prompt_tokens": sum(o.prompt_tokens for o in good),
+        "total_tokens_per_second": (tokens + sum(o.prompt_tokens for o in good)) / report.seconds,
+        "ttft_seconds": percentiles([o.ttft for o in good if o.ttft is not None]),
+        "tpot_seconds": percentiles([o.tpot for o in good if o.tpot is not None]),
+        "inter_token_seconds": percentiles(gaps),
+        "e2e_seconds": percentiles([o.end for o in good if o.end is not None]),
+        "queue_seconds": percentiles((report.server or {}).get("queue_seconds", [])),
+        "goodput_requests_per_second": len(within) / report.seconds,
+        "goodput_share": len(within) / len(report.outcomes),
+        "limits": {"ttft_seconds": ttft_limit, "tpot_seconds": tpot_limit},
+    }  # fmt: skip
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    found = np.percentile(np.asarray(values), [10, 50, 90, 95, 99])
+    names = ("p10", "p50", "p90", "p95", "p99")
+    return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}

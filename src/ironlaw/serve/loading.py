@@ -1,0 +1,120 @@
+"""From a run or a Hugging Face directory to a model that is ready to serve."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ironlaw.errors import UserError
+from ironlaw.model.packed import pack
+from ironlaw.model.transformer import Transformer
+from ironlaw.serve.config import ServeConfig
+
+_SMALL = 30_000_000  # parameters: products of fewer take longer to divide among threads than to compute, one token's
+_KV_SHARE = 0.4  # of the memory that is free once the weights are there
+
+
+@dataclass
+class Served:
+    """A model on its device, and what belongs to it."""
+
+    name: str
+    model: Transformer
+    device: torch.device
+    weights: str  # fp32, bf16 or int8
+    kv: str
+    threads: int
+    weight_bytes: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    tokenizer_file: Path | None = None
+    end_of_text: str | None = None
+    chat_template: str | None = None
+    special: dict[str, str] | None = None  # names of special tokens, for chat templates
+    draft: Served | None = None
+    about: dict[str, Any] = field(default_factory=dict)  # which checkpoint of a run
+    passed_over: tuple[str, ...] = ()  # newer ones that are damaged
+
+    @property
+    def autocast(self) -> bool:
+        return self.weights == "bf16"
+
+    def kv_memory(self, config: ServeConfig) -> int:
+        """Bytes for keys and values."""
+        if config.kv_memory is not None:
+            return config.kv_memory
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return int(0.9 * free)
+        return int(_KV_SHARE * psutil.virtual_memory().available)
+
+
+def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Served:
+    """UserError where `path` is neither a run with a checkpoint nor a Hugging Face directory. Without a tokenizer
+    prompts are token ids; `needs_text`: that is not enough."""
+    from ironlaw.train.restore import load_trained
+
+    trained = load_trained(path, needs_text)
+    folder = path if path.is_dir() else path.parent
+    served = prepare(trained.model, config, name=folder.resolve().name)
+    served.about, served.passed_over = trained.about(), trained.passed_over
+    tokenizer = trained.tokenizer
+    if tokenizer is not None:
+        served.tokenizer_file = tokenizer.path
+        served.end_tokens, served.end_of_text = frozenset(tokenizer.ends), tokenizer.end_of_text_token
+    if not trained.about():
+        _read_chat(served, folder)
+    if config.draft is not None and config.speculation == "draft":
+        draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))
+        if draft.model.config.vocab != served.model.config.vocab:
+            raise UserError(f"serve.draft = {config.draft}: its vocabulary is another one, so it cannot propose tokens")
+        served.draft = draft
+    return served
+
+
+def _read_chat(served: Served, folder: Path) -> None:
+    """The chat template of a Hugging Face directory, and the special tokens that it names."""
+    fields = _json(folder / "tokenizer_config.json")
+    served.special = {key: _text(value) for key, value in fields.items() if key.endswith("_token") and value}
+    template = folder / "chat_template.jinja"
+    served.chat_template = template.read_text("utf-8") if template.is_file() else _template(fields)
+
+
+def prepare(model: Transformer, config: ServeConfig, name: str) -> Served:
+    """Put a model on its device, in the formats that it is served in."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("serve.device = cuda, but PyTorch sees no CUDA device: use serve.device = cpu")
+    device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+    weights = ("bf16" if device.type == "cuda" else "fp32") if config.weights == "auto" else config.weights
+    kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    threads = config.threads or (1 if model.config.parameters < _SMALL else cores)
+    torch.set_num_threads(threads)
+    model.requires_grad_(False)
+    held = pack(model.to(device), weights)
+    return Served(config.name or name, model, device, weights, kv, threads, held)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    return document if isinstance(document, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) and "content" in value else str(value)
+
+
+def _template(fields: dict[str, Any]) -> str | None:
+    template = fields.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None

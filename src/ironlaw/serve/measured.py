@@ -1,0 +1,137 @@
+"""From engine steps and answers to the measured ledger of serving, and the run directory that holds it.
+
+Phases: a request waits (queue), its prompt is computed (prefill), its answer token by token (decode); every step also
+draws tokens (sampling) and works on the host (host: scheduling, text, handing over). `phase_seconds` are of a mean
+engine step, so that they add up to the wall time of the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ironlaw import __version__
+from ironlaw.ledger import Estimate, Ledger, Line, MemoryLine, Origin, Phase
+
+if TYPE_CHECKING:
+    from ironlaw.serve.engine import Engine
+
+
+def facts(engine: Engine) -> dict[str, Any]:
+    """What the steps ran on: all that a plan of the same serving needs."""
+    import torch
+
+    served, config = engine.served, engine.config
+    return {
+        "kind": "serving", "engine": "ironlaw", "model": engine.model_config.model_dump(exclude_none=True, mode="json"),
+        "name": served.name, "device": device_name(served.device), "weights": served.weights, "kv": served.kv,
+        "threads": served.threads, "batch": config.batch, "token_budget": config.token_budget, "block": config.block,
+        "blocks": engine.blocks.count, "kv_tokens": (engine.blocks.count - 1) * config.block,
+        "kv_bytes": engine.runner.kv_bytes, "weight_bytes": served.weight_bytes, "policy": config.policy,
+        "speculation": config.speculation, "share_prefixes": config.share_prefixes, "context": engine.context,
+        "preemptions": engine.scheduler.preemptions, "prefix_queried": engine.blocks.queried,
+        "prefix_hits": engine.blocks.hits, "drafted": engine.drafted_tokens, "accepted": engine.accepted_tokens,
+        "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }  # fmt: skip
+
+
+def device_name(device: Any) -> str:
+    if device.type == "cuda":
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    from ironlaw.machine.host import cpu_name
+
+    return cpu_name()
+
+
+def serving_ledger(
+    steps: Sequence[dict[str, Any]], facts: dict[str, Any], requests: dict[str, Any], profile: Iterable[Line] = ()
+) -> Ledger:
+    """`steps` as the server gives them, `requests` as `load.summary` does; what nobody measured stays absent."""
+    ledger = Ledger("run", facts=facts | {"kind": "serving", "requests": requests})
+    measured = Origin.MEASURED
+    for name in ("ttft_seconds", "tpot_seconds", "queue_seconds"):
+        found = requests.get(name)
+        if found is not None:
+            ledger.totals[name] = Estimate(found["p50"], measured, "median of all requests", found["p10"], found["p90"])
+    for name in ("output_tokens_per_second", "requests_per_second"):
+        if requests.get(name) is not None:
+            ledger.totals[name] = Estimate(requests[name], measured, "of the whole run")
+    if facts.get("kv_tokens"):
+        ledger.totals["kv_tokens"] = Estimate(facts["kv_tokens"], measured, "pages of the engine")
+        ledger.memory = [
+            MemoryLine("weights", facts["weight_bytes"], measured), MemoryLine("kv", facts["kv_bytes"], measured)
+        ]  # fmt: skip
+    if steps:
+        _add_steps(ledger, steps)
+    ledger.lines += profile
+    return ledger
+
+
+def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
+    measured, count = Origin.MEASURED, len(steps)
+    sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST), 0.0)
+    beside = decode_seconds(steps)
+    for step in steps:
+        model = step["model_seconds"]
+        decode = model if step["phase"] == "decode" else 0.0
+        if step["phase"] == "mixed":  # what the same decode takes alone; what prompts add delays it
+            decode = min(model, beside.get(_bucket(step["decode_tokens"]), model * _share(step)))
+        sums[Phase.DECODE] += decode
+        sums[Phase.PREFILL] += model - decode
+        sums[Phase.SAMPLING] += step["sample_seconds"]
+        sums[Phase.HOST] += step["seconds"] - model - step["sample_seconds"]
+    span = steps[-1]["start"] + steps[-1]["seconds"] - steps[0]["start"]
+    sums[Phase.IDLE] = max(0.0, span - sum(step["seconds"] for step in steps))  # nobody asked for anything
+    ledger.phase_seconds = {phase: seconds / count for phase, seconds in sums.items()}
+    seconds = np.array([step["seconds"] for step in steps])
+    low, middle, high = (float(q) for q in np.percentile(seconds, [10, 50, 90]))
+    ledger.totals["step_seconds"] = Estimate(middle, measured, f"median of {count} engine steps", low, high)
+    decoding = [step for step in steps if step["decode_tokens"]]
+    if decoding:
+        ledger.totals["decode_batch"] = Estimate(
+            float(np.mean([step["decode_tokens"] for step in decoding])), measured, "mean of the steps that decode"
+        )
+    ledger.totals["kv_usage"] = Estimate(
+        float(np.mean([step["kv_usage"] for step in steps])), measured, "mean over steps, of all pages"
+    )
+    ledger.totals["waiting"] = Estimate(float(np.mean([s["waiting"] for s in steps])), measured, "mean over steps")
+    ledger.facts["steps"] = {
+        "count": count, "prefill_tokens": sum(s["prefill_tokens"] for s in steps),
+        "decode_tokens": sum(s["decode_tokens"] for s in steps), "accepted": sum(s["accepted"] for s in steps),
+        "produced": sum(s["produced"] for s in steps), "mixed": sum(s["phase"] == "mixed" for s in steps),
+        "decode_seconds_by_batch": {str(batch): value for batch, value in sorted(beside.items())},
+    }  # fmt: skip
+
+
+def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Median seconds of the model in steps that only decode, by batch size up to the next power of two."""
+    found: dict[int, list[float]] = {}
+    for step in steps:
+        if step["phase"] == "decode":
+            found.setdefault(_bucket(step["decode_tokens"]), []).append(step["model_seconds"])
+    return {bucket: float(np.median(values)) for bucket, values in found.items()}
+
+
+def _bucket(batch: int) -> int:
+    return 1 << max(0, batch - 1).bit_length()
+
+
+def _share(step: dict[str, Any]) -> float:
+    return step["decode_tokens"] / (step["decode_tokens"] + step["prefill_tokens"])
+
+
+def write_run(
+    folder: Path, ledger: Ledger, requests: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]
+) -> None:
+    """`ledger.json`, and beside it `requests.jsonl` and `steps.jsonl`, one line each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("requests.jsonl", requests), ("steps.jsonl", steps)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    ledger.save(folder / "ledger.json")

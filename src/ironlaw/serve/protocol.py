@@ -1,0 +1,183 @@
+"""The bodies of OpenAI's completion and chat APIs, with the fields that vLLM adds, and what they ask of the engine."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ironlaw.errors import UserError
+from ironlaw.serve.request import Sampling
+
+# Sent by clients as a matter of course; they do not change what a single server answers.
+_WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+                   "parallel_tool_calls", "skip_special_tokens", "spaces_between_special_tokens")  # fmt: skip
+_ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
+           "prediction", "reasoning_effort", "verbosity")  # fmt: skip
+_LARGEST = 2**63
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    name: str = "answer"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Body(BaseModel):
+    """What both APIs have."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=False)
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    n: int = Field(1, ge=1, le=64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    seed: int | None = Field(None, ge=-_LARGEST, lt=_LARGEST)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: dict[int, float] | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            raise ValueError("the body is not a JSON object")
+        asked = [name for name in _ABSENT if data.get(name) not in (None, [], {}, "none", "auto")]
+        if asked:
+            raise ValueError(f"{asked[0]} is not supported by this server: leave it out")
+        # As clients send them: null is the default.
+        return {k: v for k, v in data.items() if k not in (*_WITHOUT_EFFECT, *_ABSENT) and v is not None}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        stops = self.stops
+        if len(stops) > 16 or any(not 0 < len(s) <= 1000 for s in stops):
+            raise ValueError("stop is at most 16 strings of 1 to 1000 characters")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream = true")
+        for bias in (self.logit_bias or {}).values():
+            if not -100 <= bias <= 100:
+                raise ValueError("logit_bias is between -100 and 100")
+        if self.seed is not None and self.temperature == 0 and self.n > 1:
+            raise ValueError("n answers at temperature 0 are all alike: use n = 1")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def grammar(self) -> tuple[str, Any] | None:
+        """Kind and text of what the answer must be, as `constrain.grammar_of` takes them."""
+        form, other = self.response_format, self.structured_outputs
+        if form is not None and form.type == "json_object":
+            return "json_object", None
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None:
+                raise UserError("response_format.json_schema is missing: give its schema")
+            return "json_schema", form.json_schema.schema_
+        if other is not None:
+            given = [("json_schema", other.json_), ("regex", other.regex), ("choice", other.choice),
+                     ("grammar", other.grammar)]  # fmt: skip
+            chosen = [pair for pair in given if pair[1] is not None]
+            if len(chosen) != 1:
+                raise UserError("structured_outputs takes one of json, regex, choice and grammar")
+            return chosen[0]
+        return None
+
+    def sampling(self, max_tokens: int, logprobs: int | None, constraint: Any) -> Sampling:
+        return Sampling(
+            max_tokens=max_tokens, temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p,
+            min_p=self.min_p, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty, seed=self.seed, stop=self.stops,
+            stop_tokens=tuple(self.stop_token_ids), ignore_end=self.ignore_eos, min_tokens=self.min_tokens,
+            logprobs=logprobs, logit_bias=tuple((self.logit_bias or {}).items()), constraint=constraint,
+            keeps_stop=self.include_stop_str_in_output,
+        )  # fmt: skip
+
+
+class Completion(Body):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _prompts(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported by this server: use n")
+        if len(self.prompt) == 0:
+            raise ValueError("prompt is empty: send some text")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported by this server: leave one out")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[int(token) for token in self.prompt if isinstance(token, int)]]
+        return [p if isinstance(p, str) else list(p) for p in self.prompt if not isinstance(p, int)]
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[Part] | None = ""
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class Chat(Body):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _tops(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs = true")
+        return self

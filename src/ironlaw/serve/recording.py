@@ -1,0 +1,66 @@
+"""A few engine steps under PyTorch's profiler: the model's time by operation, under the names that a plan has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.model.cached import LayerCache, Pages
+from ironlaw.observe.profile import named_modules_recorded, operation_scope, phase_scope, read_profile, step_scope
+
+_SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"))
+
+
+class Recording:
+    """How many steps of each phase are to be recorded, and the quickest of each key so far. Mixed steps are not."""
+
+    def __init__(self) -> None:
+        self.wanted = {"prefill": 0, "decode": 0}
+        self._lines: dict[tuple[Phase, Kind, str], Line] = {}
+
+    def ask(self, steps: int) -> None:
+        self.wanted = dict.fromkeys(self.wanted, steps)
+
+    @contextmanager
+    def step(self, model: nn.Module, phase: str) -> Iterator[None]:
+        """Around the model's part of a step."""
+        if not self.wanted.get(phase):
+            yield
+            return
+        self.wanted[phase] -= 1
+        with ExitStack() as stack:
+            recorded = stack.enter_context(torch.profiler.profile())
+            stack.enter_context(named_modules_recorded(model))
+            for owner, name, scope in _SCOPES:
+                _scoped(stack, owner, name, scope)
+            stack.enter_context(step_scope(True))
+            stack.enter_context(phase_scope(True, Phase(phase)))
+            yield
+        for line in read_profile(recorded, 1, set()).lines:
+            key = (line.phase, line.kind, line.operation)
+            before = self._lines.get(key)
+            if before is None or (line.seconds or 0.0) < (before.seconds or 0.0):
+                self._lines[key] = replace(line)
+
+    def lines(self) -> list[Line]:
+        """Seconds of one step."""
+        return [self._lines[key] for key in sorted(self._lines)]
+
+
+def _scoped(stack: ExitStack, owner: type, name: str, scope: str) -> None:
+    original: Any = getattr(owner, name)
+
+    @wraps(original)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with operation_scope(True, scope):
+            return original(*arguments, **named)
+
+    setattr(owner, name, call)
+    stack.callback(setattr, owner, name, original)

@@ -1,0 +1,136 @@
+"""From logits to tokens, all requests of a step at once.
+
+A token is found by inversion: one uniform number per token, a function of the request's seed and the token's place
+alone. So an answer does not depend on who else is in the batch, on preemption, or on speculation.
+
+Shapes: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ironlaw.serve.request import Chosen, Request
+
+_CANDIDATES = 256  # the likeliest tokens, among which top-p and min-p mostly find all they keep
+_MASK = (1 << 64) - 1
+
+
+@dataclass
+class Row:
+    """The logits after one token of a request; the token that they give gets `place` in the sequence."""
+
+    request: Request
+    place: int
+
+
+def uniform(seed: int, place: int) -> float:
+    """In (0, 1): splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place."""
+    state = (seed * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) & _MASK
+    for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
+        state = ((state ^ (state >> shift)) * multiplier) & _MASK
+    return ((state ^ (state >> 31)) >> 11) * 2.0**-53 + 2.0**-54
+
+
+def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> list[Chosen]:
+    """One token for each row of `logits` (R, V), which may be changed. `masks` (R, V): the allowed tokens."""
+    asked = [row.request.sampling for row in rows]
+    wants_logprobs = any(s.logprobs is not None for s in asked)
+    changed = masks is not None or any(s.changes_logits for s in asked)
+    if not changed and not wants_logprobs and all(s.is_greedy for s in asked):
+        return [Chosen(token) for token in logits.argmax(-1).tolist()]
+    logits = logits.float()
+    original = logits.clone() if wants_logprobs and changed else logits
+    for number, row in enumerate(rows):
+        if row.request.sampling.changes_logits:
+            _change(logits[number], row)
+    if masks is not None:
+        logits = logits.masked_fill(~masks, -math.inf)
+    tokens = logits.argmax(-1)
+    drawn = [number for number, s in enumerate(asked) if not s.is_greedy]
+    if drawn:
+        some = torch.tensor(drawn, device=logits.device)
+        tokens[some] = _draw(logits[some], [rows[number] for number in drawn])
+    chosen = [Chosen(token) for token in tokens.tolist()]
+    if wants_logprobs:
+        _add_logprobs(original, chosen, [s.logprobs for s in asked])
+    return chosen
+
+
+def _change(logits: Tensor, row: Row) -> None:
+    """Penalties and biases of one request, in place; `logits` (V,)."""
+    request, sampling = row.request, row.request.sampling
+    device = logits.device
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.tensor(request.tokens, device=device).unique()
+        found = logits[seen]
+        logits[seen] = torch.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
+    answer = request.answer
+    if answer and (sampling.presence_penalty or sampling.frequency_penalty):
+        seen, counts = torch.tensor(answer, device=device).unique(return_counts=True)
+        logits[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(logits.dtype)
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """(R,) tokens, by temperature, top-k, top-p and min-p; `logits` (R, V)."""
+    asked = [row.request.sampling for row in rows]
+    device, vocab = logits.device, logits.shape[1]
+    column = lambda values: torch.tensor(values, device=device, dtype=torch.float32)[:, None]  # noqa: E731
+    logits = logits / column([max(s.temperature, 1e-5) for s in asked])
+    numbers = column([uniform(row.request.seed, row.place) for row in rows]).double()
+    narrows = any(s.top_k or s.top_p < 1 or s.min_p for s in asked)
+    if not narrows:
+        return _invert(torch.softmax(logits, -1), numbers)
+    probabilities = torch.softmax(logits, -1)
+    if not all(s.top_k or s.top_p < 1 or s.min_p for s in asked):
+        width = vocab
+    else:
+        width = min(vocab, max(_CANDIDATES, *(s.top_k for s in asked)))
+    largest, tokens = probabilities.topk(width)  # (R, width), in order
+    if width < vocab and not _enough(largest, asked):
+        largest, tokens = probabilities.topk(vocab)
+    before = largest.cumsum(-1) - largest
+    top_k = column([s.top_k or vocab for s in asked])
+    kept = torch.arange(largest.shape[1], device=device) < top_k
+    # Of what top-k leaves, as all engines do: one after the other.
+    whole = (largest * kept).sum(-1, keepdim=True)
+    kept &= before < column([s.top_p for s in asked]) * whole
+    kept &= largest >= column([s.min_p for s in asked]) * largest[:, :1]
+    return tokens.gather(1, _invert(largest * kept, numbers)[:, None])[:, 0]
+
+
+def _enough(largest: Tensor, asked: Sequence[object]) -> bool:
+    """Whether the likeliest candidates hold all that is kept of every row."""
+    mass, least = largest.sum(-1).tolist(), (largest[:, -1] / largest[:, 0]).tolist()
+    width = largest.shape[1]
+    return all(
+        0 < s.top_k <= width or total > s.top_p or (s.min_p and ratio < s.min_p)  # type: ignore[attr-defined]
+        for s, total, ratio in zip(asked, mass, least, strict=True)
+    )
+
+
+def _invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """(R,): the first column whose running sum of `weights` (R, n) exceeds its row's number (R, 1) of the whole."""
+    sums = weights.double().cumsum(-1)
+    found = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)[:, 0]
+    return found.clamp(max=weights.shape[1] - 1)
+
+
+def _add_logprobs(logits: Tensor, chosen: list[Chosen], wanted: Sequence[int | None]) -> None:
+    """Of the model itself, before temperature and penalties."""
+    logs = torch.log_softmax(logits, -1)
+    most = max(count or 0 for count in wanted)
+    values, tokens = (t.tolist() for t in logs.topk(most)) if most else ([[]] * len(chosen),) * 2
+    own = logs.gather(1, torch.tensor([c.token for c in chosen], device=logs.device)[:, None])[:, 0].tolist()
+    for number, count in enumerate(wanted):
+        if count is not None:
+            chosen[number].logprob = own[number]
+            pairs = zip(tokens[number][:count], values[number][:count], strict=True)
+            chosen[number].top = tuple(pairs)

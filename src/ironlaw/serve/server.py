@@ -1,0 +1,62 @@
+"""`ironlaw serve` in one process: uvicorn around the API, ready when it says so, draining when it is told to go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ironlaw.errors import UserError
+from ironlaw.serve.engine import Engine
+from ironlaw.serve.loading import Served
+from ironlaw.serve.text import Text
+
+
+def require_extra() -> None:
+    """UserError in one line where the extra is not installed."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"serving needs an extra ({error.name} is missing): pip install 'ironlaw[serve]'") from None
+
+
+def text_of(served: Served) -> Text | None:
+    if served.tokenizer_file is None:
+        return None
+    return Text(served.tokenizer_file, served.chat_template, served.special)
+
+
+def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
+    """Until SIGINT or SIGTERM; `on_ready` gets the URL. What runs by then is finished, what comes is refused."""
+    import uvicorn
+
+    from ironlaw.serve.api import create_app
+
+    config = engine.config
+    app = create_app(engine, text_of(engine.served))
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                host, port = self.servers[0].sockets[0].getsockname()[:2]
+                on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            # Not uvicorn's own, which raises the signal again when all is done: a server that drained has succeeded.
+            engine.is_draining = True
+            if self.should_exit:  # told twice: now
+                engine.stop()
+                self.force_exit = True
+            self.should_exit = True
+
+    settings = uvicorn.Config(
+        app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=30,
+        limit_concurrency=config.batch + config.waiting + 1024, backlog=2048,
+    )  # fmt: skip
+    try:
+        Server(settings).run()
+    except SystemExit:  # uvicorn has said why
+        raise UserError(f"cannot listen on {config.host}:{config.port}: use another serve.port, or 0") from None

@@ -1,0 +1,49 @@
+"""What every step of the engine did and took: the raw material of the measured ledger."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class StepRecord:
+    """One engine step; seconds of its parts add up to `seconds` but for what lies between them."""
+
+    number: int
+    start: float  # seconds, of time.monotonic
+    phase: str  # "prefill", "decode", or "mixed": prompts beside decode
+    requests: int
+    prefill_tokens: int
+    decode_tokens: int  # drafted ones included
+    accepted: int  # drafted tokens that stood
+    produced: int  # tokens given to clients
+    kv_tokens: int  # in pages before the step, of the requests in it
+    kv_usage: float  # of all pages
+    waiting: int
+    seconds: float
+    schedule_seconds: float
+    model_seconds: float
+    sample_seconds: float
+    output_seconds: float  # text, stop strings, handing over
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: round(v, 7) if isinstance(v, float) else v for name, v in asdict(self).items()}
+
+
+class Trace:
+    """The newest steps, and sums over all."""
+
+    def __init__(self, keep: int) -> None:
+        self.steps: deque[StepRecord] = deque(maxlen=keep)
+        self.count = self.prefill_tokens = self.produced = 0
+
+    def add(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        self.count += 1
+        self.prefill_tokens += record.prefill_tokens
+        self.produced += record.produced
+
+    def since(self, number: int) -> list[StepRecord]:
+        return [step for step in list(self.steps) if step.number >= number]

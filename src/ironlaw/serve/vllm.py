@@ -1,0 +1,45 @@
+"""The same model by vLLM, in its own process: several GPUs and nodes are its job, not this engine's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from ironlaw.errors import UserError
+from ironlaw.model.huggingface.configs import is_config_file
+from ironlaw.serve.config import ServeConfig
+
+_WEIGHTS = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16"}
+_KV = {"auto": "auto", "fp8": "fp8", "bf16": "auto", "fp32": "auto"}
+
+
+def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[str]:
+    """vLLM's command line for the settings that it shares. UserError for one that it lacks."""
+    if not is_config_file(folder):
+        raise UserError(f"vLLM reads Hugging Face directories: export it with `ironlaw export {folder} --out DIR`")
+    if config.weights not in _WEIGHTS or config.kv not in _KV:
+        raise UserError("serve.weights = int8 and serve.kv = int8 are this engine's: leave them out with --engine vllm")
+    words = [program, "serve", str(folder), "--host", config.host, "--port", str(config.port)]
+    words += ["--served-model-name", config.name or folder.resolve().name]
+    words += ["--dtype", _WEIGHTS[config.weights], "--kv-cache-dtype", _KV[config.kv]]
+    words += ["--max-num-seqs", str(config.batch), "--max-num-batched-tokens", str(config.token_budget)]
+    words += ["--block-size", str(config.block), "--scheduling-policy", config.policy, "--seed", str(config.seed)]
+    words += ["--enable-prefix-caching" if config.share_prefixes else "--no-enable-prefix-caching"]
+    for flag, value in (("--max-model-len", config.context), ("--num-gpu-blocks-override", config.blocks)):
+        words += [flag, str(value)] if value is not None else []
+    for key in config.api_keys:
+        words += ["--api-key", key]
+    return words
+
+
+def become_vllm(folder: Path, config: ServeConfig) -> None:
+    """Replace this process by vLLM's."""
+    beside = Path(sys.executable).with_name("vllm")
+    program = str(beside) if beside.is_file() else shutil.which("vllm")
+    if program is None:
+        raise UserError("vllm is not installed here: pip install 'ironlaw[vllm]', or serve without --engine vllm")
+    words = command(folder, config, program)
+    sys.stdout.flush()
+    os.execv(program, words)

@@ -1,0 +1,242 @@
+"""The server as its clients meet it: OpenAI's own package, raw sockets, and those who send nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
+from serving import write_server_directory
+
+from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.engine import Engine
+from ironlaw.serve.loading import load_served
+from ironlaw.serve.server import text_of
+
+openai: Any = pytest.importorskip("openai")
+httpx: Any = pytest.importorskip("httpx")
+uvicorn: Any = pytest.importorskip("uvicorn")
+
+# Answers of this length do not end before a test is done with them.
+LONG = {"max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_server_directory(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@contextmanager
+def running(directory: Path, **settings: Any) -> Iterator[tuple[str, Engine]]:
+    from ironlaw.serve.api import create_app
+
+    config = ServeConfig(**({"device": "cpu", "port": 0, "drain_seconds": 0.2} | settings))
+    engine = Engine(load_served(directory, config), config)
+    app = create_app(engine, text_of(engine.served))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", engine
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> Iterator[tuple[str, Engine]]:
+    with running(directory, blocks=400) as found:
+        yield found
+
+
+def test_64_clients_at_once_get_what_each_gets_alone(served: tuple[str, Engine]) -> None:
+    url, engine = served
+
+    async def ask() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+
+            async def whole(number: int) -> str:
+                done = await client.completions.create(
+                    model="tiny", prompt=f"def f{number % 8}", max_tokens=12, seed=number % 8, temperature=1.0
+                )
+                assert done.usage is not None and done.usage.completion_tokens <= 12
+                return done.choices[0].text
+
+            async def streamed(number: int) -> str:
+                stream = await client.completions.create(
+                    model="tiny", prompt=f"def f{number % 8}", max_tokens=12, seed=number % 8, stream=True
+                )
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            many = await asyncio.gather(*(streamed(n) if n % 2 else whole(n) for n in range(64)))
+            return many, [await whole(number) for number in range(8)]
+
+    many, alone = asyncio.run(ask())
+    assert many == [alone[number % 8] for number in range(64)]
+    wait_until(lambda: engine.blocks.used == 0 and engine.running == 0)
+
+
+def test_chats_logprobs_and_several_answers(served: tuple[str, Engine]) -> None:
+    url, _ = served
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    assert [model.id for model in client.models.list().data] == ["tiny"]
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "a model"}]}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, n=3, seed=1, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in chat.choices}) > 1
+    logs = chat.choices[0].logprobs
+    assert logs is not None and logs.content is not None and len(logs.content) == chat.usage.completion_tokens / 3
+    for log in logs.content:
+        assert log.logprob <= log.top_logprobs[0].logprob and len(log.top_logprobs) == 2
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, seed=1, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 6
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_part_of_it(served: tuple[str, Engine]) -> None:
+    url, _ = served
+    asked = {"prompt": "def f", "max_tokens": 60, "seed": 4, "ignore_eos": True}
+    whole = httpx.post(f"{url}/v1/completions", json=asked).json()["choices"][0]["text"]
+    stop = whole[10:13]
+    choice = httpx.post(f"{url}/v1/completions", json=asked | {"stop": [stop]}).json()["choices"][0]
+    assert choice == choice | {"text": whole[: whole.index(stop)], "finish_reason": "stop"}
+    kept = httpx.post(f"{url}/v1/completions", json=asked | {"stop": stop, "include_stop_str_in_output": True}).json()
+    assert kept["choices"][0]["text"] == whole[: whole.index(stop) + len(stop)]
+
+
+def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -> None:
+    pytest.importorskip("llguidance")
+    url, _ = served
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    for seed in range(3):
+        asked = {"prompt": "f", "max_tokens": 200, "seed": seed, "response_format": form}
+        found = json.loads(httpx.post(f"{url}/v1/completions", json=asked, timeout=30).json()["choices"][0]["text"])
+        assert found.keys() == {"a", "b"} and found["a"] <= 9 and found["b"] in ("x", "y")
+    choice = {"prompt": "f", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9}
+    assert httpx.post(f"{url}/v1/completions", json=choice).json()["choices"][0]["text"] in ("yes", "no")
+
+
+FIELDS: list[dict[str, Any]] = [
+    {name: value}
+    for name, values in {
+        "prompt": [None, "", [], {}, 3, [[]], [""], ["a", 3], [999_999], [-1], [1.5], "long " * 2000],
+        "max_tokens": [0, -1, "many", 1.5, 10**12, [], {}], "temperature": [-1, "warm", [], 1e9],
+        "top_p": [0, 2, "a"], "top_k": [-2, "a", 1.5], "min_p": [-1, 2], "n": [0, -1, 10**6, "a", 1.5],
+        "stop": [3, [3], "", [""], ["a"] * 99, {}], "stop_token_ids": [["a"], 3, [10**9]], "seed": ["a", 1.5, 10**30],
+        "presence_penalty": [9, "a"], "frequency_penalty": [-9], "repetition_penalty": [0, -1],
+        "logit_bias": [{"a": 1}, {"1": 999}, 3, {"99999": 1}], "stream": ["maybe", 3], "logprobs": [-1, 99, "a"],
+        "stream_options": [3, {"include_usage": "a"}], "response_format": [
+            {"type": "poem"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+        ],
+        "structured_outputs": [{}, {"regex": "("}, {"regex": "a", "choice": ["b"]}, {"what": 1}],
+        "model": ["other", 3], "best_of": [3], "priority": ["a"], "min_tokens": [-1], "echo": ["a"], "suffix": ["a"],
+        "unknown_field": [1], "tools": [[{"type": "function"}]], "ignore_eos": ["perhaps"],
+    }.items()
+    for value in values
+]  # fmt: skip
+MESSAGES: list[Any] = [
+    None, [], "hi", {}, [3], [{}], [{"role": "user", "content": 3}], [{"role": 3, "content": "a"}], [{"content": "a"}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], [{"role": "", "content": "a"}],
+]  # fmt: skip
+BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"prompt": NaN}']
+
+
+def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[str, Engine]) -> None:
+    url, engine = served
+    with httpx.Client(base_url=url, timeout=30) as client:
+        answers = [
+            (fields, client.post("/v1/completions", json={"prompt": "f", "max_tokens": 1} | fields))
+            for fields in FIELDS
+        ]
+        answers += [(m, client.post("/v1/chat/completions", json={"messages": m, "max_tokens": 1})) for m in MESSAGES]
+        answers += [(body[:20], client.post("/v1/completions", content=body)) for body in BODIES]
+        answers += [("path", client.get("/v1/nothing")), ("method", client.get("/v1/completions"))]
+        answers.append(("size", client.post("/v1/completions", content=b" " * (5 * 2**20))))
+        answers.append(("steps", client.get("/steps?since=never")))
+        assert len(answers) >= 100
+        for asked, answer in answers:
+            message = answer.json()["error"]["message"]
+            assert 400 <= answer.status_code < 500 and message and "\n" not in message and len(message) < 450, asked
+        assert client.post("/v1/completions", json={"prompt": "f", "max_tokens": 1}).status_code == 200
+    assert engine.failure is None
+
+
+def test_pages_of_a_client_that_is_killed_are_free_again(served: tuple[str, Engine]) -> None:
+    url, engine = served
+    host, port = url.removeprefix("http://").split(":")
+    for streams in (True, False):
+        body = json.dumps({"prompt": "def", "stream": streams} | LONG | {"max_tokens": 240}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        clients = []
+        for _ in range(8):
+            client = socket.create_connection((host, int(port)))
+            client.sendall(head + body)
+            clients.append(client)
+        wait_until(lambda: engine.running >= 1)
+        for client in clients:  # as the kernel does for a process that was killed with data unread
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        wait_until(lambda: engine.running == 0 and engine.waiting == 0 and engine.blocks.used == 0)
+    assert any(request.finish == "cancelled" for request in engine.finished)
+
+
+def test_what_is_too_much_is_refused_and_nothing_is_lost(directory: Path) -> None:
+    with running(directory, batch=2, waiting=3, blocks=64) as (url, engine):
+
+        async def flood() -> list[Any]:
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                asked = {"prompt": "def f", "max_tokens": 40, "ignore_eos": True}
+                return await asyncio.gather(*(client.post("/v1/completions", json=asked) for _ in range(30)))
+
+        answers = asyncio.run(flood())
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429} and statuses.count(200) >= 5
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        metrics = httpx.get(f"{url}/metrics").text
+        assert f'ironlaw:requests_refused_total{{model_name="tiny"}} {statuses.count(429)}.0' in metrics
+        assert (
+            f'vllm:request_success_total{{finished_reason="length",model_name="tiny"}} {statuses.count(200)}.0'
+            in metrics
+        )
+        engine.is_draining = True
+        late = httpx.post(f"{url}/v1/completions", json={"prompt": "def"})
+        assert late.status_code == 503 and "retry-after" in late.headers
+        assert httpx.get(f"{url}/health").status_code == 503
+
+
+def test_a_server_with_keys_wants_one(directory: Path) -> None:
+    with running(directory, api_keys=("secret",), blocks=64) as (url, _):
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer wrong"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
+        assert httpx.get(f"{url}/health").status_code == 200

@@ -1,0 +1,103 @@
+"""Greedy answers are `transformers.generate`'s, token by token, however the engine came to them."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
+from serving import FAMILIES, answers, engine, expected, greedy, ours, theirs
+
+from ironlaw.model.transformer import Transformer
+from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.loading import prepare
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+# One family for every mechanism: the others differ in arithmetic that serving shares with training.
+MECHANISMS = ("gemma2", "gemma3_text", "phi3 of long sequences", "gptj", "bloom", "gpt_oss", "qwen2", "smollm3",
+              "falcon with groups", "gpt2", "mixtral", "deepseek_v3")  # fmt: skip
+LENGTHS, TOKENS = (17, 30, 1, 9), 14
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in MECHANISMS else pytest.mark.long) for n in FAMILIES])
+def test_every_family_answers_as_transformers(name: str, tmp_path: Path) -> None:
+    """In one batch whose pages do not suffice, so that prompts come in chunks and requests are preempted."""
+    model = theirs(name)
+    here = ours(model, tmp_path)
+    draws = random.Random(name)
+    prompts = [[draws.randrange(1, here.config.vocab) for _ in range(length)] for length in LENGTHS]
+    prompts.append([*prompts[1][:20], 3, 4])  # shares pages
+    server = engine(here, blocks=22, token_budget=12)
+    requests = server.generate(prompts, greedy(TOKENS))
+    wanted = [expected(model, prompt, TOKENS) for prompt in prompts]
+    assert answers(requests) == wanted
+    assert answers(engine(here, speculation="ngram").generate(prompts, greedy(TOKENS))) == wanted
+    assert server.scheduler.preemptions > 0 and server.blocks.used == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, list[list[int]], list[list[int]]]:
+    """A model, 32 prompts of which some share beginnings, and the answers to them."""
+    model = theirs("llama")
+    here = ours(model, tmp_path_factory.mktemp("llama"))
+    draws = random.Random(5)
+    start = [draws.randrange(70) for _ in range(13)]
+    prompts = [[draws.randrange(70) for _ in range(1 + draws.randrange(30))] for _ in range(20)]
+    prompts += [start + [draws.randrange(70) for _ in range(1 + draws.randrange(20))] for _ in range(12)]
+    prepare(here, ServeConfig(device="cpu"), "tiny")
+    return here, prompts, [expected(model, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"batch": 1},
+        {"token_budget": 5, "batch": 32},
+        {"blocks": 20, "batch": 32},
+        {"share_prefixes": False},
+        {"speculation": "ngram"},
+        {"speculation": "ngram", "blocks": 24, "token_budget": 9},
+        {"block": 1},
+        {"policy": "priority"},
+    ],
+    ids=str,
+)
+def test_a_batch_answers_as_each_request_alone(
+    llama: tuple[Transformer, list[list[int]], list[list[int]]], settings: dict[str, Any]
+) -> None:
+    model, prompts, wanted = llama
+    server = engine(model, **({"batch": 32} | settings))
+    for _ in range(2):  # the second time prefixes are there
+        assert answers(server.generate(prompts, greedy(20))) == wanted
+    assert server.blocks.used == 0 and not server.running
+    assert (server.blocks.hits > 0) == server.config.share_prefixes
+    if settings.get("blocks"):
+        assert server.scheduler.preemptions > 0
+    if "speculation" in settings:
+        assert server.accepted_tokens > 0
+
+
+def test_a_draft_model_changes_nothing_but_the_number_of_steps(
+    llama: tuple[Transformer, list[list[int]], list[list[int]]],
+) -> None:
+    """The model as its own draft: nearly all it proposes stands."""
+    model, prompts, wanted = llama
+    config = ServeConfig(device="cpu")
+    served = prepare(model, config, "tiny")
+    served.draft = prepare(model, config, "draft")
+    for blocks in (400, 26):
+        server = engine(served, batch=32, blocks=blocks, speculation="draft", token_budget=200)
+        assert answers(server.generate(prompts, greedy(20))) == wanted
+        assert server.accepted_tokens > 0.8 * server.drafted_tokens > 0
+    alone = engine(served, speculation="draft", token_budget=200)
+    alone.generate(prompts[:1], greedy(20))
+    assert alone.trace.count <= 6  # a prompt, and five tokens a step

@@ -1,0 +1,112 @@
+"""Load and its figures; the ledger that a run of load leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
+from serving import write_server_directory
+
+from ironlaw.errors import UserError
+from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.serve.load import Outcome, Report, poisson, read_trace, summary
+from ironlaw.serve.measured import serving_ledger
+
+pytest.importorskip("uvicorn")
+
+
+def test_poisson_arrivals_have_their_rate_and_are_seeded() -> None:
+    plans = poisson(5.0, 2000, 10, 20, seed=1)
+    gaps = [b.at - a.at for a, b in pairwise(plans)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.2, rel=0.1)
+    assert sum(g * g for g in gaps) / len(gaps) == pytest.approx(2 * mean * mean, rel=0.15)  # exponential
+    assert plans == poisson(5.0, 2000, 10, 20, seed=1) != poisson(5.0, 2000, 10, 20, seed=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"timestamp": 10, "input_length": 5, "output_length": 3}\n'
+        '{"timestamp": 12, "input_length": 7, "output_length": 2}',
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:10,5,3\n2023-11-16 18:15:12.0000000,7,2\n",
+        '{"timestamp": 10000, "input_length": 5, "output_length": 3, "hash_ids": [1]}\n'
+        '{"timestamp": 12000, "input_length": 7, "output_length": 2, "hash_ids": []}',
+    ],
+)
+def test_traces_of_several_origins_are_read_alike(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_text(text)
+    assert [(p.at, p.prompt_tokens, p.output_tokens) for p in read_trace(file)] == [(0.0, 5, 3), (2.0, 7, 2)]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": "x"}', "{"])
+def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(UserError, match=r"trace|no requests"):
+        read_trace(tmp_path / "trace")
+
+
+def test_goodput_counts_answers_within_both_limits_of_all_requests() -> None:
+    def answer(ttft: float, end: float) -> Outcome:
+        return Outcome(0.0, 10, 5, output_tokens=5, status=200, ttft=ttft, end=end, times=[ttft, end])
+
+    refused, failed = Outcome(0.0, 10, 5, status=429, error="busy"), Outcome(0.0, 10, 5, error="gone")
+    found = summary(Report([answer(0.1, 0.5), answer(0.1, 4.1), answer(2.0, 2.4), refused, failed], 10.0), 1.0, 0.2)
+    assert (found["completed"], found["refused"], found["errors"]) == (3, 1, 1)
+    assert found["goodput_share"] == 0.2 and found["goodput_requests_per_second"] == 0.1
+    assert found["tpot_seconds"]["p50"] == pytest.approx(0.1) and found["output_tokens_per_second"] == 1.5
+
+
+def step(
+    phase: str, seconds: float, model: float, prefill: int = 0, decode: int = 0, start: float = 0.0
+) -> dict[str, Any]:
+    return {"start": start, "phase": phase, "seconds": seconds, "model_seconds": model, "sample_seconds": 0.1,
+            "prefill_tokens": prefill, "decode_tokens": decode, "kv_usage": 0.5, "waiting": 1, "accepted": 0,
+            "produced": decode}  # fmt: skip
+
+
+def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None:
+    steps = [step("decode", 1.0, 0.8, decode=3), step("mixed", 3.0, 2.8, 50, 4, start=1.0),
+             step("prefill", 2.0, 1.5, 60, start=5.0)]  # fmt: skip
+    phases = serving_ledger(steps, {}, {}).phase_seconds
+    assert phases[Phase.DECODE] * 3 == pytest.approx(0.8 + 0.8)
+    assert phases[Phase.PREFILL] * 3 == pytest.approx(2.0 + 1.5)
+    assert phases[Phase.IDLE] * 3 == pytest.approx(1.0)
+    assert sum(phases.values()) * 3 == pytest.approx(7.0)
+
+
+OPERATIONS = [(Kind.MATMUL, name) for name in ("qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head")]
+
+
+def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironlaw: Any, tmp_path: Path) -> None:
+    """One line of JSON when ready; a run directory from bench; an end with exit code 0 when told."""
+    directory = write_server_directory(tmp_path / "tiny")
+    process = start_ironlaw("serve", directory, "--port", "0", "--json", "--set", "device=cpu")
+    ready = json.loads(process.stdout.readline())
+    assert ready["model"] == "tiny" and ready["kv_tokens"] > 0
+    out = tmp_path / "load"
+    load = ("bench", ready["url"], "--rate", "40", "--requests", "12", "--input", "20", "--output", "6")
+    done = ironlaw_process(*load, "--out", str(out), "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["completed"] == 12 and found["errors"] == 0 and found["output_tokens"] == 72
+    ledger = Ledger.load(out / "ledger.json")
+    assert ledger.facts["kind"] == "serving" and ledger.totals["ttft_seconds"].value > 0
+    keys = {(line.phase, line.kind, line.operation) for line in ledger.lines}
+    for operation in (*OPERATIONS, (Kind.ATTENTION, "attention"), (Kind.ELEMENTWISE, "cache")):
+        assert (Phase.DECODE, *operation) in keys and (Phase.PREFILL, *operation) in keys
+    steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert sum(s["produced"] for s in steps) == 72 == ledger.facts["steps"]["produced"]
+    assert len((out / "requests.jsonl").read_text().splitlines()) == 12
+    again = ironlaw_process(*load, "--out", str(out))
+    assert again.returncode == 2 and "give another --out" in again.stderr
+    process.terminate()
+    assert process.wait(timeout=20) == 0
+    assert ironlaw_process("bench", ready["url"], "--rate", "1").returncode == 2

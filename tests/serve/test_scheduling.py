@@ -1,0 +1,145 @@
+"""Pages are shared, freed and reused; budgets hold; nobody starves."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import engine, greedy
+
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.serve.blocks import Blocks
+from ironlaw.serve.config import serve_config
+from ironlaw.serve.engine import Busy
+from ironlaw.serve.request import Request, Sampling
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(4)
+    return Transformer(ModelConfig(layers=1, hidden=16, heads=2, vocab=50, context=64)).eval()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "end"]), st.lists(st.integers(0, 1), min_size=1, max_size=12)), max_size=40
+    )
+)
+def test_pages_are_counted_whatever_comes_and_goes(events: list[tuple[str, list[int]]]) -> None:
+    blocks, held = Blocks(12, 2), []
+    for what, tokens in events:
+        if what == "add":
+            request = Request(tokens, Sampling())
+            found = blocks.find(request)
+            more = -(-len(tokens) // 2) - len(found)
+            if blocks.can_take(found, more):
+                blocks.take(request, found)
+                blocks.extend(request, more)
+                blocks.remember(request, len(tokens))
+                held.append(request)
+        elif held:
+            blocks.release(held.pop(len(tokens) % len(held)))
+        pages = {page for request in held for page in request.blocks}
+        assert blocks.used == len(pages) and 0 not in pages
+        for request in held:  # equal pages only where all tokens up to their end are equal
+            for other in held:
+                for number, (a, b) in enumerate(zip(request.blocks, other.blocks, strict=False)):
+                    if a == b and request is not other:
+                        end = 2 * (number + 1)
+                        assert request.tokens[:end] == other.tokens[:end] and len(request.tokens) >= end
+
+
+def test_a_known_beginning_is_not_computed_again(model: Transformer) -> None:
+    server = engine(model, token_budget=64)
+    prompt = list(range(21))
+    first, second = (server.generate([prompt], greedy(2))[0] for _ in range(2))
+    assert first.shared_tokens == 0 and second.shared_tokens == 20
+    assert server.trace.steps[-2].prefill_tokens == 1
+
+
+def test_steps_keep_to_the_budget_and_decode_goes_on_beside_prompts(model: Transformer) -> None:
+    server = engine(model, token_budget=8)
+    server.submit(Request([1, 2], greedy(30)))
+    server.step()
+    server.submit(Request(list(range(40)), greedy(5)))
+    while server.running or server.waiting:
+        server.step()
+    steps = list(server.trace.steps)
+    assert max(s.prefill_tokens + s.decode_tokens for s in steps) <= 8
+    mixed = [s for s in steps if s.phase == "mixed"]
+    assert len(mixed) >= 4 and all(s.decode_tokens == 1 and s.produced >= 1 for s in mixed)
+
+
+def test_priority_goes_before_arrival(model: Transformer) -> None:
+    ends: list[int] = []
+    server = engine(model, batch=1, policy="priority")
+    for priority in (5, 0, 3):
+        server.submit(
+            Request([1, 2], greedy(3), lambda r, _: ends.append(r.priority) if r.finish else None, priority=priority)
+        )
+    while server.running or server.waiting:
+        server.step()
+    assert ends == [0, 3, 5]
+
+
+def test_a_cancelled_request_leaves_nothing_behind(model: Transformer) -> None:
+    server = engine(model, batch=1)
+    running, waiting = Request([1, 2], greedy(30)), Request([3], greedy(30))
+    server.submit(running, waiting)
+    server.step()
+    server.cancel(running, waiting)
+    server.step()
+    assert (running.finish, waiting.finish) == ("cancelled", "cancelled")
+    assert server.blocks.used == 0 and not server.running and not server.waiting
+
+
+def test_what_can_never_run_is_refused_at_once(model: Transformer) -> None:
+    server = engine(model, blocks=3, waiting=1, batch=1)  # 3 pages of 4 tokens
+    with pytest.raises(UserError, match="12 tokens, this server takes 11"):
+        server.submit(Request([1] * 12, greedy(1)))
+    with pytest.raises(UserError, match="token 50 is not in the vocabulary"):
+        server.submit(Request([50], greedy(1)))
+    assert len(server.generate([[1] * 8], greedy(30))[0].answer) == 4  # as long as there are pages
+    server.submit(Request([1], greedy(1)), Request([1], greedy(1)))
+    with pytest.raises(Busy):
+        server.submit(Request([1], greedy(1)))
+
+
+def test_an_answer_longer_than_the_context_goes_on_from_its_newest_half(model: Transformer) -> None:
+    server, asked = engine(model), Sampling(max_tokens=150, seed=5, ignore_end=True)
+    one, again = (server.continued([1, 2], asked) for _ in range(2))
+    assert one == again and len(one) == 150 > server.context
+    assert server.continued([1, 2], Sampling(max_tokens=150, seed=6)) != one
+    served = server.served
+    ends = replace(served, end_tokens=frozenset({one[4]}))
+    assert engine(ends).continued([1, 2], replace(asked, ignore_end=False)) == one[: one.index(one[4])]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "int8"])
+def test_narrow_keys_and_values_answer_nearly_alike(model: Transformer, kv: str) -> None:
+    """Their rounding moves logits by less than what lies between most first and second choices."""
+    prompts = [[number, 2 * number % 50, 7, 9, 3] for number in range(30)]
+    exact, narrow = engine(model), engine(model, kv=kv)
+    assert narrow.runner.kv_bytes < 0.7 * exact.runner.kv_bytes
+    wanted, found = (e.generate(prompts, greedy(4)) for e in (exact, narrow))
+    same = sum(a == b for r, q in zip(wanted, found, strict=True) for a, b in zip(r.answer, q.answer, strict=True))
+    assert same >= 0.9 * 120
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("serve.bach=3", "did you mean serve.batch"), ("batch", "not serve.key=value"), ("batch=0", "serve.batch = 0"),
+    ("kv=fp7", "serve.kv"), ("speculation=draft", "serve.draft"),
+])  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        serve_config([text])
