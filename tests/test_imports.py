@@ -32,7 +32,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine
     "data": ("cores", "files", "schema", "errors", "units"),
     "model": ("catalog", "files", "schema", "errors"),
-    "ledger": ("files", "errors"),
+    "ledger": ("ledger_types", "files", "errors"),
+    "ledger_types": ("errors",),
     "catalog": ("errors",),
     "files": ("errors",),
     "schema": ("errors",),

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Wrong input. The message is one line: what is wrong, and what to write instead. Exit code 2."""
 
 
+class JobFailed(Exception):
+    """What was started here has failed, and has said why itself. Exit code 1."""
+
+
 # Terminals obey control characters, and characters of direction make a text read as another.
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 

@@ -249,8 +249,14 @@ class Ledger:
 
     @staticmethod
     def load(path: Path) -> Ledger:
+        """UserError for a file that is none, or holds values of other types than a ledger's."""
+        from ironlaw.ledger_types import check_types
+
+        document = read_json(path)
         try:
-            return Ledger.from_json(read_json(path))
+            if document.get("schema_version") == SCHEMA_VERSION:
+                check_types(document, path)
+            return Ledger.from_json(document)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a ledger of Ironlaw ({error}): point to a run directory") from None
 

@@ -158,4 +158,4 @@ def test_over_ssh_the_nodes_are_heard_while_they_run(
     assert "step 1 on a" in line and process.poll() is None
     (tmp_path / "go").touch()
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "ended with 3" in json.loads(out)["error"]
+    assert process.returncode == 1 and "ended with 3" in json.loads(out)["error"]

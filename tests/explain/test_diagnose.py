@@ -187,6 +187,13 @@ def test_streaming_binds_when_it_takes_the_most(plan: Ledger) -> None:
     assert diagnosis.findings[0].rule == "memory_bound" and "Memory traffic" in diagnosis.sentence
 
 
+def test_what_the_code_does_is_named_before_a_slow_machine(plan: Ledger) -> None:
+    slow = {"machine_speed": 0.4, "virtual": False}
+    found = verdict(plan, gains={"precision": 0.2}, facts=slow)
+    assert [f.rule for f in found.findings][:2] == ["precision", "machine_slow"]
+    assert verdict(plan, facts=slow | {"slow_steps_fraction": 0.3}).findings[0].rule == "machine_slow"
+
+
 def test_the_slower_machine_is_not_blamed_on_the_plan(plan: Ledger) -> None:
     slow = dict.fromkeys(("matmul", "attention", "norm", "elementwise", "embedding", "loss", "optimizer"), 1.25)
     rules = {f.rule for f in verdict(plan, kinds=slow, facts={"machine_speed": 0.8}).findings}

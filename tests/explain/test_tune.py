@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from synthetic import make_config, make_profile
 
+from ironlaw.cli.failure import described
 from ironlaw.config import RunConfig
 from ironlaw.explain.tune import Measured, judge, loss_difference, tune
 
@@ -96,3 +97,16 @@ def test_ctrl_c_in_a_trial_leaves_what_was_found_before_it() -> None:
     result = run(machine, keep=lambda so_far: kept.append(len(so_far.trials)))
     assert result.stopped == "interrupted" and len(result.trials) == 1 and kept == [1]
     assert result.to_json()["runs"] == 3
+
+
+def test_a_signal_that_ends_a_trial_is_kept_for_the_exit_code() -> None:
+    class Stopped(Simulated):
+        def __call__(self, config: RunConfig, name: str) -> Measured:
+            if self.runs == 4:
+                raise KeyboardInterrupt("SIGTERM")
+            return super().__call__(config, name)
+
+    result = run(Stopped(lambda config: 1.0))
+    assert (result.stopped, result.signal) == ("interrupted", "SIGTERM")
+    assert described(KeyboardInterrupt(result.signal)) == (143, "interrupted")
+    assert described(KeyboardInterrupt()) == (130, "interrupted")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +17,7 @@ from ironlaw.explain.observed import explain_observed
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
+from ironlaw.workload.trace import trace_operations
 
 
 def network(*sizes: int) -> nn.Sequential:
@@ -79,3 +82,79 @@ def test_a_machine_measured_with_other_threads_gives_a_plan_that_says_so(
     assert "measured with 4 threads, run with 1" in step.basis
     assert step.low is not None and step.high is not None and step.high > 3 * step.low
     assert plan.facts["matmul_peak_flops_per_second"] == profile.matmul_peak("fp32") / 2
+
+
+def planned_beside(
+    folder: Path, machine_profile: Profile, make: Callable[[nn.Module], list[torch.optim.Optimizer]],
+    cleared: str = "end",
+) -> Ledger:  # fmt: skip
+    """The plan beside a loop with the optimizers that `make` gives."""
+    model = network(64, 256, 64)
+    optimizers = make(model)
+    with ironlaw.observe(model, optimizers, out=folder, profile_steps=0):
+        for _ in range(8):
+            loss = model(torch.randn(32, 64)).mean()
+            if cleared == "middle":
+                [o.zero_grad() for o in optimizers]
+            loss.backward()
+            [o.step() for o in optimizers]
+            if cleared != "middle":
+                [o.zero_grad(set_to_none=cleared != "zeros") for o in optimizers]
+    profile = replace(machine_profile, threads=torch.get_num_threads(), name=host.cpu_name())
+    return explain_observed(folder, profile).plan
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (lambda p: [torch.optim.SGD(p, lr=1e-3)], 0),
+        (lambda p: [torch.optim.SGD(p, lr=1e-3, momentum=0.9)], 1),
+        (lambda p: [torch.optim.Adam(p, lr=1e-3, amsgrad=True)], 3),
+        (lambda p: [torch.optim.AdamW(p, lr=1e-3, fused=True)], 2),
+        (lambda p: [torch.optim.Adagrad(p, lr=1e-3)], 1),  # none of ours: as it was held
+        (lambda p: [torch.optim.SGD(p[:1], lr=1e-3), torch.optim.AdamW(p[1:], lr=1e-3)], None),
+    ],
+    ids=["sgd", "momentum", "amsgrad", "fused adamw", "adagrad", "two"],
+)
+def test_the_plan_takes_the_loops_own_optimizers(
+    make: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]], states: int | None, tmp_path: Path,
+    machine_profile: Profile,
+) -> None:  # fmt: skip
+    plan = planned_beside(tmp_path / "run", machine_profile, lambda m: make(list(m.parameters())))
+    run = Ledger.load(tmp_path / "run" / "ledger.json")
+    held, parameters = run.memory_bytes()["optimizer"], run.totals["parameters"].value
+    assert plan.memory_bytes()["optimizer"] == held, plan.facts["optimizers"]
+    if states is not None:
+        assert 0 <= held - states * 4 * parameters <= 4 * 4  # a count of steps per tensor
+    names = [line.operation for line in plan.lines if line.phase is Phase.OPTIMIZER]
+    assert set(names) == {u["optimizer"].lower() for u in run.facts["updates"]}
+    assert all(line.seconds for line in plan.lines if line.phase is Phase.OPTIMIZER)
+
+
+def test_a_fused_update_is_planned_quicker_than_a_loop_over_tensors(tmp_path: Path, machine_profile: Profile) -> None:
+    def seconds(**how: bool) -> float:
+        def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+            return [torch.optim.AdamW(model.parameters(), **how)]
+
+        plan = planned_beside(tmp_path / str(len(how)), machine_profile, make)
+        return plan.seconds_by_phase()[Phase.OPTIMIZER]
+
+    assert seconds(fused=True) < seconds()
+
+
+def test_it_is_seen_which_gradients_a_forward_pass_finds(tmp_path: Path, machine_profile: Profile) -> None:
+    def plan(cleared: str) -> tuple[str, Ledger]:
+        folder = tmp_path / cleared
+        ledger = planned_beside(folder, machine_profile, lambda m: [torch.optim.SGD(m.parameters(), 1e-3)], cleared)
+        return Ledger.load(folder / "ledger.json").facts["gradients_found"], ledger
+
+    found = {cleared: plan(cleared) for cleared in ("end", "middle", "zeros")}
+    assert [found[c][0] for c in found] == ["none", "forward", "kept"]
+
+
+def test_gradients_of_a_module_count_though_it_has_some_already() -> None:
+    model = network(64, 256, 64)
+    batch = torch.randn(32, 64)
+    first = sum(op.gradient_bytes for op in trace_operations(model, [batch]))
+    model(batch).mean().backward()
+    assert sum(op.gradient_bytes for op in trace_operations(model, [batch])) == first > 0

@@ -15,9 +15,9 @@ from typing import TextIO
 
 import typer
 
-from ironlaw.errors import UserError, printable
+from ironlaw.errors import JobFailed, UserError, printable
 
-WRONG_INPUT, INTERRUPTED = 2, 130
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 FAULT = 70  # of our own; EX_SOFTWARE of sysexits.h
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 _CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # typer may bring its own click along
@@ -26,19 +26,22 @@ ALONE_SECONDS = 20.0  # after which a rank that refuses says so itself
 
 
 class Interrupted(Exception):
-    """Ctrl-C within a verb: typer would end the process without a word."""
+    """Ctrl-C, or the signal that it names, within a verb: typer would end the process without a word."""
 
 
 def described(error: BaseException) -> tuple[int, str]:
     """Exit code and message of what a verb raised."""
     if isinstance(error, UserError):
         return WRONG_INPUT, str(error)
+    if isinstance(error, JobFailed):
+        return FAILED, str(error)
     if isinstance(error, _CLICK):
         context = getattr(error, "ctx", None)
         see = f"; see {context.command_path} --help" if isinstance(error, _USAGE) and context is not None else ""
         return WRONG_INPUT, f"{error.format_message().strip().rstrip('.')}{see}"  # type: ignore[attr-defined]
     if isinstance(error, KeyboardInterrupt | Interrupted | typer.Abort):
-        return INTERRUPTED, "interrupted"
+        by = signal.Signals[error.args[0]] if error.args else signal.SIGINT
+        return 128 + by, "interrupted"
     if isinstance(error, MemoryError):
         return WRONG_INPUT, "out of memory: give something smaller, or a machine with more"
     number = _errno(error)
@@ -137,8 +140,10 @@ def _end_torchrun() -> None:
     """End the torchrun that started this rank, without a word.
 
     It would start a job again that is refused again, as often as it may, and print its own stack and a table of ranks
-    under every refusal. It answers to no exit code and no gentler signal without those.
+    under every refusal, 48 lines. Told to stop (SIGTERM, SIGINT, SIGHUP, SIGQUIT) it prints 36, whatever its log level;
+    an error file is printed on top of them. SIGUSR1 it leaves to the system, which ends it, unless whoever started it
+    wants it handled (`--signals-to-handle`): then it stops its ranks in order.
     """
     agent = _torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if agent is not None:
-        os.kill(agent, signal.SIGKILL)
+        os.kill(agent, signal.SIGUSR1)

@@ -48,8 +48,8 @@ class Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise Interrupted from None
+        except KeyboardInterrupt as stop:
+            raise Interrupted(*stop.args) from None
 
 
 class Verb(TyperCommand):

@@ -48,7 +48,7 @@ def tune(
     else:
         show_tuned(output(), result.to_json(), str(out / "tuned.toml"))
     if result.stopped == INTERRUPTED:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(result.signal)
 
 
 def _seconds(text: str) -> float:

@@ -11,6 +11,7 @@ from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.rules import RULES, Axis, Rule
 
 FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
+SLOW = "machine_slow"
 EXPLAINS = 0.5  # of a symptom's share: a cause that costs as much stands before it
 MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
@@ -109,7 +110,18 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
                     rule.symptom,
                 )
             )
-    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -f.weight)), not_tested
+    return _order(findings), not_tested
+
+
+def _order(findings: list[Finding]) -> list[Finding]:
+    """As they are named. A slow machine slows everything, what the code does included, and a faster one leaves that as
+    large a share of the step: it comes after the first cause that is the code's."""
+    causes = [f.weight for f in findings if f.fault and not f.symptom and f.rule != SLOW]
+
+    def weight(finding: Finding) -> float:
+        return min([finding.weight, *([0.99 * max(causes)] if causes and finding.rule == SLOW else [])])
+
+    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -weight(f)))
 
 
 def _insufficient(evidence: Evidence) -> str | None:

@@ -129,7 +129,7 @@ class Evidence:
 
     @property
     def _not_ours(self) -> tuple[str, ...]:
-        """Kinds whose plan assumes something of the loop: that it clips, and updates with a fused AdamW."""
+        """Kinds that the loop does in its own way: an update that is not fused is counted in passes, not measured."""
         return (str(Kind.OPTIMIZER),) if self.run.facts.get("source") == "observe" else ()
 
     def slower_throughout(self) -> tuple[float, float] | None:

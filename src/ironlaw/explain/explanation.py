@@ -8,7 +8,7 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.config import RunConfig, load_config
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, shortened
 from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import Evidence
@@ -22,6 +22,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile, load_profile
 
 SCHEMA_VERSION = 1
+MEASURES = ("loss", "train_loss", "validation_loss", "lr", "grad_norm", "tokens")  # of a step, and all seconds
 NOT_PLANNED = "No remedy was planned"
 # What Ironlaw holds itself to, and reports when it falls short.
 STEP_TIME_LIMIT, PEAK_MEMORY_LIMIT, UNATTRIBUTED_LIMIT = 0.10, 0.05, 0.05
@@ -261,7 +262,21 @@ def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | N
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The steps of a run. A half-written last line (an interruption) is passed over; a missing file is no steps."""
-    return [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
+    entries = [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
+    for entry in entries:
+        for name, value in entry.items():
+            if (name in MEASURES or name.endswith("seconds")) and not _is_number(value):
+                raise UserError(
+                    f"step {entry['step']} of {path} is damaged: {name} holds {shortened(repr(value), 40)}, no number; "
+                    "remove the line"
+                )
+    return entries
+
+
+def _is_number(value: Any) -> bool:
+    """As `train/jsonl.py` writes them: what is not finite is text, what is not known is null."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number or value is None or value in ("nan", "inf", "-inf")
 
 
 def _row(totals: dict[str, Row], name: str) -> dict[str, Any]:

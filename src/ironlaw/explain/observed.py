@@ -21,6 +21,7 @@ from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
+from ironlaw.workload.updates import Loop, Update
 
 GRADED = (
     "precision",
@@ -87,14 +88,25 @@ def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[s
 
     accumulation, made = int(run.facts.get("accumulation") or 1), {}
     # The run as it was too, planned now: what is known of this machine may have changed since its plan was kept.
-    made[AS_IT_IS] = plan_trace(trace_from_json(document), profile, accumulation=accumulation)
+    loop = _loop(run)
+    made[AS_IT_IS] = plan_trace(trace_from_json(document), profile, accumulation=accumulation, loop=loop)
     for name, variant in document.get("variants", {}).items():
-        plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation)
+        plan = plan_trace(trace_from_json(variant), profile, accumulation=accumulation, loop=loop)
         if name == "larger_batch":
-            plan = plan_trace(trace_from_json(variant), profile)
+            plan = plan_trace(trace_from_json(variant), profile, loop=loop)
             plan.totals["step_seconds"] = plan.totals["step_seconds"].scaled(accumulation / larger_by(run.facts))
         made[name] = plan
     return made
+
+
+def _loop(run: Ledger) -> Loop | None:
+    """What the loop was seen to do around its micro-batches; None where it was observed before anybody looked."""
+
+    updates = run.facts.get("updates")
+    if not updates:
+        return None
+    clips = any(line.phase is Phase.OPTIMIZER and line.operation == "clip" and line.count for line in run.lines)
+    return Loop(tuple(Update.from_json(u) for u in updates), clips, run.facts["device"] != "cpu")
 
 
 def _add_shapes(document: dict[str, Any], run: Ledger) -> None:
@@ -159,7 +171,7 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
     from ironlaw.workload.trace_store import trace_from_json
 
     traced, facts = trace_from_json(operations), run.facts
-    again = {"accumulation": facts.get("accumulation", 1), "name": facts["model"]["name"]}
+    again = {"accumulation": facts.get("accumulation", 1), "name": facts["model"]["name"], "loop": _loop(run)}
     if facts["device"] != "cpu":
         return plan_trace(traced, None, catalogued(facts["machine"]), **again)
     profile = profile or load_profile()

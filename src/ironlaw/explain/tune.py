@@ -77,6 +77,7 @@ class Tuned:
     runs: int = 0
     seconds: float = 0.0
     stopped: str = ""
+    signal: str = ""  # which ended it, if one did
 
     @property
     def gain(self) -> float:
@@ -132,8 +133,8 @@ def tune(
         tried.add(_key(remedy))
         try:
             trial, after, control = _try(result, remedy, measure, profile)
-        except KeyboardInterrupt:
-            result.stopped = INTERRUPTED
+        except KeyboardInterrupt as stop:
+            result.stopped, result.signal = INTERRUPTED, stop.args[0] if stop.args else "SIGINT"
             break
         result.trials.append(trial)
         if real:
@@ -243,7 +244,7 @@ class Runner:
         out = self.folder / name
         outcome = run_training(self._short(config), out, self.profile)
         if outcome.interrupted:  # a run ends by itself on Ctrl-C; so does what started it
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(outcome.interrupted)
         step = outcome.ledger.totals.get("step_seconds")
         if step is None:
             raise UserError(f"{out} measured no step: give a larger --budget")

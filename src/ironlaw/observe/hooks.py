@@ -35,7 +35,7 @@ class Listener:
     forward_begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
     backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
     stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
-    cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given
+    cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given, once it is through
     skipped: Callable[[], None]  # loss scaling left an update out
     loader: Callable[[int], None]  # a DataLoader with so many workers was asked for a batch
 
@@ -113,8 +113,8 @@ def _watch_optimizer(
     clear = optimizer.zero_grad
 
     def cleared(*args: Any, **kwargs: Any) -> None:
-        listener.cleared(args, kwargs)
         clear(*args, **kwargs)
+        listener.cleared(args, kwargs)
 
     optimizer.zero_grad = _phased(partition, lambda: Phase.OPTIMIZER)(cleared)  # type: ignore[method-assign]
     stack.callback(lambda: optimizer.__dict__.pop("zero_grad", None))

@@ -151,7 +151,10 @@ def span_key(span: Span, phase: Phase) -> Key:
     if phase is Phase.COMMUNICATION:  # waiting, whatever calls it
         return phase, Kind.COLLECTIVE, "exchange"
     if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
-        return phase, Kind.OPTIMIZER, "adamw" if span.outer.startswith("Optimizer.step") else "clip"
+        _, stepped, whose = span.outer.partition(
+            "Optimizer.step#"
+        )  # PyTorch marks it so, as in Optimizer.step#SGD.step
+        return phase, Kind.OPTIMIZER, whose.partition(".")[0].lower() if stepped else "clip"
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
         return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
     return phase, kind_of(span.kernel.name), operation_name(span)

@@ -46,8 +46,10 @@ from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import Sampler
 from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
+from ironlaw.observe.updates import updates_of
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
+LOOKED_AT = 2  # steps done when the gradients are looked at: once, for it takes time
 SAMPLE_EVERY_SECONDS = 0.5
 PROBE_EVERY_SECONDS = 2.0  # a probe takes some 10 ms: half a percent of the loop, and in no step
 Item = TypeVar("Item")
@@ -120,7 +122,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._habits = Habits(_inner(self.model))
         listener = Listener(
-            self._forward_begins, self._backward_ended, self._stepped, self._habits.cleared, self._skipped,
+            self._forward_begins, self._backward_ended, self._stepped, self._cleared, self._skipped,
             self._loader_asked,
         )  # fmt: skip
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
@@ -200,16 +202,30 @@ class Watch:
     def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards += 1
         self._habits.forward_begins()
+        if self._forwards == 1 and len(self.metrics) == LOOKED_AT:
+            self.gradients_found = "kept" if self._gradients() else "none"
         if not self.inputs and (args or kwargs):
             self.inputs = describe_inputs(_inner(module), args, kwargs, self.device.type)
             if module is not self.model:  # a part of it: no plan of the whole can be made from these
                 self.inputs["signature"] = None
         if self._recorder is not None:
             if not self._recording and self._forwards == 1:
-                # Gradients that the loop has cleared since: the profiler does not see what it did not see allocated.
-                now = self._gradients()
-                self._held.gradients = {a: size for a, size in self._held.gradients.items() if a in now}
+                self._forget_cleared()
             self._held.batch_bytes = sum(t.untyped_storage().nbytes() for t in input_tensors(args, kwargs))
+
+    def _cleared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._habits.cleared(args, kwargs)
+        if self._recorder is not None and not self._recording:
+            self._forget_cleared()
+        if self._forwards and len(self.metrics) == LOOKED_AT and not self._gradients():
+            self.gradients_found = self.gradients_found.replace("kept", "forward")
+
+    gradients_found = "none"  # by the forward pass: as `Loop.gradients`
+
+    def _forget_cleared(self) -> None:
+        """Gradients that the loop has cleared since: the profiler does not see what it did not see allocated."""
+        now = self._gradients()
+        self._held.gradients = {a: size for a, size in self._held.gradients.items() if a in now}
 
     def _loader_asked(self, workers: int) -> None:
         self.data_workers = workers
@@ -369,6 +385,8 @@ class Watch:
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
             **self._habits.facts(self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision")),
+            "updates": [update.to_json() for update in updates_of(self.optimizers)],
+            "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,
             "lines": self.sampler.lines() if self.sampler is not None else None,
             "misaligned": misaligned_weights(_inner(self.model), self.inputs.get("tokens_per_micro_batch"),

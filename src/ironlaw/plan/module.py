@@ -27,6 +27,7 @@ from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
 from ironlaw.plan.totals import System, add_totals, fits
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
 from ironlaw.workload.program import step_of_trace
+from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,16 +98,24 @@ def plan_module(
 
 
 def plan_trace(
-    traced: Trace, profile: Profile | None, on: str = "this", *, accumulation: int = 1, name: str | None = None
+    traced: Trace,
+    profile: Profile | None,
+    on: str = "this",
+    *,
+    accumulation: int = 1,
+    name: str | None = None,
+    loop: Loop | None = None,
 ) -> Ledger:
     """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
     or without one on the accelerator `on`."""
     target = _this_machine(profile, "auto") if profile else _accelerator(on, "as is")
-    return _planned(traced, target, name, accumulation)
+    return _planned(traced, target, name, accumulation, loop)
 
 
-def _planned(traced: Trace, target: _Target, name: str | None, accumulation: int = 1) -> Ledger:
-    program, system = step_of_trace(traced, accumulation), target.system
+def _planned(
+    traced: Trace, target: _Target, name: str | None, accumulation: int = 1, loop: Loop | None = None
+) -> Ledger:
+    program, system = step_of_trace(traced, accumulation, loop), target.system
     peak = peak_memory(program)
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
     ledger = Ledger("plan", lines=fold(program.operations(), target.machine), memory=peak.lines(notes))
@@ -121,6 +130,7 @@ def _planned(traced: Trace, target: _Target, name: str | None, accumulation: int
         "memory_bytes": system.memory_bytes,
         "traced_operations": len(traced.operations),
         "assumed": [list(one) for one in traced.assumptions],
+        "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
     }
     ledger.decisions = Decisions(target.precision)
     add_totals(ledger, system, traced.parameters, peak.where)

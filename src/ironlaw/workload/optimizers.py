@@ -185,29 +185,28 @@ def update_operations(
     matrices = [parameter for parameter, to in assigned if to.matrix]
     rest = elements - sum(parameter.elements for parameter in matrices)
     # The norm reads every gradient, the scaling reads and writes it.
-    operations = [_streamed("clip", "clip", elements, 3)]
+    operations = [streamed("clip", "clip", elements, 3)]
     if config.name in MATRIX_OPTIMIZERS:
         if rest:
-            operations.append(_streamed(config.name, "adamw", rest, 7))
-        make = _muon if config.name == "muon" else _galore
+            operations.append(streamed(config.name, "adamw", rest, 7))
         for shape in sorted({parameter.shape for parameter in matrices}):
             count = sum(parameter.shape == shape for parameter in matrices)
-            operations += make(shape, count, config)
+            operations += muon_update(shape, count) if config.name == "muon" else _galore(shape, count, config)
     else:
-        operations += _elementwise_update(config.name, elements, cuda)
+        operations += elementwise_update(config.name, elements, cuda)
     # On top, what clipping and updating cost per tensor however small it is.
-    operations.append(_streamed(config.name, "update_tensors", len(parameters), 0))
-    return operations + _accumulate(elements, accumulation)
+    operations.append(streamed(config.name, "update_tensors", len(parameters), 0))
+    return operations + accumulate(elements, accumulation)
 
 
 def adamw_operations(elements: int, tensors: int, *, accumulation: int = 1) -> list[Operation]:
     """The same for AdamW (arXiv 1711.05101), fused, of any `elements` parameters in `tensors` tensors."""
-    operations = [_streamed("clip", "clip", elements, 3), *_elementwise_update("adamw", elements, cuda=False)]
-    operations.append(_streamed("adamw", "update_tensors", tensors, 0))
-    return operations + _accumulate(elements, accumulation)
+    operations = [streamed("clip", "clip", elements, 3), *elementwise_update("adamw", elements, cuda=False)]
+    operations.append(streamed("adamw", "update_tensors", tensors, 0))
+    return operations + accumulate(elements, accumulation)
 
 
-def _accumulate(elements: int, accumulation: int) -> list[Operation]:
+def accumulate(elements: int, accumulation: int) -> list[Operation]:
     """From the second micro-batch on, every gradient is added to the one already there."""
     if accumulation < 2:
         return []
@@ -219,7 +218,7 @@ def _accumulate(elements: int, accumulation: int) -> list[Operation]:
     ]  # fmt: skip
 
 
-def _streamed(name: str, kernel: str, elements: int, tensors: float, repeat: int = 1) -> Operation:
+def streamed(name: str, kernel: str, elements: int, tensors: float, repeat: int = 1) -> Operation:
     return Operation(
         name, Kind.OPTIMIZER, Phase.OPTIMIZER, "optimizer", kernel, repeat, elements=elements,
         bytes_moved=round(tensors * elements * FP32),
@@ -232,14 +231,14 @@ _FUSED = {"sgd": 3, "momentum": 5, "adam": 7, "adamw": 7}
 _CALLS = {"rmsprop": 6, "adafactor": 8}
 
 
-def _elementwise_update(name: OptimizerName, elements: int, cuda: bool) -> list[Operation]:
+def elementwise_update(name: OptimizerName, elements: int, cuda: bool) -> list[Operation]:
     if name in _CALLS:
-        return [_streamed(name, "add_in_place", elements, 3, repeat=_CALLS[name])]
+        return [streamed(name, "add_in_place", elements, 3, repeat=_CALLS[name])]
     if name == "adam8bit":
         # Weight and gradient in fp32, both moments in a byte, each read and written: 16 bytes per parameter.
-        return [_streamed(name, "adamw", elements, 4, repeat=1 if cuda else QUANTIZED_CPU_FACTOR)]
+        return [streamed(name, "adamw", elements, 4, repeat=1 if cuda else QUANTIZED_CPU_FACTOR)]
     # The time of an AdamW that moves as many bytes.
-    fused = _streamed(name, "adamw", elements * _FUSED[name] // _FUSED["adamw"], _FUSED["adamw"])
+    fused = streamed(name, "adamw", elements * _FUSED[name] // _FUSED["adamw"], _FUSED["adamw"])
     return [fused]
 
 
@@ -250,12 +249,12 @@ def _product(name: str, repeat: int, m: int, n: int, k: int, precision: str | No
     )  # fmt: skip
 
 
-def _muon(shape: tuple[int, ...], count: int, config: OptimizerConfig) -> list[Operation]:
+def muon_update(shape: tuple[int, ...], count: int) -> list[Operation]:
     """Momentum, then five quintic Newton-Schulz iterations: X X^T, its square, and the product with X, in bf16."""
     small, large = sorted(shape)
     calls = count * MUON_ITERATIONS
     return [
-        _streamed("muon", "add_in_place", small * large, 3, repeat=5 * count),
+        streamed("muon", "add_in_place", small * large, 3, repeat=5 * count),
         _product("muon", calls, small, small, large, "bf16"),
         _product("muon", calls, small, small, small, "bf16"),
         _product("muon", calls, small, large, small, "bf16"),
@@ -267,7 +266,7 @@ def _galore(shape: tuple[int, ...], count: int, config: OptimizerConfig) -> list
     small, large = sorted(shape)
     return [
         _product("galore", count, large, config.rank, small),
-        _streamed("galore", "add_in_place", large * config.rank, 3, repeat=6 * count),
+        streamed("galore", "add_in_place", large * config.rank, 3, repeat=6 * count),
         _product("galore", count, large, small, config.rank),
-        _streamed("galore", "add_in_place", small * large, 3, repeat=2 * count),
+        streamed("galore", "add_in_place", small * large, 3, repeat=2 * count),
     ]

@@ -36,6 +36,7 @@ from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
 from ironlaw.workload.sharding import local_parameters, of_site, stage_parameters
 from ironlaw.workload.tensors import Tensor, lasting_tensors
+from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
     from ironlaw.workload.trace import Trace
@@ -149,18 +150,24 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
     )  # fmt: skip
 
 
-def step_of_trace(trace: Trace, accumulation: int = 1) -> Program:
-    """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter.
+def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None) -> Program:
+    """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter
+    unless the optimizers of a loop are known.
 
     Gradients have the parameters' own type; what is recomputed and which types are used, the module has decided.
     """
     operations = trace.operations
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
     layer = Layer(trace.name, "module", tuple(operations[:turn]), tuple(operations[turn:]))
-    update = adamw_operations(trace.trained_parameters, trace.trained_tensors, accumulation=accumulation)
+    if loop is None:
+        update = adamw_operations(trace.trained_parameters, trace.trained_tensors, accumulation=accumulation)
+        state, whose = 2 * trace.trained_bytes, "two moments of AdamW"
+    else:
+        update = loop.operations(trace.trained_parameters, accumulation)
+        state, whose = loop.state_bytes(), loop.names()
     tensors = (
         Tensor("weights", trace.parameter_bytes + trace.buffer_bytes, "parameters and buffers"),
-        Tensor("optimizer", 2 * trace.trained_bytes, "two moments of AdamW"),
+        Tensor("optimizer", state, whose),
         Tensor("batch", trace.input_bytes, "inputs"),
     )
     return Program(Layout(), (Stage((layer,), update=tuple(update)),), accumulation, tensors=(tensors,))

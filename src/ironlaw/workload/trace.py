@@ -227,8 +227,12 @@ def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
         return nn.Parameter(fake, tensor.requires_grad) if weight else fake
     if isinstance(tensor, FakeTensor):
         return tensor
+    if weight and not mode.real:
+        fake = mode.from_tensor(tensor)
+        fake.grad = None  # that of a loop's last step would come along, and the step's own be added to it
+        return fake
     if weight:
-        return nn.Parameter(tensor.detach(), tensor.requires_grad) if mode.real else mode.from_tensor(tensor)
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
     if mode.real or mode.keeps(tensor):
         with _disable_current_modes():
             return tensor.clone()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import UserError
+from ironlaw.errors import JobFailed, UserError
 from ironlaw.files import read_text, write_text
 
 KINDS = {"slurm": "job.sbatch", "kubernetes": "job.yaml", "ssh": "job.sh"}
@@ -247,7 +247,7 @@ def submit(kind: str, path: Path) -> str | None:
         # Progress belongs to stderr, as everywhere; --json has stdout for itself.
         done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False)
         if done.returncode:
-            raise UserError(f"the job ended with {done.returncode}: what the nodes said is above")
+            raise JobFailed(f"the job ended with {done.returncode}: what the nodes said is above")
         return None
     told = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     if told.returncode:

@@ -1,0 +1,118 @@
+"""The types of what a stored ledger holds: files are edited, cut off and mixed up, and every reader trusts them.
+
+Facts that are not listed are shown as they are and calculated with by nobody.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Strict, ValidationError, create_model
+
+from ironlaw.errors import UserError, shortened
+
+Number = Annotated[int, Strict()] | Annotated[float, Strict()]  # "3" is text, true is no number
+Known = Number | None
+Numbers = dict[str, Known] | None
+MANY: Any = list  # of types that are made when they are asked for
+NAMED: Any = dict
+
+NUMBERS = (
+    "accumulation", "backwards_per_step", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
+    "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "forwards_per_step",
+    "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
+    "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "peak_bytes", "processor_throttled",
+    "profiled_seconds", "profiled_step_seconds", "rank", "ranks_per_host", "recomputed_seconds", "reserved_bytes",
+    "rollbacks", "sequence", "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred",
+    "threads", "tokens_per_micro_batch", "world_size",
+)  # fmt: skip
+TEXTS = (
+    "autocast", "attention_reason", "data_place", "data_stage", "device", "finished", "gradients_found", "host",
+    "interrupted", "machine", "measured", "not_planned", "peak_at", "peak_basis", "precision", "precision_reason",
+    "profiled", "source", "started",
+)  # fmt: skip
+
+
+def _record(**types: Any) -> Any:
+    """An object with at least these keys."""
+    fields: Any = {name: (kind, ...) for name, kind in types.items()}
+    made: Any = create_model("Record", **fields)
+    return made
+
+
+def _facts() -> dict[str, Any]:
+    """Name of a fact -> what it holds where it holds anything."""
+    at, text = _record(place=str | None, per_step=Number), str | None
+    kernels = _record(fused=Number, blocked=Number)
+    segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
+    update: Any = _record(
+        optimizer=str, like=text, shapes=list[tuple[list[int], int]], element_bytes=Annotated[int, Strict()],
+        fused=bool, decays=Annotated[bool, Strict()], extra_states=Annotated[int, Strict()], held_bytes=Number,
+    )  # fmt: skip
+    odd: Any = _record(module=str, shape=list[Number], aligned=list[Number], seconds=Number, aligned_seconds=Number)
+    return {
+        **dict.fromkeys(NUMBERS, Number),
+        **dict.fromkeys(TEXTS, str),
+        **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
+        **dict.fromkeys(("rank_own_seconds", "rank_removable_seconds"), list[Number]),
+        **dict.fromkeys(("retained_graphs", "zeroed_gradients"), at),
+        **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
+        "float64": _record(saved=Number, place=text),
+        "forward_lines": list[str],
+        "fused_update": _record(seconds=Number, fused_seconds=Number, name=str),
+        "left_on": MANY[_record(name=str, saved=Number, remedy=str, place=text)],
+        "lines": dict[str, list[tuple[str, Number]]],
+        **dict.fromkeys(("machine_slowdown", "slowdown"), _record(compute=Number, memory=Number)),
+        "memory_curve": list[tuple[Number, Number]],
+        "memory_growth": _record(bytes_per_step=Number, holder=text, place=text),
+        "misaligned": MANY[odd],
+        "sync_points": MANY[_record(place=str, call=str, per_step=Number, seconds=Number)],
+        "thread_gain": _record(matmul=Number, elementwise=Number),
+        "timeline": _record(seconds=Number, lanes=list[str], segments=MANY[segment]),
+        "updates": MANY[update],
+        "versions": dict[str, str],
+        "virtual": bool,
+    }
+
+
+@cache
+def _stored() -> type[BaseModel]:
+    optional: Any = {name: (kind | None, None) for name, kind in _facts().items()}
+    facts: Any = create_model("Facts", model=(dict[str, Any], {}), **optional)
+    pair = tuple[Number, Number] | None
+    estimate: Any = _record(value=Number, interval=pair, origin=str, basis=str)
+    columns: Any = dict.fromkeys(("count", "flops", "bytes_moved", "seconds", "joules"), (Known, None))
+    keys: Any = dict.fromkeys(("phase", "kind", "operation", "origin"), (str, ...))
+    line: Any = create_model("Line", **keys, **columns, bound=(str | None, None))
+    memory: Any = _record(component=str, bytes=Known, origin=str)
+    made: type[BaseModel] = _record(
+        side=Literal["plan", "run"], totals=NAMED[str, estimate], phase_seconds=dict[str, Number], lines=MANY[line],
+        memory=MANY[memory], facts=facts,
+    )  # fmt: skip
+    return made
+
+
+def check_types(document: dict[str, Any], what: object) -> None:
+    """UserError that names the first value of a stored ledger that is none of its type."""
+    try:
+        _stored().model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, value = _followed(document, first["loc"])
+        wrong = f"lacks {first['loc'][-1]}" if first["type"] == "missing" else f"holds {shortened(repr(value), 40)}"
+        raise UserError(
+            f"{what} is damaged: {where or 'it'} {wrong}, and is not what Ironlaw wrote; take it from a copy, or make "
+            "it again"
+        ) from None
+
+
+def _followed(document: Any, location: tuple[int | str, ...]) -> tuple[str, Any]:
+    """Where an error is and what is there. Its location also names alternatives of types, which are in no document."""
+    names = []
+    for part in location:
+        there = isinstance(document, dict) and part in document
+        if there or (isinstance(document, list) and isinstance(part, int) and part < len(document)):
+            document = document[part]
+            names.append(str(part))
+    return ".".join(names), document

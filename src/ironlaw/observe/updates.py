@@ -1,0 +1,34 @@
+"""What the optimizers of a loop do with which tensors, for the plan beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ironlaw.workload.optimizers import OptimizerName
+from ironlaw.workload.updates import LIKE, Update
+
+
+def updates_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Update]:
+    """One per group of parameters that are trained; call it after a step, when the states are there."""
+    found = [_update(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    return [update for update in found if update is not None]
+
+
+def _update(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update | None:
+    trained = [p for p in group["params"] if p.requires_grad]
+    if not trained:
+        return None
+    known = next((LIKE[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in LIKE), None)
+    like: OptimizerName | None = "momentum" if known == "sgd" and group.get("momentum") else known
+    extra = bool(group.get("amsgrad")) + bool(group.get("centered")) + (like == "rmsprop" and group["momentum"] > 0)
+    states = [value for p in trained for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
+    return Update(
+        type(optimizer).__name__, like, tuple(Counter(tuple(p.shape) for p in trained).items()),
+        trained[0].element_size(), bool(group.get("fused")), bool(group.get("weight_decay")), int(extra),
+        sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in states}.values()),
+    )  # fmt: skip

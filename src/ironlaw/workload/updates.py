@@ -1,0 +1,128 @@
+"""The update of a user's loop: what its optimizers hold and do, from what is known of each. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.optimizers import (
+    FP32,
+    OptimizerConfig,
+    OptimizerName,
+    accumulate,
+    elementwise_update,
+    muon_update,
+    streamed,
+    tensor_state_bytes,
+)
+
+LOOPED_CALLS = {"sgd": 1, "momentum": 3, "adam": 6, "adamw": 6}
+"""Passes over three tensors that PyTorch's update makes where it is not fused, tensors touched (3, 8, 18) by three:
+AdamW's are lerp, mul, addcmul, sqrt, division, add and addcdiv. Weight decay adds one."""
+
+LIKE: dict[str, OptimizerName] = {
+    "SGD": "sgd", "Adam": "adam", "AdamW": "adamw", "RMSprop": "rmsprop", "Adafactor": "adafactor", "Muon": "muon",
+    "Adam8bit": "adam8bit", "AdamW8bit": "adam8bit",
+}  # fmt: skip
+"""Class of PyTorch or bitsandbytes -> the optimizer of ours that has its states and its work."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One group of parameters of one optimizer. `like`: ours of the same work, None where it is none that we know."""
+
+    optimizer: str  # its class
+    like: OptimizerName | None
+    shapes: tuple[tuple[tuple[int, ...], int], ...]  # with how many tensors have each
+    element_bytes: int
+    fused: bool
+    decays: bool
+    extra_states: int  # tensors beside the usual ones: amsgrad, centered
+    held_bytes: int  # of state, at the end of the run
+
+    @property
+    def name(self) -> str:
+        """Of its line in the ledger, of a plan as of a run."""
+        return self.optimizer.lower()
+
+    @property
+    def elements(self) -> int:
+        return sum(math.prod(shape) * count for shape, count in self.shapes)
+
+    @property
+    def tensors(self) -> int:
+        return sum(count for _, count in self.shapes)
+
+    def state_bytes(self) -> int:
+        """Calculated from the shapes; of an optimizer that we do not know, what it was seen to hold."""
+        if self.like is None:
+            return self.held_bytes
+        config, more = OptimizerConfig(name=self.like), self.extra_states * self.element_bytes
+        states = sum(count * tensor_state_bytes(s, config, matrix=self.like == "muon") for s, count in self.shapes)
+        return states * self.element_bytes // FP32 + more * self.elements
+
+    def temporary_bytes(self) -> int:
+        """What an update that is not fused holds for its largest tensor: the root of the second moment."""
+        largest = max((math.prod(shape) for shape, _ in self.shapes), default=0)
+        return 0 if self.fused or self.like in ("sgd", "momentum") else largest * self.element_bytes
+
+    def operations(self, cuda: bool) -> list[Operation]:
+        """Kernels of one update."""
+        if self.like == "muon":
+            made = [op for shape, count in self.shapes for op in muon_update(shape, count)]
+        elif self.fused or self.like in ("rmsprop", "adafactor", "adam8bit"):
+            assert self.like is not None
+            made = [
+                *elementwise_update(self.like, self.elements, cuda),
+                streamed("", "update_tensors", self.tensors, 0),
+            ]
+        else:
+            sizes = [(self.elements, 1)] if cuda else [(math.prod(shape), count) for shape, count in self.shapes]
+            made = [
+                streamed("", "add_in_place", size, 3, repeat=count * self._calls()) for size, count in sizes if size
+            ]
+        return [replace(op, name=self.name) for op in made]
+
+    def _calls(self) -> int:
+        if self.like is None:  # weight, gradient and every state read, weight and states written
+            states = self.held_bytes / max(1, self.elements * self.element_bytes)
+            return max(1, round((3 + 2 * states) / 3))
+        return LOOPED_CALLS[self.like] + self.decays + self.extra_states
+
+    def says(self) -> str:
+        """How it was planned, in a phrase."""
+        if self.like is None:
+            return f"{self.optimizer}: state as it was held, every tensor passed over once (assumed)"
+        return f"{self.optimizer}{', fused' if self.fused else ''}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: dict[str, Any]) -> Update:
+        shapes = tuple((tuple(shape), count) for shape, count in document["shapes"])
+        return Update(**(document | {"shapes": shapes}))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a user's loop does once per step, around its micro-batches."""
+
+    updates: tuple[Update, ...]
+    clips: bool
+    cuda: bool = False
+
+    def operations(self, trained: int, accumulation: int) -> list[Operation]:
+        """Clipping if it clips, and the updates of all its optimizers; `trained` parameters have gradients."""
+        operations = [streamed("clip", "clip", trained, 3)] if self.clips else []
+        for update in self.updates:
+            operations += update.operations(self.cuda)
+        return operations + accumulate(trained, accumulation)
+
+    def state_bytes(self) -> int:
+        return sum(update.state_bytes() for update in self.updates)
+
+    def names(self) -> str:
+        return " and ".join(dict.fromkeys(update.optimizer for update in self.updates))
