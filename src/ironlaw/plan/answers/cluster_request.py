@@ -26,6 +26,11 @@ from ironlaw.workload.recompute import layout_word
 
 def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
     """Plan the given layout, or search; every default taken is among the assumptions."""
+    if subject.config is not None and subject.config.finetune.adapts:
+        raise UserError(
+            f'finetune.method = "{subject.config.finetune.method}" is planned on this machine only, not on catalogued '
+            'accelerators yet: leave --on out, or plan full training with finetune.method = "none"'
+        )
     cluster, layout, assumed = _where(on, options)
     if layout is None and cluster.count == 1 and subject.config and subject.config.train.offload != "none":
         layout = _of_config(subject.config)  # a config that says where its memory goes says all of a single device

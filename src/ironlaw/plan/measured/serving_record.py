@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ironlaw.plan.measured.inference import MEASURES, ServingRun, predict
-from ironlaw.plan.serving.estimate import WIDER
 from ironlaw.plan.serving.files import read
 from ironlaw.plan.serving.rates import is_measured
 
@@ -64,9 +63,9 @@ def _between(value: float, name: str, run: ServingRun) -> list[float]:
             kind = "unlimited"
     if kind == "prompt" and not run.together:
         kind = "first"
-    stated = read("constants.toml")["interval"][kind]
-    wider = 1.0 if is_measured(run.engine, run.device.generation) else WIDER
-    ends = sorted(value * math.exp(sign * stated[end] * wider) for end in ("low", "high"))
+    seen = "known" if is_measured(run.engine, run.device.generation) else "unseen"
+    stated = read("constants.toml")["interval"][seen]
+    ends = sorted(value * math.exp(sign * stated[kind][end]) for end in ("low", "high"))
     return [float(end) for end in ends]
 
 

@@ -33,9 +33,6 @@ from ironlaw.plan.serving.timing import (
 BLOCK_TOKENS = 16
 """Of a page of the cache, in vLLM and TensorRT-LLM's default."""
 
-WIDER = 1.6
-"""Factor on an interval for an engine on a generation that nobody measured. Assumed."""
-
 
 @dataclass(frozen=True)
 class Served:
@@ -101,9 +98,10 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
 def interval(kind: str, served: Served) -> tuple[float, float]:
     """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, first (token, under
     load), requests, unlimited."""
-    stated = read("constants.toml")["interval"][kind]
-    wider = 1.0 if is_measured(served.engine, served.device.generation) else WIDER
-    return math.exp(stated["low"] * wider), math.exp(stated["high"] * wider)
+    stated = read("constants.toml")["interval"][
+        "known" if is_measured(served.engine, served.device.generation) else "unseen"
+    ]
+    return math.exp(stated[kind]["low"]), math.exp(stated[kind]["high"])
 
 
 def _estimate(value: float, kind: str, served: Served, basis: str, rate: bool = False) -> Estimate:
