@@ -7,7 +7,7 @@
 A constant is `base` plus the effects that apply, then a logistic function (fractions of a nominal rate) or an
 exponential (seconds, counts). Effects are fitted with a penalty on their size, so that what few measurements support
 stays near the base, and an engine or a generation that nobody measured takes the base (`benchmarks/fit_serving.py`,
-`constants.toml`; data: `docs/serving-record.md`).
+`constants.toml`; data: `docs/plan-serving.md`).
 """
 
 from __future__ import annotations
