@@ -214,9 +214,9 @@ def write(problem: Problem, x: np.ndarray, stated: dict[str, Any]) -> None:
     document["evidence"] = {"engines": engines, "pairs": pairs, "rows": len(problem.runs)}
     document["interval"] = stated
     head = (
-        "# Made by benchmarks/fit_serving.py from published measurements (docs/plan-serving.md). Bases and effects: logits\n"
-        "# of fractions, natural logarithms of the rest. Intervals: ln(measured / planned); known: 1.6 x those of these\n"
-        "# rows, assumed; unseen: of groups left out of the fit.\n\n"
+        "# Made by benchmarks/fit_serving.py from published measurements (docs/plan-serving.md). Bases and effects:\n"
+        "# logits of fractions, natural logarithms of the rest. Intervals: ln(measured / planned), 1.6 times those of\n"
+        "# these rows (known: assumed), or of groups left out of the fit (unseen).\n\n"
     )
     (FOLDER / "constants.toml").write_text(head + tomli_w.dumps(document), encoding="utf-8")
 

@@ -11,6 +11,7 @@ the cache holds. Columns are described in `docs/validate.md`.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 from ironlaw.catalog.accelerators import Accelerator, accelerator
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
+from ironlaw.files import read_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.demand import Demand, demand_of
 from ironlaw.plan.serving.rates import LATEST, Rates, ServingEngine, rates_of, serving_engine
@@ -71,10 +73,9 @@ def is_serving(header: Iterable[str]) -> bool:
 def serving_rows(path: Path) -> list[dict[str, str]] | None:
     """The rows of a CSV file of measured serving; None where its columns are those of training, or it is unreadable."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            return list(reader) if is_serving(reader.fieldnames or ()) else None
-    except (OSError, UnicodeDecodeError, csv.Error):
+        reader = csv.DictReader(io.StringIO(read_text(path, "CSV"), newline=""))
+        return list(reader) if is_serving(reader.fieldnames or ()) else None
+    except (UserError, OSError, csv.Error):
         return None  # the reader of training runs says what is wrong
 
 
