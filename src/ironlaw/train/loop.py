@@ -120,6 +120,7 @@ class Trainer:
         self.say = say or (lambda message: None)
         self.device = torch.device(profile.device)
         self.precision: str = plan.decided.precision
+        self.about: dict[str, Any] = {}  # for the index of checkpoints: of adapters, their base
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
@@ -145,6 +146,7 @@ class Trainer:
         self.one_step = Step(config, self.plan, self.profile, self.device, fresh=start is None)
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.average = self.one_step.average
+        self.about = self.one_step.about
         self.attention = attention_kernel(self.model, config, self.device, self.precision)
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
@@ -378,7 +380,7 @@ class Trainer:
                 self.states,
                 validation_loss,
                 turns=len(self.recovery.turns),
-                **self.one_step.about,
+                **self.about,
             )
         if self.device.type == "cpu" and self.step < self.config.train.steps:  # the next steps run beside it
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
