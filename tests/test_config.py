@@ -46,7 +46,7 @@ def test_examples_load(path: Path) -> None:
         ({"model": MODEL, "train": 3}, "train = 3: input should be"),
         ({"model": MODEL, "train": {"steps": 0}}, "train.steps = 0: input should be greater than 0"),
         ({"model": MODEL, "train": {"steps": 1.5}}, "train.steps = 1.5"),
-        ({"model": MODEL, "train": {"precision": "fp4"}}, "'auto', 'fp32'"),
+        ({"model": MODEL, "train": {"precision": "fp4"}}, "did you mean nvfp4"),
         ({"model": MODEL | {"heads": 5}}, "use heads = 4 or give head_size"),
         ({"model": MODEL | {"heads": 8, "kv_heads": 3}}, "use kv_heads = 2"),
         ({"model": {"name": "gpt2", "layers": -1}}, "model.layers = -1: input should be greater than 0"),

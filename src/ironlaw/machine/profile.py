@@ -71,6 +71,8 @@ class MatmulFit:
         return self.fixed_seconds + flops * (self.seconds_per_flop + self.per_m / m + self.per_n / n + self.per_k / k)
 
     def at(self, m: int, n: int, k: int) -> float:
+        if not (m and n and k):  # an empty product costs its call
+            return self.fixed_seconds
         return self.law(m, n, k) * math.exp(self._correction(m, n, k))
 
     def _correction(self, m: int, n: int, k: int, leave_out: int | None = None) -> float:
