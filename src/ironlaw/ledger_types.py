@@ -23,7 +23,7 @@ NUMBERS = (
     "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "forwards_per_step",
     "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
     "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "peak_bytes", "processor_throttled",
-    "profiled_seconds", "profiled_step_seconds", "rank", "ranks_per_host", "recomputed_seconds", "reserved_bytes",
+    "profiled_step_seconds", "rank", "ranks_per_host", "recomputed_seconds", "reserved_bytes",
     "rollbacks", "sequence", "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred",
     "threads", "tokens_per_micro_batch", "world_size",
 )  # fmt: skip
@@ -55,7 +55,7 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(NUMBERS, Number),
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
-        **dict.fromkeys(("rank_own_seconds", "rank_removable_seconds"), list[Number]),
+        **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
         **dict.fromkeys(("retained_graphs", "zeroed_gradients"), at),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         "float64": _record(saved=Number, place=text),

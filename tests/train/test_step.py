@@ -266,9 +266,7 @@ def test_validation_in_other_units_and_with_averaged_weights(
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        ({"precision": "tf32"}, 'use train.precision = "fp32"'),
-        ({"precision": "fp8"}, 'use train.precision = "bf16"'),
-        ({"precision": "mxfp8"}, 'use train.precision = "bf16"'),
+        ({"precision": "tf32"}, 'use "fp32"'),
         ({"compile": "graphs"}, 'use train.compile = "on"'),
         ({"offload": "activations"}, 'use "none"'),
         ({"offload": "both"}, 'use "none"'),
