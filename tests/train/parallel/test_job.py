@@ -76,7 +76,7 @@ def test_ranks_go_on_from_one_process_and_start_from_its_weights(
     known_links: None,
 ) -> None:  # fmt: skip
     config = tiny_file(
-        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, schedule={"warmup_steps": 4},
+        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, schedule={"kind": "constant", "warmup_steps": 2},
         evaluation={"every": 4},
     )  # fmt: skip
 
