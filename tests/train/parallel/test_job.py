@@ -76,8 +76,8 @@ def test_ranks_go_on_from_one_process_and_start_from_its_weights(
     known_links: None,
 ) -> None:  # fmt: skip
     config = tiny_file(
-        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, schedule={"kind": "constant", "warmup_steps": 2},
-        evaluation={"every": 4},
+        MODEL, layout={}, train={"micro_batch": 2, "average_decay": 0.8}, evaluation={"every": 4},
+        schedule={"kind": "constant", "warmup_steps": 2},
     )  # fmt: skip
 
     def on_two(out: Path, resume: bool = False, **settings: Any) -> None:
