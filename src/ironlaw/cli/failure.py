@@ -140,9 +140,8 @@ def _end_torchrun() -> None:
     """End the torchrun that started this rank, without a word.
 
     It would start a job again that is refused again, as often as it may, and print its own stack and a table of ranks
-    under every refusal, 48 lines. Told to stop (SIGTERM, SIGINT, SIGHUP, SIGQUIT) it prints 36, whatever its log level;
-    an error file is printed on top of them. SIGUSR1 it leaves to the system, which ends it, unless whoever started it
-    wants it handled (`--signals-to-handle`): then it stops its ranks in order.
+    under every refusal. Told to stop by SIGTERM it prints 36 lines (measured). SIGUSR1 it leaves to the system, which
+    ends it, unless whoever started it wants it handled (`--signals-to-handle`).
     """
     agent = _torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if agent is not None:
