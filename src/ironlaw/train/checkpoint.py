@@ -173,9 +173,9 @@ def check_none_lost(run: RunDirectory) -> None:
     its metrics. A run that was killed before its first checkpoint was complete has nothing to lose."""
     metrics = run.metrics()
     taken = [entry["step"] for entry in metrics if "checkpoint_seconds" in entry]
-    torn = any(run.checkpoints.glob(".*.partial"))  # killed while it was written
-    # A copy waits until the one before it is on the disk: of two, the first was complete.
-    complete_ones = len(taken) > 1 or (taken and not torn and metrics[-1]["step"] > taken[0])
+    # A copy waits until the one before it is on the disk: of two, the first was complete. A single one may have been
+    # on its way when the run was killed, some steps later: what was complete left a note.
+    complete_ones = len(taken) > 1 or run.last_checkpoint_file.is_file()
     sessions = read_sessions(run.sessions_file)
     resumed = any(session.from_step or str(session.how).startswith(("done", "SIG")) for session in sessions)
     if complete(run.checkpoints) or complete_ones or resumed:

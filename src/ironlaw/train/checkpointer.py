@@ -28,11 +28,12 @@ from torch import nn
 
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
-from ironlaw.files import read_json
+from ironlaw.files import read_json, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
+from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
 
 NICENESS = 10  # the writer hashes and copies on a core that a CPU run trains on: the step goes first
@@ -162,6 +163,7 @@ class Checkpointer:
             files = {name: digest for rank in everybodys for name, digest in rank.items()}
             index = disk.write_index(partial, taken.about | {"sha256": files})
             disk.publish(partial, final)
+            write_text(RunDirectory(self.folder.parent).last_checkpoint_file, f"{taken.step}\n")
             self.last = Checkpoint(final, taken.step, taken.about["tokens"], index)
             self._drop_old()
 

@@ -66,6 +66,11 @@ class RunDirectory:
         return self.path / "adapter"
 
     @property
+    def last_checkpoint_file(self) -> Path:
+        """The step of the newest checkpoint that was ever complete: says that there was one when all are gone."""
+        return self.path / "last_checkpoint"
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.html"
 
