@@ -159,7 +159,7 @@ def test_the_run_directory_holds_the_run(tiny_config: Config, train: Train, tmp_
     outcome = train(config, run)
     names = {path.name for path in run.iterdir()}
     files = {"config.toml", "plan.json", "ledger.json", "metrics.jsonl", "sessions.jsonl", "profile.json"}
-    assert names == files | {"checkpoints", "tokenizer.json"}
+    assert names == files | {"checkpoints", "last_checkpoint", "tokenizer.json"}
     assert load_config(run) == config
     assert Ledger.load(run / "ledger.json").to_json() == json.loads(json.dumps(outcome.ledger.to_json()))
     assert Ledger.load(run / "plan.json").side == "plan"
