@@ -8,13 +8,12 @@ number_format("mxfp8").peak, number_format("mxfp8").rate_of
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
-from ironlaw.catalog.figures import DATA, source, unknown
+from ironlaw.catalog.figures import read_toml, source, unknown
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class NumberFormat:
 @cache
 def number_formats() -> dict[str, NumberFormat]:
     """All formats, in the order of the file."""
-    tables = tomllib.loads((DATA / "formats.toml").read_text(encoding="utf-8"))
+    tables = read_toml("formats.toml")
     return {name: _read(name, table, tables) for name, table in tables.items()}
 
 

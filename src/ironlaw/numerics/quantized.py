@@ -20,7 +20,7 @@ from torch import Tensor
 from ironlaw.catalog.formats import NumberFormat, number_format
 from ironlaw.errors import UserError
 from ironlaw.numerics.packing import pack, unpack
-from ironlaw.numerics.rounding import Rounding, code_values, decode, encode, generator_of, round_to
+from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, round_to
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Quantized:
 
     def _scale(self) -> Tensor:
         assert self.scales is not None
-        return scaled_up(_decode_scale(self.scales, number_format(self.format.scale)), self.tensor_scale)
+        return scaled_up(decode(self.scales, number_format(self.format.scale)), self.tensor_scale)
 
 
 def quantize(
@@ -177,7 +177,7 @@ def block_scales(
         exponent = torch.frexp(largest).exponent - 1 - element.greatest_exponent
         exponent = torch.where(largest == 0, -kept.bias, exponent).clamp(-kept.bias, kept.bias)
         codes = torch.where(finite, exponent + kept.bias, 255).to(torch.uint8)
-        return _decode_scale(codes, kept), codes, None
+        return decode(codes, kept), codes, None
     if format.rule == "signed":
         assert element.integers is not None
         low = blocks.amin((1, 3))
@@ -213,10 +213,6 @@ def _scaled(blocks: Tensor, scale: Tensor, tensor_scale: Tensor | None) -> Tenso
     if tensor_scale is None:
         return blocks / scale[:, None, :, None]
     return blocks * ((1.0 / tensor_scale) / scale)[:, None, :, None]
-
-
-def _decode_scale(codes: Tensor, format: NumberFormat) -> Tensor:
-    return codes.float() if format.bits > 8 else code_values(format, codes.device)[codes.int()]
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:

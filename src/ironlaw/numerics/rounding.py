@@ -38,8 +38,8 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
     assert format.mantissa_bits is not None
     if format.exponent_bits == 8 and format.sign:
         return _shorten(x, format, generator)
-    if format.special == "none" and bool(x.isnan().any()):
-        raise UserError(f"{format.name} has no NaN, and the tensor holds one: use bf16, or find where it comes from")
+    if format.special == "none":
+        _refuse_nan(x, format)
     # By the bits of fp32: frexp and ldexp take twenty times as long as a product.
     exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too small of 0 and subnormals: raised next
     shift = exponent.clamp_(min=format.least_exponent) - format.mantissa_bits
@@ -78,10 +78,14 @@ def _shorten(x: Tensor, format: NumberFormat, generator: torch.Generator | None)
     return torch.where(x.isfinite(), kept.view(torch.float32), x)
 
 
-def _to_values(x: Tensor, format: NumberFormat, generator: torch.Generator | None) -> Tensor:
-    table = torch.tensor(format.values, device=x.device)
+def _refuse_nan(x: Tensor, format: NumberFormat) -> None:
     if bool(x.isnan().any()):
         raise UserError(f"{format.name} has no NaN, and the tensor holds one: use bf16, or find where it comes from")
+
+
+def _to_values(x: Tensor, format: NumberFormat, generator: torch.Generator | None) -> Tensor:
+    table = torch.tensor(format.values, device=x.device)
+    _refuse_nan(x, format)
     above = torch.searchsorted(table, x.contiguous()).clamp(1, len(table) - 1)
     low, high = table[above - 1], table[above]
     if generator is None:

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.plan.measured.inference import MEASURES, ServingRun, predict
-from ironlaw.plan.serving.files import read
-from ironlaw.plan.serving.rates import is_measured
+from ironlaw.plan.serving.rates import interval_of
 
 BASELINE_MEMORY, BASELINE_PEAK = 0.6, 0.4
 
@@ -63,9 +62,7 @@ def _between(value: float, name: str, run: ServingRun) -> list[float]:
             kind = "unlimited"
     if kind == "prompt" and not run.together:
         kind = "first"
-    seen = "known" if is_measured(run.engine, run.device.generation) else "unseen"
-    stated = read("constants.toml")["interval"][seen]
-    ends = sorted(value * math.exp(sign * stated[kind][end]) for end in ("low", "high"))
+    ends = sorted(value * math.exp(sign * end) for end in interval_of(run.engine, run.device.generation, kind))
     return [float(end) for end in ends]
 
 

@@ -15,8 +15,7 @@ from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.stored_formats import stored_format
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.serving.files import read
-from ironlaw.plan.serving.rates import ServingEngine, is_measured
+from ironlaw.plan.serving.rates import ServingEngine, interval_of, is_measured
 from ironlaw.plan.serving.request import ServeRequest
 from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, play
 from ironlaw.plan.serving.steady import unlimited
@@ -25,7 +24,6 @@ from ironlaw.plan.serving.timing import (
     WORKSPACE_BYTES,
     System,
     decode_seconds,
-    pass_parts,
     prompt_seconds,
     room_tokens,
 )
@@ -83,13 +81,11 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
     if not ledger.facts["fits"]:
         return ledger
     one = replace(request, rate=request.rate / served.layout.replicas if request.rate else None)
-    alone = request.rate is None and request.concurrency is None
     played = play(served.system, one, served.kv_tokens, served.most_requests(request), budget=served.budget, seed=seed)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
     ledger.facts["preemptions"] = played.preemptions
-    ledger.facts["alone"] = alone
     ledger.facts["limits"] = _limits(played, request, served.layout.replicas)
     ledger.facts["binds"] = _binds(played, served, one)
     return ledger
@@ -98,10 +94,8 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
 def interval(kind: str, served: Served) -> tuple[float, float]:
     """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, first (token, under
     load), requests, unlimited."""
-    stated = read("constants.toml")["interval"][
-        "known" if is_measured(served.engine, served.device.generation) else "unseen"
-    ]
-    return math.exp(stated[kind]["low"]), math.exp(stated[kind]["high"])
+    low, high = interval_of(served.engine, served.device.generation, kind)
+    return math.exp(low), math.exp(high)
 
 
 def _estimate(value: float, kind: str, served: Served, basis: str, rate: bool = False) -> Estimate:
@@ -247,8 +241,3 @@ def _binds(played: Played, served: Served, request: ServeRequest) -> dict[str, A
     }
     share = played.seconds.get(name, 0.0) / total if total else 0.0
     return {"name": name, "share": share, "words": words[name]}
-
-
-def parts_alone(served: Served, request: ServeRequest) -> dict[str, float]:
-    """Seconds of one token of one request alone, by what they are spent on."""
-    return {name: float(value) for name, value in pass_parts(served.system, 1.0, float(request.length)).items()}

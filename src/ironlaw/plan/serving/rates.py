@@ -158,6 +158,14 @@ def is_measured(engine: ServingEngine, generation: str) -> bool:
     return engine.key in known["engines"] and any(name.startswith(pair) for name in known["pairs"])
 
 
+def interval_of(engine: ServingEngine, generation: str, kind: str) -> tuple[float, float]:
+    """Natural logarithms of measured over planned seconds between which 80% lie; `kind`: decode, prompt, first (token,
+    under load), requests, unlimited."""
+    seen = "known" if is_measured(engine, generation) else "unseen"
+    stated = read("constants.toml")["interval"][seen][kind]
+    return stated["low"], stated["high"]
+
+
 def link(name: str, total: Number) -> Number:
     """From a sum of effects to the constant."""
     return 1.0 / (1.0 + np.exp(-total)) if name in FRACTIONS else np.exp(total)

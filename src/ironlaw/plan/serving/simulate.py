@@ -44,7 +44,6 @@ class Played:
 
     ttft_seconds: dict[str, float] = field(default_factory=dict)
     tpot_seconds: dict[str, float] = field(default_factory=dict)
-    queue_seconds: float = 0.0
     output_tokens_per_second: float = 0.0
     requests_per_second: float = 0.0
     decode_batch: float = 0.0  # mean sequences of steps that decode

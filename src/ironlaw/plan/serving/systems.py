@@ -6,7 +6,7 @@ system = system_of(ModelConfig.named("llama3-70b"), accelerator("h100-sxm-80gb")
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.stored_formats import stored_format
@@ -117,7 +117,3 @@ def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats) -
     if narrow in ("int8-w8a8-dynamic", "int8_sq"):
         return peaks.get("int8", wide)
     return wide
-
-
-def with_rates(system: System, rates: Rates) -> System:
-    return replace(system, rates=rates)
