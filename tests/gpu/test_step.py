@@ -13,7 +13,7 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.train.loop import Outcome
-from ironlaw.train.precision import NEEDS
+from ironlaw.train.precision import in_hardware
 
 pytestmark = pytest.mark.gpu
 Config, Train, Losses = Callable[..., RunConfig], Callable[..., Outcome], Callable[[Path], list[float]]
@@ -22,10 +22,6 @@ LLAMA: dict[str, Any] = {
     "kv_heads": 2, "ffn": 256, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
-
-
-def capable(precision: str) -> bool:
-    return torch.cuda.get_device_capability() >= NEEDS.get(precision, (0, 0))
 
 
 @pytest.mark.parametrize("model", [None, LLAMA], ids=["gpt", "llama"])
@@ -43,13 +39,14 @@ def test_fp32_is_the_cpus(
 def test_other_precisions_are_near(
     precision: str, config: Config, train: Train, losses: Losses, tmp_path: Path, device: torch.device
 ) -> None:
-    if precision in ("fp8", "mxfp8"):
-        pytest.importorskip("torchao")
-    if not capable(precision):
-        with pytest.raises(UserError, match="compute capability"):
+    hardware = in_hardware(precision, device)
+    if precision == "tf32" and not hardware:
+        with pytest.raises(UserError, match="newer NVIDIA GPU"):
             train(config(train={"precision": precision}), tmp_path / "here")
         return
-    compile_ = "on" if precision in ("fp8", "mxfp8") else "off"
+    if precision in ("fp8", "mxfp8") and hardware:
+        pytest.importorskip("torchao")
+    compile_ = "on" if precision in ("fp8", "mxfp8") and hardware else "off"
     train(config(LLAMA), tmp_path / "fp32")
     train(config(LLAMA, train={"precision": precision, "compile": compile_}), tmp_path / "here")
     assert losses(tmp_path / "here") == pytest.approx(
