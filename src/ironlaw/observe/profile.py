@@ -25,6 +25,7 @@ from ironlaw.model.packed import Int8Linear, PackedLinear, PackedNorm
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
 RECOMPUTE_SCOPE = "ironlaw.recompute"
+NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
@@ -152,6 +153,10 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     return names
 
 
+def native_scope(name: str) -> Any:
+    return record_function(NATIVE + name)
+
+
 @contextmanager
 def named_modules_recorded(model: nn.Module) -> Iterator[None]:
     """Push a scope around every module's forward while recording; removed afterwards."""
@@ -248,7 +253,7 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
-    operation = span.name.removeprefix("aten::").removeprefix("mkldnn::")
+    operation = span.name.removeprefix("aten::").removeprefix("mkldnn::").removeprefix(NATIVE)
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
