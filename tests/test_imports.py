@@ -20,7 +20,7 @@ BASE = ("catalog", "config", "cores", "data", "errors", "files", "ledger", "mode
 ROOMS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
-    "serve": ("train", "observe", "machine", *BASE),  # runs are loaded as training saved them
+    "serve": ("train", "observe", "machine", "numerics", *BASE),  # runs are loaded as training saved them
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
