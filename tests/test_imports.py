@@ -16,7 +16,7 @@ import ironlaw
 PACKAGE = Path(ironlaw.__file__).parent
 
 # From the top down: a room imports only from rows below its own.
-BASE = ("catalog", "config", "cores", "data", "errors", "files", "ledger", "model", "schema", "units")
+BASE = ("catalog", "config", "cores", "data", "errors", "files", "kernels", "ledger", "model", "schema", "units")
 ROOMS: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
     "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
@@ -31,7 +31,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine
     "data": ("cores", "files", "schema", "errors", "units"),
-    "model": ("catalog", "files", "schema", "errors"),
+    "model": ("catalog", "files", "kernels", "schema", "errors"),
+    "kernels": (),  # C, and what calls it
     "ledger": ("ledger_types", "files", "errors"),
     "ledger_types": ("errors",),
     "catalog": ("errors",),

@@ -1,6 +1,6 @@
 """Ironlaw: plan, run and explain transformer training."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

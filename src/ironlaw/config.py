@@ -283,10 +283,15 @@ class RunConfig(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
+EXAMPLES = Path(__file__).parent / "examples"
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (or a run directory's `config.toml`) and apply `section.key=value` overrides."""
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
+    if not path.is_file() and path.parent == Path("examples"):  # the wheel brings them, whatever the folder it is in
+        path = EXAMPLES / path.name
     if not path.is_file():
         raise UserError(f"no config file at {path}: write one like examples/gpt-tiny.toml, or check the path")
     document = read_toml(path)

@@ -67,6 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, list[l
         {"speculation": "ngram"},
         {"speculation": "ngram", "blocks": 24, "token_budget": 9},
         {"block": 1},
+        {"compiled": False, "blocks": 24},
         {"policy": "priority"},
     ],
     ids=str,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ironlaw.kernels.native import Native
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
@@ -34,6 +35,8 @@ class PackedLinear(ReadOnlyLinear):
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self.product = torch.ops.mkldnn._linear_pointwise.default
+        self.product_times = torch.ops.mkldnn._linear_pointwise.binary
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), _ROWS)
         self.bytes = _bytes(self.packed)
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
@@ -43,9 +46,8 @@ class PackedLinear(ReadOnlyLinear):
         by."""
         x = x if x.dtype is self.dtype else x.to(self.dtype)
         if times is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, times, self.packed, self.bias, "mul")
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
-        return product
+            return self.product_times(x, times, self.packed, self.bias, "mul")
+        return self.product(x, self.packed, self.bias, name, [], algorithm)
 
 
 class PackedFeedForward(nn.Module):
@@ -66,19 +68,25 @@ class PackedFeedForward(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """RMSNorm in five operations: on a CPU PyTorch composes it from ten, which for a few rows is all it costs."""
+    """RMSNorm in one compiled operation, or in five: on a CPU PyTorch composes it from ten, which for a few rows is all
+    it costs."""
+
+    native: Native | None = None
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__()
         size = norm.normalized_shape[-1]
         self.weight = None if norm.weight is None else norm.weight.detach()
         self.share = 1.0 / size
-        self.register_buffer("eps", torch.tensor(torch.finfo(torch.float32).eps if norm.eps is None else norm.eps))
+        self.eps_value = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        self.register_buffer("eps", torch.tensor(self.eps_value))
 
     eps: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
+        if self.native is not None:
+            return self.native.norm(x.contiguous(), self.weight, self.eps_value)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         x = x * torch.addcmul(self.eps, length, length, value=self.share).rsqrt_()
         return x if self.weight is None else x.mul_(self.weight)
@@ -115,8 +123,10 @@ def pack(model: Transformer, weights: str) -> int:
                 module.to(dtype)
     modules = list(model.modules())
     own = sum(m.bytes for m in modules if isinstance(m, ReadOnlyLinear))
-    others = [m for m in modules if not isinstance(m, ReadOnlyLinear)]
-    return own + sum(_bytes(t) for m in others for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+    others = [
+        t for m in modules if not isinstance(m, ReadOnlyLinear) for t in (*m.parameters(False), *m.buffers(False))
+    ]
+    return own + sum(map(_bytes, others))
 
 
 def _fuses(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Linear layers that are only read, whose weights stay in codes: the kernel is chosen by format and device.
 
-    int8, a scale a row    fbgemm's integer products; inputs in 8 bits too, one scale a token, whatever tokens come beside
+    int8, a scale a row    fbgemm's integer products; inputs in 8 bits too, with a scale a token
     int4, a scale per 32   PyTorch's kernel that widens the weights in registers; inputs in bf16, and a bf16 scale
 
 Where no kernel has a format, `quantized_linear` gives None: the layer is dequantised when it is read, and multiplies as

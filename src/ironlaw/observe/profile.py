@@ -25,12 +25,22 @@ from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
 RECOMPUTE_SCOPE = "ironlaw.recompute"
+NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
-    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise",
-        "linear_dynamic", "_weight_int4pack_mm_for_cpu"),
+    Kind.MATMUL: (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_int_mm",
+        "_scaled_mm",
+        "_linear_pointwise",
+        "linear_dynamic",
+        "_weight_int4pack_mm_for_cpu",
+    ),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
@@ -153,6 +163,10 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     return names
 
 
+def native_scope(name: str) -> Any:
+    return record_function(NATIVE + name)
+
+
 @contextmanager
 def named_modules_recorded(model: nn.Module) -> Iterator[None]:
     """Push a scope around every module's forward while recording; removed afterwards."""
@@ -249,7 +263,9 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
-    operation = span.name.removeprefix("aten::").removeprefix("mkldnn::").removeprefix("quantized::")
+    operation = (
+        span.name.removeprefix("aten::").removeprefix("mkldnn::").removeprefix("quantized::").removeprefix(NATIVE)
+    )
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views

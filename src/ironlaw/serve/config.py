@@ -26,6 +26,7 @@ class ServeConfig(BaseModel):
     weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
     kv: Literal["auto", "fp32", "bf16", "fp8", "int8"] = "auto"  # auto: as the weights' products
     threads: int | None = Field(None, gt=0)  # of a CPU; auto: one for small models, else all cores
+    compiled: bool = True  # attention and norms of a CPU's decode step in C, where there is a compiler
     context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given
 
     block: int = Field(16, gt=0)  # tokens per page of keys and values

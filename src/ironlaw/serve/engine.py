@@ -60,14 +60,12 @@ class Engine:
             )
         self.blocks = Blocks(count, config.block, config.share_prefixes)
         self.scheduler = Scheduler(config, self.blocks)
-        self.runner = Runner(served.model, count, config.block, served.kv, served.device, served.autocast)
+        self.runner = Runner(served, count, config.block, config.compiled)
         self.proposer: Proposer | None = None
         if config.speculation == "ngram":
             self.proposer = NGram(config.ngram, config.drafted)
         elif served.draft is not None:
-            draft = served.draft
-            runner = Runner(draft.model, count, config.block, draft.kv, served.device, draft.autocast)
-            self.proposer = DraftModel(runner, config.drafted)
+            self.proposer = DraftModel(Runner(served.draft, count, config.block, config.compiled), config.drafted)
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
         self.is_draining = False

@@ -100,7 +100,9 @@ class Source:
         return model.eval()
 
 
-def open_source(path: Path, data: str | None, say: Callable[[str], None], check: Callable[[Transformer], None]) -> Source:
+def open_source(
+    path: Path, data: str | None, say: Callable[[str], None], check: Callable[[Transformer], None]
+) -> Source:
     """UserError, before anything is computed, where the source and `data` do not go together or `check` has one."""
     config = _config(path, data)
     found = disk.newest_of(path) if RunDirectory(path).is_run else None
@@ -221,9 +223,7 @@ def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:
         yield torch.cat([torch.from_numpy(source.batch(4 * step + number).inputs) for number in range(4)])
 
 
-def _write(
-    out: Path, source: Source, store: QuantizedFiles, taken: dict[str, Tensor], result: Compressed
-) -> None:
+def _write(out: Path, source: Source, store: QuantizedFiles, taken: dict[str, Tensor], result: Compressed) -> None:
     config, found = source.config, source.found
     with complete_or_nothing(out) as partial:
         run = RunDirectory(partial)
