@@ -105,13 +105,11 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     kernels = quantize_layers(model, {n: w for n, w in held.items() if asked in (None, _format(w))}, asked)
     unknown = kernels.pop("", 0)
     formats = sorted({asked} if asked else {_format(weight) for weight in held.values()})
-    if not kernels:
-        weights = wide if config.weights == "auto" or asked else config.weights
-    else:
-        weights = "+".join(formats)
+    wide = config.weights if config.weights in ("fp32", "bf16") else wide
+    weights = "+".join(formats) if kernels else wide
     note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
     kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
-    size = pack(model, wide if kernels else weights)
+    size = pack(model, wide)
     return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
 
 
