@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "api": ("cli", "serve", "explain", "train", "observe", "plan", "machine", "report", *BASE),
     "__main__": ("cli",),
     "cli": ("serve", "explain", "train", "observe", "plan", "workload", "machine", "numerics", "report", *BASE),
-    "serve": ("train", "observe", "machine", *BASE),  # runs are loaded as training saved them
+    "serve": ("train", "observe", "machine", "numerics", *BASE),  # runs are loaded as training saved them
     "explain": ("train", "observe", "plan", "workload", "machine", *BASE),
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan

@@ -103,11 +103,10 @@ def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | No
         return {}, f"not planned: {error}"
     notes = []
     if facts.get("threads") not in (None, profile.threads) and not passes:
-        notes.append(
-            f"planned for {profile.threads} threads, off by up to their ratio: the server had {facts['threads']}"
-        )
+        ratio = f"the server had {facts['threads']}: it may be off by their ratio"
+        notes.append(f"planned for {profile.threads} threads, {ratio}")
     if weights not in profile.matmul and not passes:
-        notes.append(f"planned in {clock.precision}: {weights} products were not measured")
+        notes.append(f"{weights} products were not measured: {clock.precision}'s, by the bytes read")
     return {p: s / len(steps) for p, s in sums.items() if not math.isnan(s)}, "; ".join(notes)
 
 
@@ -184,7 +183,7 @@ def _bandwidth(run: Ledger) -> Finding | None:
         return None
     told = f"{2 * pairs[0][0]} requests at once take {pairs[0][1]:.2f} times as long as {pairs[0][0]}: weights are read"
     gain = share * (1 - pairs[0][1] / 2)
-    return Finding("bandwidth", told, "more requests at once, weights of fewer bits (serve.weights=int8), speculation",
+    return Finding("bandwidth", told, "more requests at once, fewer bits (serve.weights=int8 or int4), speculation",
                    share, gain, "measured: twice the batch, time per token")  # fmt: skip
 
 

@@ -20,8 +20,17 @@ _ROWS = 16  # that the packed layout is chosen for
 _FUSED = {"silu": ("swish", ""), "relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
-class PackedLinear(nn.Module):
-    """A linear layer without gradients; its weight is oneDNN's."""
+class ReadOnlyLinear(nn.Module):
+    """A linear layer without gradients, whose weight a library keeps in a layout of its own.
+
+    bytes: of that layout.
+    """
+
+    bytes: int
+
+
+class PackedLinear(ReadOnlyLinear):
+    """Its weight is oneDNN's."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,6 +38,7 @@ class PackedLinear(nn.Module):
         self.product = torch.ops.mkldnn._linear_pointwise.default
         self.product_times = torch.ops.mkldnn._linear_pointwise.binary
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), _ROWS)
+        self.bytes = _bytes(self.packed)
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
     def forward(self, x: Tensor, name: str = "none", algorithm: str = "", times: Tensor | None = None) -> Tensor:
@@ -82,49 +92,28 @@ class PackedNorm(nn.Module):
         return x if self.weight is None else x.mul_(self.weight)
 
 
-class Int8Linear(nn.Module):
-    """Weights in int8 with one scale per output; products in bf16 (PyTorch's kernel for CPUs has no other)."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach().float()
-        scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(torch.bfloat16)
-        self.register_buffer("scale", scale)
-        self.register_buffer("weight", (weight / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8))
-        self.bias = None if linear.bias is None else linear.bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2).to(torch.bfloat16)
-        product = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1).to(x.dtype)
-        return product if self.bias is None else product + self.bias.to(x.dtype)
-
-
 def pack(model: Transformer, weights: str) -> int:
-    """Replace the linear layers of a model in place; `weights`: fp32, bf16 or int8. Returns the bytes it holds then.
+    """Replace the linear layers of a model in place; `weights`: fp32 or bf16. Returns the bytes it holds then.
 
-    A packed model is left as it is.
+    Layers that are packed or quantised already are left as they are.
     """
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     on_cpu = next(model.parameters()).device.type == "cpu"
-    packs = on_cpu and torch.backends.mkldnn.is_available() and weights != "int8"
+    packs = on_cpu and torch.backends.mkldnn.is_available()
     for parent in list(model.modules()):
-        if packs and isinstance(parent, FeedForward) and parent.activation in _FUSED:
+        if packs and _fuses(parent):
             continue  # replaced as a whole
         for name, child in list(parent.named_children()):
             if isinstance(child, ExpertLinear | nn.Embedding) and weights == "bf16":
                 child.to(dtype)
             if on_cpu and isinstance(child, nn.RMSNorm):
                 setattr(parent, name, PackedNorm(child))
-            if packs and isinstance(child, FeedForward) and child.activation in _FUSED:
+            if packs and _fuses(child):
+                assert isinstance(child, FeedForward)
                 setattr(parent, name, PackedFeedForward(child, dtype))
             if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
                 continue
-            if weights == "int8":
-                setattr(parent, name, Int8Linear(child))
-            elif packs and isinstance(child, Linear):
+            if packs and isinstance(child, Linear):
                 setattr(parent, name, PackedLinear(child, dtype))
             else:
                 child.to(dtype)
@@ -133,10 +122,16 @@ def pack(model: Transformer, weights: str) -> int:
             if isinstance(module, nn.Linear):
                 module.to(dtype)
     modules = list(model.modules())
-    packed = sum(_bytes(m.packed) for m in modules if isinstance(m, PackedLinear))
-    return packed + sum(
-        _bytes(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-    )
+    own = sum(m.bytes for m in modules if isinstance(m, ReadOnlyLinear))
+    others = [
+        t for m in modules if not isinstance(m, ReadOnlyLinear) for t in (*m.parameters(False), *m.buffers(False))
+    ]
+    return own + sum(map(_bytes, others))
+
+
+def _fuses(module: nn.Module) -> bool:
+    """Whether the whole of a network can be oneDNN's."""
+    return isinstance(module, FeedForward) and module.activation in _FUSED and isinstance(module.up, Linear)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.ledger import Phase
+from ironlaw.catalog.formats import number_format
+from ironlaw.ledger import Kind, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
@@ -24,15 +25,20 @@ from ironlaw.plan.machines import MeasuredMachine, measured_precision
 from ironlaw.workload.serving import Chunk, forward_pass
 
 LENGTHS = 64  # tokens: passes behind caches of nearly the same length take the same time
+ROWS_READ = 32  # products of fewer are bound by reading the weights; with more, few bits save nothing
 
 
 class MeasuredClock:
-    """`precision`: of the products; `passes`: as `serve/warmup.py` notes them."""
+    """`weights`: the format they are held in. Of one that this machine was not measured in, products take as long as
+    in `precision`, and those of few rows as much less as there are fewer bytes to read. `passes`: as
+    `serve/warmup.py` notes them."""
 
     def __init__(
-        self, model: ModelConfig, profile: Profile, precision: str, passes: Sequence[Mapping[str, Any]] = ()
+        self, model: ModelConfig, profile: Profile, weights: str, passes: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        self.model, self.precision = model, measured_precision(precision, profile)
+        self.model, self.precision = model, measured_precision(weights, profile)
+        width = number_format(self.precision).bytes_per_element()
+        self.read = min(1.0, number_format(weights).bytes_per_element(weight=True) / width)
         self.machine = MeasuredMachine(profile, interference.typical(profile), whole_steps=False)
         self.known: dict[tuple[int, int, int, int], dict[str, float]] = {}
         self.passes = {phase: sorted((p for p in passes if p["phase"] == phase), key=lambda p: float(p["tokens"]))
@@ -66,6 +72,10 @@ class MeasuredClock:
         return float(np.interp(math.log(max(tokens, 1)), at, values)) if at else 1.0
 
     def _seconds(self, chunks: list[Chunk]) -> float:
-        operations = forward_pass(self.model, chunks, precision=self.precision).operations()  # type: ignore[arg-type]
-        dispatch = self.machine.dispatch_seconds(Phase.FORWARD)
-        return sum((self.machine.time(op, self.precision).seconds + dispatch) * times for op, times in operations)
+        total, dispatch = 0.0, self.machine.dispatch_seconds(Phase.FORWARD)
+        for op, times in forward_pass(self.model, chunks, precision=self.precision).operations():  # type: ignore[arg-type]
+            seconds = self.machine.time(op, self.precision).seconds
+            if op.kind is Kind.MATMUL and op.matmul is not None and op.matmul[0] < ROWS_READ:
+                seconds *= self.read
+            total += (seconds + dispatch) * times
+        return total
