@@ -95,6 +95,8 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
             not_tested.append(rule.name)
         elif value >= rule.threshold:
             sentence, figures = rule.says(evidence, value)
+            place = (evidence.fact("places") or {}).get(rule.name)
+            figures = figures if place is None or place in figures else [place, *figures]
             findings.append(
                 Finding(
                     rule.name,

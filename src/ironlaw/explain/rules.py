@@ -66,9 +66,14 @@ def _input_share(evidence: Evidence) -> float | None:
 
 
 def _host_share(evidence: Evidence) -> float | None:
-    """The loop's own Python, less what is known to be logging."""
-    host, logging = evidence.phase_share(Phase.HOST), logging_share(evidence)
-    return None if host is None else max(0.0, host - (logging or 0.0))
+    """The loop's own Python and what it waits for, less what is known to be logging. Waiting for a core, beside other
+    programs, or for a device is no doing of its own."""
+    host, waits = evidence.phase_share(Phase.HOST), evidence.phase_share(Phase.IDLE)
+    if host is None and waits is None:
+        return None
+    alone = evidence.fact("device") != "cuda" and (evidence.fact("other_load") or 0.0) <= MOST_OTHERS
+    own = (host or 0.0) + ((waits or 0.0) if alone else 0.0)
+    return max(0.0, own - (logging_share(evidence) or 0.0))
 
 
 def _stage(evidence: Evidence) -> str:
@@ -80,6 +85,7 @@ STAGES = {
     "workers": ": the loader's workers do not keep up",
     "tokenise": ": text is tokenised on one core while the step waits",
     "read": ": it is read while the step waits",
+    "rebuilt": ": a DataLoader begins anew in every step",
     "lock": ": a thread of the same process prepares it, and shares the interpreter's lock with the loop",
     "copy": ": it is copied to the device while the step waits",
 }

@@ -271,20 +271,20 @@ def _placed(fact: str, sentence: str) -> Callable[[Evidence, float], Statement]:
 
 
 def _unread_forwards(evidence: Evidence) -> float | None:
-    """Forward passes with gradients enabled that no backward pass follows, as a share of the step."""
-    forwards, backwards = evidence.fact("forwards_per_step"), evidence.fact("backwards_per_step")
-    if not forwards or not backwards:
+    """Forward passes with gradients enabled that no backward pass comes through, as a share of the step."""
+    forwards, read = evidence.fact("forwards_per_step"), evidence.fact("read_forwards_per_step")
+    if not forwards or not read:
         return None
-    return max(0.0, 1 - backwards / forwards) * (evidence.phase_share(Phase.FORWARD) or 0.0)
+    return max(0.0, 1 - read / forwards) * (evidence.phase_share(Phase.FORWARD) or 0.0)
 
 
 def _unread_says(evidence: Evidence, value: float) -> Statement:
     return (
-        f"The model runs forward more often than backward: {units.percent(value)} of the step computes what nothing "
-        "learns from, with gradients enabled.",
+        f"The model runs forward for nothing: {units.percent(value)} of the step computes, with gradients enabled, "
+        "what no backward pass comes back to.",
         [*(evidence.fact("forward_lines") or [])[:3],
-         f"{evidence.fact('forwards_per_step'):.1f} forward and {evidence.fact('backwards_per_step'):.1f} backward "
-         "passes per step"],
+         f"of {evidence.fact('forwards_per_step'):.1f} forward passes per step backward passes go through "
+         f"{evidence.fact('read_forwards_per_step'):.1f}"],
     )  # fmt: skip
 
 
@@ -295,6 +295,41 @@ def _profiled(evidence: Evidence) -> float | None:
 
 
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
+
+
+def _uncleared(evidence: Evidence) -> float | None:
+    """It spoils the training itself: nothing but running out of memory comes before that."""
+    if "added_gradients" not in evidence.run.facts:
+        return None
+    return 0.9 if evidence.fact("added_gradients") else 0.0
+
+
+def _recompiles(evidence: Evidence) -> float | None:
+    """Wall time of steps, after the first few, in which the compiler ran, above that of a typical step."""
+    seconds, wall = evidence.fact("recompile_seconds"), evidence.fact("wall_seconds") or {}
+    return None if seconds is None or not wall.get("training") else float(seconds) / float(wall["training"])
+
+
+COPIES = ("copy", "clone", "contiguous", "to_copy", "to")
+
+
+def _copies(evidence: Evidence) -> float | None:
+    """Of the step: copies and conversions of tensors within the module's passes; autocast's own belong to it."""
+    step = evidence.fact("profiled_step_seconds") or evidence.step
+    if not evidence.run.lines or not step or evidence.fact("autocast"):
+        return None
+    passes = (line for line in evidence.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
+    spent = sum(line.seconds or 0.0 for line in passes if line.operation.rpartition(".")[2] in COPIES)
+    return spent / float(step)
+
+
+def _copies_say(evidence: Evidence, value: float) -> Statement:
+    lines = (evidence.fact("lines") or {}).get(str(Phase.FORWARD), [])
+    return (
+        f"Copying and converting tensors takes {units.percent(value)} of the step.",
+        [*(f"{place}: {units.percent(share, 0)} of the forward pass" for place, share in lines if place != "?"),
+         f"{units.percent(value)}, of a step of {units.seconds(evidence.step)}"],
+    )  # fmt: skip
 
 
 def _once_per_step(fact: str) -> Callable[[Evidence], float | None]:
@@ -312,6 +347,17 @@ CODE_RULES: tuple[Rule, ...] = (
         "keep numbers instead of tensors (.item(), .detach()), or the last few of them only",
         "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
         "or the loop holds a graph of every step",
+    ),
+    Rule(
+        "gradients_uncleared", Axis.ALGORITHM, 0.5, _uncleared,
+        _placed("added_gradients", "Gradients are never cleared: every step adds to those of all steps before."),
+        "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
+    ),
+    Rule(
+        "recompiles", Axis.ALGORITHM, 0.05, _recompiles,
+        _says("torch.compile compiles again and again: {share} of the time, after the first steps."),
+        "keep shapes the same (pad, or drop the last batch), or torch.compile(..., dynamic=True)",
+        "steps in which a graph was compiled, above a typical one; a settled loop compiles nothing",
     ),
     Rule(
         "mode_left_on", Axis.ALGORITHM, 0.03, _gain("mode"),
@@ -388,6 +434,11 @@ CODE_RULES: tuple[Rule, ...] = (
         "recompute_needless", Axis.ALGORITHM, 0.05, _recomputes,
         _says("Activations are recomputed although memory has room for them: {share} of the step."),
         "turn recomputation off", "forward operations within the backward pass, when memory stays under 85%",
+    ),
+    Rule(
+        "copies", Axis.ALGORITHM, 0.15, _copies, _copies_say,
+        "convert once, outside of the step; .contiguous() and .clone() only where something needs them",
+        "laying out heads and residuals costs a few percent of a step",
     ),
     Rule(
         "sync_points", Axis.ALGORITHM, 0.02, _syncs_costly, _syncs_say,
@@ -470,6 +521,11 @@ CODE_RULES: tuple[Rule, ...] = (
         _placed("retained_graphs", "Every backward pass keeps its graph, whose activations stay in memory longer."),
         "loss.backward() without retain_graph", "only a second backward pass through the same graph needs it",
         fault=False, notice=True,
+    ),
+    Rule(
+        "mode_left_on_free", Axis.ALGORITHM, SYNC_THRESHOLD, _once_per_step("left_on"),
+        _placed("left_on", "{name} is left on: it costs little here."), "switch it back",
+        "named because it costs on an accelerator", fault=False, notice=True,
     ),
     Rule(
         "sync_points_free", Axis.ALGORITHM, SYNC_THRESHOLD, _syncs, _syncs_say,
