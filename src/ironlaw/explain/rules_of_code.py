@@ -98,6 +98,7 @@ def _syncs(evidence: Evidence) -> float | None:
 
 
 SYNC_THRESHOLD = 0.001
+MODE_COSTS = 0.03
 
 
 def _syncs_costly(evidence: Evidence) -> float | None:
@@ -297,6 +298,10 @@ def _profiled(evidence: Evidence) -> float | None:
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
 
 
+def _mode_free(evidence: Evidence) -> float | None:
+    return 0.0 if evidence.gains.get("mode", 0.0) >= MODE_COSTS else _once_per_step("left_on")(evidence)
+
+
 def _uncleared(evidence: Evidence) -> float | None:
     """It spoils the training itself: nothing but running out of memory comes before that."""
     if "added_gradients" not in evidence.run.facts:
@@ -360,7 +365,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "steps in which a graph was compiled, above a typical one; a settled loop compiles nothing",
     ),
     Rule(
-        "mode_left_on", Axis.ALGORITHM, 0.03, _gain("mode"),
+        "mode_left_on", Axis.ALGORITHM, MODE_COSTS, _gain("mode"),
         _placed("left_on", "{name} is left on: it costs {share} of the step."), "switch it back",
         "the same kernels timed both ways at the end of the run; 3% is above their noise",
     ),
@@ -523,7 +528,7 @@ CODE_RULES: tuple[Rule, ...] = (
         fault=False, notice=True,
     ),
     Rule(
-        "mode_left_on_free", Axis.ALGORITHM, SYNC_THRESHOLD, _once_per_step("left_on"),
+        "mode_left_on_free", Axis.ALGORITHM, SYNC_THRESHOLD, _mode_free,
         _placed("left_on", "{name} is left on: it costs little here."), "switch it back",
         "named because it costs on an accelerator", fault=False, notice=True,
     ),
