@@ -158,12 +158,13 @@ def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None)
     """
     operations = trace.operations
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
-    forward, found = operations[:turn], loop.gradients if loop else "none"
+    forward: list[Operation] = [*operations[:turn]]
+    found = loop.gradients if loop else "none"
     if found == "forward" and accumulation > 1:  # forward passes find gradients of the micro-batch before anyway
         found = "none"
     if found == "forward":
-        forward = [*forward, Operation("zero_grad", Kind.OTHER, Phase.OPTIMIZER, "", "", repeat=0,
-                                       gradient_bytes=-trace.trained_bytes)]  # fmt: skip
+        cleared = -trace.trained_bytes
+        forward.append(Operation("zero_grad", Kind.OTHER, Phase.OPTIMIZER, "", "", repeat=0, gradient_bytes=cleared))
     layer = Layer(trace.name, "module", tuple(forward), tuple(operations[turn:]))
     if loop is None:
         update = adamw_operations(trace.trained_parameters, trace.trained_tensors, accumulation=accumulation)
