@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ironlaw.config import RunConfig
-    from ironlaw.plan.answer import Answer
+    from ironlaw.plan.request_types import PlanResult
     from ironlaw.workload.layout import Layout
 
 
@@ -69,10 +69,10 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.answer import Options
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request
-    from ironlaw.plan.work import Wishes
+    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.work import WorkOptions
 
     if serve is not None:
         _plan_serving(what, on, set_ or [], serve, (weights, kv, engine, layout, emit, price_per_hour), json)
@@ -80,7 +80,7 @@ def plan(
     if weights or kv:
         raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
-        Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
+        WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
         ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
@@ -134,7 +134,7 @@ def _print_emitted(more: dict[str, Any]) -> None:
     print(more["emit"]["text"], end="")
 
 
-def _show(answer: Answer, why: bool) -> None:
+def _show(answer: PlanResult, why: bool) -> None:
     from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
     from ironlaw.report.cluster_why import show_cluster_why
     from ironlaw.report.ranks_view import show_ranks

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
-from ironlaw.plan.cluster.context_parallel import buffer_bytes
+from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import attention_core_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 
@@ -36,28 +36,28 @@ def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
     return None
 
 
-def accelerate_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
-    accumulation = ask.work.global_batch // (layout.dp * layout.micro_batch)
+def accelerate_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    accumulation = request.work.global_batch // (layout.dp * layout.micro_batch)
     document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     notes = [
-        f"in the script: batches of {layout.micro_batch} sequences of {ask.work.sequence:,} tokens per process, "
+        f"in the script: batches of {layout.micro_batch} sequences of {request.work.sequence:,} tokens per process, "
         f"Accelerator(gradient_accumulation_steps={accumulation})"
     ]
-    if ask.optimizer not in ("adam", "adamw"):
-        notes.append(f"{ask.optimizer} is built in the script")
+    if request.optimizer not in ("adam", "adamw"):
+        notes.append(f"{request.optimizer} is built in the script")
     if layout.tp == layout.pp == 1 and layout.zero >= 2:
         document |= _fsdp(layout)
     elif layout.tp == layout.pp == 1 and layout.zero == 0 and layout.recompute == "none":
         document["distributed_type"] = "MULTI_GPU" if layout.dp > 1 else "NO"
     else:
         document |= _megatron(layout, accumulation)
-        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {ask.work.sequence:,} tokens"
+        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {request.work.sequence:,} tokens"
     document |= {
-        "mixed_precision": {"fp32": "NO"}.get(ask.precision, ask.precision),
-        "num_machines": ask.cluster.nodes,
+        "mixed_precision": {"fp32": "NO"}.get(request.precision, request.precision),
+        "num_machines": request.cluster.nodes,
         "num_processes": layout.accelerators,
     }
-    return f"# {ask.model.name}, {ask.cluster}: {layout}\n" + _yaml(document), notes
+    return f"# {request.model.name}, {request.cluster}: {layout}\n" + _yaml(document), notes
 
 
 def _fsdp(layout: Layout) -> dict[str, Any]:

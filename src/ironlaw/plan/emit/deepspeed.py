@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 
@@ -29,30 +29,32 @@ def deepspeed_cannot(layout: Layout, model: ModelConfig) -> str | None:
     return None
 
 
-def deepspeed_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
+def deepspeed_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
     zero: dict[str, Any] = {
         "stage": layout.zero,
         "overlap_comm": True,
         "reduce_scatter": True,
         "contiguous_gradients": True,
     }
-    notes = [f"the model, its sequence of {ask.work.sequence:,} tokens and {ask.work.steps:,} steps are the script's"]
+    notes = [
+        f"the model, its sequence of {request.work.sequence:,} tokens and {request.work.steps:,} steps are the script's"
+    ]
     if layout.offload in ("optimizer", "both"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     document: dict[str, Any] = {
-        "train_batch_size": ask.work.global_batch,
+        "train_batch_size": request.work.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": ask.work.global_batch // (layout.dp * layout.micro_batch),
+        "gradient_accumulation_steps": request.work.global_batch // (layout.dp * layout.micro_batch),
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
     }
-    if ask.precision != "fp32":
-        document[ask.precision] = {"enabled": True}
+    if request.precision != "fp32":
+        document[request.precision] = {"enabled": True}
     if layout.tp > 1:
         document["tensor_parallel"] = {"autotp_size": layout.tp}
-    if ask.optimizer not in ("adam", "adamw"):
+    if request.optimizer not in ("adam", "adamw"):
         document["zero_allow_untested_optimizer"] = True
-        notes.append(f"{ask.optimizer} is built in the script and passed to deepspeed.initialize")
+        notes.append(f"{request.optimizer} is built in the script and passed to deepspeed.initialize")
     if layout.recompute == "full":
         notes.append("recompute=full is switched on in the model: gradient_checkpointing_enable()")
     if layout.offload in ("activations", "both"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 
@@ -116,39 +116,41 @@ def _chunk(model: ModelConfig, layout: Layout) -> int:
     return (model.layers + sum(ends_lighter(model.layers, chunks) or (0, 0))) // chunks
 
 
-def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
+def megatron_flags(request: ClusterRequest, layout: Layout, accumulation: int) -> list[str]:
     """One `--flag value` per entry."""
     return [
-        *_model_flags(ask.model, ask.work.sequence),
+        *_model_flags(request.model, request.work.sequence),
         f"--micro-batch-size {layout.micro_batch}",
-        f"--global-batch-size {ask.work.global_batch}",
-        f"--train-iters {ask.work.steps}",
-        *PRECISION_FLAGS[ask.precision],
-        *_narrow_flags(ask, layout),
-        *OPTIMIZER_FLAGS[ask.optimizer],
-        *_layout_flags(ask.model, layout),
-        *_widening_flags(ask, layout),
-        *_expert_flags(ask.model, layout),
+        f"--global-batch-size {request.work.global_batch}",
+        f"--train-iters {request.work.steps}",
+        *PRECISION_FLAGS[request.precision],
+        *_narrow_flags(request, layout),
+        *OPTIMIZER_FLAGS[request.optimizer],
+        *_layout_flags(request.model, layout),
+        *_widening_flags(request, layout),
+        *_expert_flags(request.model, layout),
     ]
 
 
-def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
+def _widening_flags(request: ClusterRequest, layout: Layout) -> list[str]:
     """What selective recomputation repeats, where the plan has taken it as other than attention."""
-    widens = layout.recompute == "selective" and ask.model.latent is not None and engine(ask.engine).selective_widens
+    widens = (
+        layout.recompute == "selective" and request.model.latent is not None and engine(request.engine).selective_widens
+    )
     return ["--recompute-modules mla_up_proj"] if widens else []
 
 
-def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
+def _narrow_flags(request: ClusterRequest, layout: Layout) -> list[str]:
     """Weights stored in 8 or 4 bits, where the plan has taken them so."""
-    held = storage_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
+    held = storage_by("transformer-engine", request.precision, request.cluster.accelerator.generation, True)
     stored = (
-        number_format(ask.precision).narrow
-        and engine(ask.engine).narrow_parameters
+        number_format(request.precision).narrow
+        and engine(request.engine).narrow_parameters
         and "in place of" in held.description
     )
     if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
         return []
-    return ["--fp4-param-gather" if ask.precision == "nvfp4" else "--fp8-param-gather"]
+    return ["--fp4-param-gather" if request.precision == "nvfp4" else "--fp8-param-gather"]
 
 
 def _model_flags(model: ModelConfig, sequence: int) -> list[str]:

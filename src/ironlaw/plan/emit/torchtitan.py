@@ -8,7 +8,7 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 
@@ -103,24 +103,24 @@ def _routing(moe: MoEConfig) -> dict[str, Any]:
     return moe.model_dump(exclude={"balance", "balance_loss", "bias_rate"})
 
 
-def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
-    precise = "float32" if ask.precision == "fp32" else "bfloat16"
+def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    precise = "float32" if request.precision == "fp32" else "bfloat16"
     document: dict[str, Any] = {
-        "optimizer": {"name": {"adam": "Adam"}.get(ask.optimizer, "AdamW")},
+        "optimizer": {"name": {"adam": "Adam"}.get(request.optimizer, "AdamW")},
         "training": {
-            "local_batch_size": _local_batch(ask, layout),
-            "global_batch_size": ask.work.global_batch,
-            "seq_len": ask.work.sequence,
-            "steps": ask.work.steps,
+            "local_batch_size": _local_batch(request, layout),
+            "global_batch_size": request.work.global_batch,
+            "seq_len": request.work.sequence,
+            "steps": request.work.steps,
             "mixed_precision_param": precise,
             "mixed_precision_reduce": "float32",
         },
-        "parallelism": _parallelism(ask, layout),
+        "parallelism": _parallelism(request, layout),
         "activation_checkpoint": _recomputation(layout),
         "compile": {"enable": True},
     }
-    document |= _narrow(ask.precision, ask.model)
-    model = ask.model
+    document |= _narrow(request.precision, request.model)
+    model = request.model
     if model.latent is not None:
         document["model"] = {"name": "deepseek_v3", "flavor": _flavor(model)} | document.get("model", {})
     experts = ""
@@ -128,7 +128,7 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
         moe = model.moe
         experts = f", {moe.experts} experts of {model.expert_ffn_size}, {moe.experts_per_token} per token"
     header = [
-        f"# {model.name}, {ask.cluster}: {layout}",
+        f"# {model.name}, {request.cluster}: {layout}",
         f"# [model] name and flavor: one with {model.layers} layers, {model.hidden} hidden, {model.heads} heads "
         f"({model.key_value_heads} key/value), {model.ffn_size} feed-forward, vocabulary {model.vocab}{experts}",
     ]
@@ -142,12 +142,12 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
     return text, [f"a TOML job config of torchtitan 0.2; {newer}"]
 
 
-def _local_batch(ask: Ask, layout: Layout) -> int:
+def _local_batch(request: ClusterRequest, layout: Layout) -> int:
     """Sequences per rank and gradient accumulation step; a pipeline takes all its micro-batches at once."""
-    return ask.work.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
+    return request.work.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
 
 
-def _parallelism(ask: Ask, layout: Layout) -> dict[str, Any]:
+def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     shards = (layout.shard or layout.dp) if layout.zero else 1
     result: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp // shards,
@@ -164,13 +164,13 @@ def _parallelism(ask: Ask, layout: Layout) -> dict[str, Any]:
         result["context_parallel_rotate_method"] = "alltoall" if layout.cp_kind == "ring" else "allgather"
     if layout.pp > 1:
         chunks = layout.pp * layout.virtual_stages
-        less = ends_lighter(ask.model.layers, chunks)
+        less = ends_lighter(request.model.layers, chunks)
         assert less is not None
         plain = "Interleaved1F1B" if layout.virtual_stages > 1 else "1F1B"
         result |= {
             "pipeline_parallel_schedule": SCHEDULES.get(layout.schedule, plain),
             "pipeline_parallel_microbatch_size": layout.micro_batch,
-            "pipeline_parallel_layers_per_stage": (ask.model.layers + sum(less)) // chunks,
+            "pipeline_parallel_layers_per_stage": (request.model.layers + sum(less)) // chunks,
             "pipeline_parallel_first_stage_less_layers": less[0],
             "pipeline_parallel_last_stage_less_layers": less[1],
         }

@@ -24,7 +24,7 @@ from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
-from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.recipe import batch_of, layout_of, micro_batch_of, recipe_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
@@ -79,9 +79,12 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     software = engine("ironlaw")
     if config.communication.gradients == "bf16":
         software = replace(software, gradient_communication_bytes=2.0)
+    decided = of_one.decided
+    recipe = replace(recipe_of(config, decided.precision, cuda=True, gloo=False), recompute=decided.recompute)
     ledger = plan_cluster(
         config.model, cluster, layout, sequence=config.sequence, global_batch=config.train.global_batch,
-        precision=of_one.decided.precision, engine=software, optimizer=config.optimizer.name,
+        precision=decided.precision, engine=software, optimizer=config.optimizer.name,
+        recipe=(batch_of(config), recipe),
     )  # fmt: skip
     ledger.decisions = of_one.decisions
     ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
