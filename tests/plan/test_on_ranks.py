@@ -125,7 +125,9 @@ def test_a_pipeline_of_equal_stages_idles_as_the_formula_says() -> None:
         assert max(played.ends) == pytest.approx(3.0 * (micro_batches + 3))
         assert played.busy == pytest.approx([3.0 * micro_batches] * 4)
     # Two cores for four stages: nothing is idle but at the ends.
-    played = simulate_pipeline(passes("1f1b", 4, 1, 8), lambda p: seconds[p.kind], lambda a, b: 0.0, cores=lambda rank: (0, 2.0))
+    played = simulate_pipeline(
+        passes("1f1b", 4, 1, 8), lambda p: seconds[p.kind], lambda a, b: 0.0, cores=lambda rank: (0, 2.0)
+    )
     assert max(played.ends) >= 4 * 8 * 3.0 / 2
     slow = simulate_pipeline(passes("1f1b", 2, 1, 8), lambda p: seconds[p.kind], lambda a, b: 5.0)
     assert max(slow.ends) > 8 * 5.0

@@ -13,6 +13,7 @@ from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, budget_bytes, undivi
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import policies
 from ironlaw.workload.sharding import expert_holders
+from ironlaw.workload.sizes import Size, larger, smaller
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
 CHUNK_BYTES = 128 * 2**20
@@ -67,7 +68,12 @@ def loss_chunk(config: RunConfig) -> int:
         return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
-    return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
+    return chunk_of(tokens, config.model.vocab) if wanted else 0
+
+
+def chunk_of(tokens: Size, vocab: int) -> Size:
+    """Tokens of a chunk, where the loss takes so many in several."""
+    return larger(64, smaller(-(-tokens // 8), CHUNK_BYTES // (vocab * FP32)))
 
 
 NOT_ON_THE_HOST = ("adam8bit", "galore", "muon")
@@ -133,11 +139,17 @@ def recomputation(layout: Layout) -> dict[str, Any]:
 
 
 def recipe_of_layout(
-    model: ModelConfig, layout: Layout, sequence: int, global_batch: int, precision: str, optimizer: str
-) -> tuple[Batch, Recipe]:
-    """What our trainer does on accelerators where no config says more than the layout."""
-    train = {"sequence": sequence, "global_batch": global_batch, "micro_batch": layout.micro_batch}
-    document: dict[str, Any] = {"train": train | {"precision": precision, "offload": layout.offload}}
-    document |= recomputation(layout) | {"optimizer": {"name": optimizer}}
-    config = build_config(document | {"model": model.model_dump(mode="json", exclude_none=True)})
-    return batch_of(config), recipe_of(config, precision, cuda=True, gloo=False)
+    model: ModelConfig, layout: Layout, sequence: int, global_batch: int, precision: str, optimizer: str,
+    config: RunConfig | None = None,
+) -> tuple[Batch, Recipe]:  # fmt: skip
+    """What our trainer does on accelerators in this layout; what it does not say is as in the config, if any."""
+    document: dict[str, Any] = config.model_dump(exclude_none=True, exclude={"layout"}) if config else {}
+    document["train"] = document.get("train", {}) | {
+        "sequence": sequence, "global_batch": global_batch, "micro_batch": layout.micro_batch,
+        "precision": precision, "offload": layout.offload,
+    }  # fmt: skip
+    document["optimizer"] = document.get("optimizer", {}) | {"name": optimizer}
+    document |= {"recompute": {"mode": "none"}} | recomputation(layout)
+    document["model"] = model.model_dump(mode="json", exclude_none=True)
+    settled = build_config(document)
+    return batch_of(settled), recipe_of(settled, precision, cuda=True, gloo=False)

@@ -64,6 +64,7 @@ class ClusterRequest:
     layout: Layout | None = None
     optimizer: str = "adamw"
     excluded: Callable[[Layout], str | None] | None = None
+    config: RunConfig | None = None  # of a run around the model, where there is one
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import numpy as np
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
@@ -96,12 +97,14 @@ def plan_cluster(
     engine: str | Engine = DEFAULT_ENGINE,
     attention: str = "flash",
     optimizer: str = "adamw",
+    config: RunConfig | None = None,
     recipe: tuple[Batch, Recipe] | None = None,
 ) -> Ledger:
     """The ledger of one training step. UserError when the layout cannot run or the cluster lacks a figure.
 
     `attention` is "flash" or "standard" (scores materialised); `engine` a name of `plan/engines/` or an Engine. The
-    memory of our own trainer is that of its program, walked pass by pass: `recipe` is what a config says of it.
+    memory of our own trainer is that of its program, walked pass by pass; `config` is the run around the model, where
+    there is one, and `recipe` what has been decided of it.
     """
     if attention not in ("flash", "standard"):
         raise UserError(f"attention is flash or standard, not '{attention}'")
@@ -119,7 +122,7 @@ def plan_cluster(
     outcome, memory = plan_candidates(candidates, where), list[MemoryLine]()
     peak_at = _peak_at(candidates, where, outcome)
     if not chosen.fused and not_trained_here(layout, model) is None:
-        known = recipe or recipe_of_layout(model, layout, sequence, global_batch, precision, optimizer)
+        known = recipe or recipe_of_layout(model, layout, sequence, global_batch, precision, optimizer, config)
         outcome, memory, peak_at = _walked(model, layout.filled(global_batch), known, where, outcome)
     ledger = Ledger(
         "plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where.engine.storage)

@@ -125,7 +125,7 @@ def plan_layout(request: ClusterRequest, layout: Layout) -> Ledger:
     """The ledger of one layout of what was asked."""
     return plan_cluster(
         request.model, request.cluster, layout, sequence=request.work.sequence, global_batch=request.work.global_batch,
-        precision=request.precision, engine=request.engine, optimizer=request.optimizer,
+        precision=request.precision, engine=request.engine, optimizer=request.optimizer, config=request.config,
     )  # fmt: skip
 
 

@@ -50,7 +50,9 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
     optimizer = _optimizer(requested, options)
     work = replace(work, assumed=work.assumed + assumed)
-    request = ClusterRequest(requested.model, cluster, work, precision, "", options.prices, layout, optimizer)
+    request = ClusterRequest(
+        requested.model, cluster, work, precision, "", options.prices, layout, optimizer, config=config
+    )
     if trainer:
         check_words(trainer, precision, optimizer)
 

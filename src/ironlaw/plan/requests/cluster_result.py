@@ -35,14 +35,11 @@ def result_on_cluster(request: ClusterRequest) -> PlanResult:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
     found = search_layouts(request, keep=KEPT) if request.layout is None else None
     where = system_of(request.cluster, engine_named(request.engine), request.precision)
-    layout, choice = request.layout, "given"
     if found is not None:
-        candidate, choice = chosen(request, found, usable_bytes(where))
-        layout = candidate.layout
-        if layout.offload != "none" and found.best:
-            choice = "nothing fits without offloading to the host, whose time no measured run backs"
-    assert layout is not None
-    ledger = plan_layout(request, layout)
+        layout, ledger, choice = _best_layout(request, found, usable_bytes(where))
+    else:
+        assert request.layout is not None
+        layout, ledger, choice = request.layout, plan_layout(request, request.layout), "given"
     if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
         layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
         choice = ledger.facts["recompute_choice"]
@@ -67,6 +64,21 @@ def result_on_cluster(request: ClusterRequest) -> PlanResult:
     else:
         more |= _when_it_does_not(request, ledger, limit)
     return PlanResult(ledger, fits, more)
+
+
+def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, Ledger, str]:
+    """The chosen layout and its plan. Where the plan, which walks our own trainer's memory, finds that it does not fit
+    after all, neither do others that need as much."""
+    while True:
+        candidate, choice = chosen(request, found, limit)
+        ledger = plan_layout(request, candidate.layout)
+        smaller = [other for other in found.best if other.peak_bytes < candidate.peak_bytes]
+        if ledger.facts["fits"] or not smaller:
+            break
+        found.best, found.safest = smaller, None
+    if candidate.layout.offload != "none" and found.best:
+        choice = "nothing fits without offloading to the host, whose time no measured run backs"
+    return candidate.layout, ledger, choice
 
 
 def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[Candidate, str]:
@@ -186,11 +198,13 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 
 def _candidate(request: ClusterRequest, candidate: Candidate) -> dict[str, Any]:
-    words = f"engine {request.engine}"
-    step = bounded(
-        candidate.step_seconds, "time", request.engine, request.cluster, request.model, words, request.precision
-    )
-    peak = bounded(candidate.peak_bytes, "memory", request.engine, request.cluster, request.model, "highest stage")
+    if not engine_named(request.engine).fused:  # as its own plan says
+        totals = plan_layout(request, candidate.layout).totals
+        seconds, size = totals["step_seconds"].value, totals["peak_bytes"].value
+        candidate = replace(candidate, step_seconds=seconds, peak_bytes=size)
+    of = request.engine, request.cluster, request.model
+    step = bounded(candidate.step_seconds, "time", *of, f"engine {request.engine}", request.precision)
+    peak = bounded(candidate.peak_bytes, "memory", *of, "highest stage")
     tokens = Estimate(request.work.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {
         "layout": _layout(candidate.layout, request),
