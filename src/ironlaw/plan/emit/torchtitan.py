@@ -8,6 +8,7 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.emit.options import first_reason
 from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
@@ -49,39 +50,34 @@ def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its options cannot say this, or None."""
     known = {"full_first", "full_every", "attention_sinks"} | ({"ffn_bias"} if model.moe and model.moe.bias else set())
-    if others := set(model.switched) - known:
-        return f"none of its models has {sorted(others)[0]}"
-    if model.positions not in ("rope", "learned") or model.activation in ("relu", "relu2"):
-        return f"none of its models has {model.positions if model.positions != 'rope' else model.activation}"
-    if layout.tp > 1 and not layout.sp:
-        return "its tensor parallelism always shards the sequence too (sp=1)"
-    if layout.zero == 1:
-        return "it has no sharding of the optimizer state alone (zero=0, 2 or 3)"
-    if layout.zero == 0 and layout.dp > 1 and layout.tp * layout.pp * layout.cp > 1:
-        return "its replicated data parallelism does not combine with other kinds: use zero=2 or 3"
-    if layout.zero == 0 and layout.cp > 1:
-        return "context parallel ranks always shard the weights there: use zero=2 or 3"
-    if layout.cp > 1 and layout.cp_kind not in (None, "all_gather", "ring"):
-        return "its context parallelism has no all-to-all between heads: use cp_kind=all_gather or ring"
-    if layout.cp > 1 and layout.cp_kind == "ring" and model.sliding_window:
-        return "its rings have no sliding window: use cp_kind=all_gather"
-    if model.latent is not None:
-        if _flavor(model) is None:
-            return f"of latent attention it has DeepSeek's {', '.join(FLAVORS)} as released, and this is none of them"
-        if layout.cp > 1:
-            return "its DeepSeek models have no context parallelism: use cp=1"
-    if model.moe is not None:
-        if layout.ep > 1 and layout.zero < 2:
-            return "its expert parallel ranks share the sharded state: use zero=2 or 3"
-        if layout.expert_tp not in (1, layout.tp) or (layout.ep == 1 and layout.expert_tp != layout.tp):
-            return "it splits experts over tp, or with ep > 1 not at all: use etp=1 with ep > 1, or leave it out"
-    if layout.offload != "none":
-        return "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"
-    if layout.pp > 1 and ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
-        return f"{model.layers} layers are not divisible by {layout.pp * layout.virtual_stages} stages"
-    if layout.schedule == "zb" and layout.virtual_stages == 1:
-        return "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"
-    return None
+    others, stages = sorted(set(model.switched) - known), layout.pp * layout.virtual_stages
+    zero, tp, cp, ep, latent, experts = layout.zero, layout.tp, layout.cp, layout.ep, model.latent, model.moe
+    return first_reason(
+        (others, f"none of its models has {''.join(others[:1])}"),
+        (model.positions not in ("rope", "learned"), f"none of its models has {model.positions}"),
+        (model.activation in ("relu", "relu2"), f"none of its models has {model.activation}"),
+        (tp > 1 and not layout.sp, "its tensor parallelism always shards the sequence too (sp=1)"),
+        (zero == 1, "it has no sharding of the optimizer state alone (zero=0, 2 or 3)"),
+        (zero == 0 and layout.dp > 1 and tp * layout.pp * cp > 1,
+         "its replicated data parallelism does not combine with other kinds: use zero=2 or 3"),
+        (zero == 0 and cp > 1, "context parallel ranks always shard the weights there: use zero=2 or 3"),
+        (cp > 1 and layout.cp_kind == "all_to_all",
+         "its context parallelism has no all-to-all between heads: use cp_kind=all_gather or ring"),
+        (cp > 1 and layout.cp_kind == "ring" and model.sliding_window,
+         "its rings have no sliding window: use cp_kind=all_gather"),
+        (latent and _flavor(model) is None,
+         f"of latent attention it has DeepSeek's {', '.join(FLAVORS)} as released, and this is none of them"),
+        (latent and cp > 1, "its DeepSeek models have no context parallelism: use cp=1"),
+        (experts and ep > 1 and zero < 2, "its expert parallel ranks share the sharded state: use zero=2 or 3"),
+        (experts and (layout.expert_tp not in (1, tp) or (ep == 1 and layout.expert_tp != tp)),
+         "it splits experts over tp, or with ep > 1 not at all: use etp=1 with ep > 1, or leave it out"),
+        (layout.offload != "none",
+         "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"),
+        (layout.pp > 1 and ends_lighter(model.layers, stages) is None,
+         f"{model.layers} layers are not divisible by {stages} stages"),
+        (layout.schedule == "zb" and layout.virtual_stages == 1,
+         "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"),
+    )  # fmt: skip
 
 
 FLAVORS = {"16B": "deepseek-v2-lite", "236B": "deepseek-v2", "671B": "deepseek-v3"}
