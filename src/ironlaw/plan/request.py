@@ -17,31 +17,42 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
-from ironlaw.plan.request_types import Options, PlanResult, RequestedModel
+from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, settle
 
-__all__ = ["Options", "PlanResult", "plan_on_this", "plan_request"]
+__all__ = ["Options", "PlanOutcome", "plan_on_this", "plan_request"]
 
 
 def plan_request(
-    what: str, *, on: str, overrides: Sequence[str] = (), layout: str | None = None, options: Options | None = None
-) -> PlanResult:
+    what: str | RunConfig,
+    *,
+    on: str,
+    overrides: Sequence[str] = (),
+    layout: str | None = None,
+    options: Options | None = None,
+) -> PlanOutcome:
     """The planned answer. UserError for whatever cannot be planned."""
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
+    if isinstance(what, RunConfig):
+        return _planned(RequestedModel(what.model, what), on, options)
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.module import plan_traced
 
         ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
-        return PlanResult(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
+        return PlanOutcome(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
     try:
         requested = resolve(what, overrides)
     except UserError as refusal:
         if overrides or not is_config_file(Path(what)):
             raise
         return _by_tracing(Path(what), refusal, on, options)
+    return _planned(requested, on, options)
+
+
+def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
     if on == "this":
         return _on_this(requested, options)
     if options.ranks:
@@ -55,7 +66,7 @@ TRACED_SEQUENCE = 2048
 """Tokens, where nobody says: recurrent layers are traced step by step."""
 
 
-def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanResult:
+def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
     from ironlaw.plan.module import plan_module
     from ironlaw.plan.totals import fits as traced_fits
@@ -84,7 +95,7 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Pl
     ):
         if said is None:
             assumed.append(Assumption(name, value, "a first try on one device", flag))
-    return PlanResult(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+    return PlanOutcome(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 
 def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
@@ -116,17 +127,17 @@ def _overridden(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
     return build_config(document, where="--set").model
 
 
-def plan_on_this(config: RunConfig) -> PlanResult:
+def plan_on_this(config: RunConfig) -> PlanOutcome:
     """The plan of a config on the measured machine."""
     ledger = plan_run(config, load_profile())
-    return PlanResult(ledger, fits(ledger))
+    return PlanOutcome(ledger, fits(ledger))
 
 
 THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 """Assumed on this machine, where a model comes without a config: small enough to be tried."""
 
 
-def _on_this(requested: RequestedModel, options: Options) -> PlanResult:
+def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
     of_clusters = ("engine", "emit", "network", "per_node", *(() if options.ranks else ("layout",)))
     for name in of_clusters:
         if getattr(options, name):

@@ -38,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class PlanResult:
+class PlanOutcome:
     """`ledger` is the plan; `more` the sections beside it (candidates, budget, advice), empty on this machine."""
 
     ledger: Ledger

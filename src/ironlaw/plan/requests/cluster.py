@@ -14,7 +14,7 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.request_types import ClusterRequest, Options, PlanResult, RequestedModel
+from ironlaw.plan.request_types import ClusterRequest, Options, PlanOutcome, RequestedModel
 from ironlaw.plan.requests.engine_choice import result_under, software_for
 from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout
@@ -22,7 +22,7 @@ from ironlaw.workload.moe import IMBALANCE
 from ironlaw.workload.recompute import layout_word
 
 
-def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> PlanResult:
+def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
     """Plan the given layout, or search; every default taken is among the assumptions."""
     config = requested.config
     if config is not None and config.finetune.adapts:

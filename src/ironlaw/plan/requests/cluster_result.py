@@ -15,7 +15,7 @@ from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.search import Candidate, SearchResult
 from ironlaw.plan.cluster.system import System, system_of, usable_bytes
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import ClusterRequest, PlanResult
+from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
 from ironlaw.plan.requests.advice import first_change, plan_layout, scaling, search_layouts, terms, would_fit
 from ironlaw.plan.requests.communication_savings import cluster_savings
 from ironlaw.workload.layout import Layout, parse_layout
@@ -31,7 +31,7 @@ SIMPLE_AT_MOST = 1.01
 """And one with fewer kinds of parallelism over one at most this many times faster: far inside the plan's own error."""
 
 
-def result_on_cluster(request: ClusterRequest) -> PlanResult:
+def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
     found = search_layouts(request, keep=KEPT) if request.layout is None else None
     where = system_of(request.cluster, engine_named(request.engine), request.precision)
@@ -63,7 +63,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanResult:
         more["margin"]["choice"] = choice
     else:
         more |= _when_it_does_not(request, ledger, limit)
-    return PlanResult(ledger, fits, more)
+    return PlanOutcome(ledger, fits, more)
 
 
 def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, Ledger, str]:

@@ -13,7 +13,7 @@ from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import ClusterRequest, PlanResult
+from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
 from ironlaw.plan.requests.advice import plan_layout, search_layouts
 from ironlaw.plan.requests.cluster_result import result_on_cluster
 from ironlaw.plan.work import Assumption
@@ -46,7 +46,7 @@ def software_for(said: str | None, trainer: Trainer | None, acc: Accelerator) ->
     return [Assumption("engine", name, reason, "--engine") for name, reason in dict(found).items()]
 
 
-def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanResult]:
+def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
     """The answer under the first that can run the given layout, or under which a searched one fits."""
     passed: list[str] = []
     for position, assumption in enumerate(software):
@@ -77,7 +77,7 @@ def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[C
     raise AssertionError("the generic engine can run anything")
 
 
-def under_others(request: ClusterRequest, answer: PlanResult) -> list[dict[str, Any]]:
+def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str, Any]]:
     """The same work under other engines: the chosen layout, or their own best where they cannot run it."""
     layout = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
     found = []
