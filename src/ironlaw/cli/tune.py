@@ -31,7 +31,7 @@ def tune(
     data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    seconds = _seconds(budget)
+    seconds = seconds_of(budget)
     if (config is None) == (serve is None):
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
     if out.exists() and any(out.iterdir()):
@@ -108,7 +108,8 @@ def _tune_serving(
         raise KeyboardInterrupt(result.signal)
 
 
-def _seconds(text: str) -> float:
+def seconds_of(text: str) -> float:
+    """A time to spend: `90s`, `15min`, `1h`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
     seconds = float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]] if found else 0.0
     if not 0 < seconds <= LONGEST_SECONDS:
