@@ -12,8 +12,10 @@ from ironlaw.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import Console
+
     from ironlaw.config import RunConfig
-    from ironlaw.plan.answer import Answer
+    from ironlaw.plan.request_types import PlanOutcome
     from ironlaw.workload.layout import Layout
 
 
@@ -69,10 +71,10 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.answer import Options
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request
-    from ironlaw.plan.work import Wishes
+    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.work import WorkOptions
 
     if serve is not None:
         _plan_serving(what, on, set_ or [], serve, (weights, kv, engine, layout, emit, price_per_hour), json)
@@ -80,7 +82,7 @@ def plan(
     if weights or kv:
         raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
-        Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
+        WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
         ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
@@ -90,7 +92,7 @@ def plan(
     elif answer.fits and "emit" in answer.more:
         _print_emitted(answer.more)
     else:
-        _show(answer, why)
+        show_answer(output(), answer, why)
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -109,11 +111,7 @@ def _plan_serving(
     elif "emit" in answer.more:
         print(answer.more["emit"]["text"], end="")
     else:
-        from ironlaw.report.cluster_view import show_assumed
-        from ironlaw.report.serving_view import show_serving
-
-        show_serving(output(), answer.ledger, answer.fits, answer.more)
-        show_assumed(output(), answer.more["assumed"])
+        show_answer(output(), answer)
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -134,13 +132,18 @@ def _print_emitted(more: dict[str, Any]) -> None:
     print(more["emit"]["text"], end="")
 
 
-def _show(answer: Answer, why: bool) -> None:
+def show_answer(console: Console, answer: PlanOutcome, why: bool = False) -> None:
+    """Of a plan of training here or on a cluster, or of serving."""
     from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
     from ironlaw.report.cluster_why import show_cluster_why
     from ironlaw.report.ranks_view import show_ranks
+    from ironlaw.report.serving_view import show_serving
     from ironlaw.report.terminal import show_plan, show_why
 
-    console = output()
+    if "served" in answer.more:
+        show_serving(console, answer.ledger, answer.fits, answer.more)
+        show_assumed(console, answer.more["assumed"])
+        return
     if "cluster" not in answer.more:
         show_plan(console, answer.ledger, answer.fits)
         show_ranks(console, answer.ledger, answer.more)

@@ -106,7 +106,7 @@ class _Rank:
             walk.now[tensor.component] = tensor.bytes
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
-        self._savers(mine)
+        self._communication_state(mine)
         walk.look("start")
         if self.layout.pp > 1:
             self._pipelined()
@@ -128,7 +128,7 @@ class _Rank:
             self._meeting(mine)
         return walk.peak
 
-    # -- what savers of communication hold -----------------------------------------------------------------------
+    # -- what compression and local updates hold -----------------------------------------------------------------------
 
     def _resident(self, layers: Sequence[Layer]) -> list[Layer]:
         """What of them the device sees; the rest is offloaded."""
@@ -136,14 +136,14 @@ class _Rank:
             return list(layers)
         return on_device(layers, stream_bytes(self.program))
 
-    def _savers(self, mine: list[Parameter]) -> None:
+    def _communication_state(self, mine: list[Parameter]) -> None:
         """Common weights and their momentum; what PowerSGD left out of the last step, and its matrices."""
         communication, walk = self.recipe.communication, self.walk
         if communication.local_steps:
-            walk.now["savers"] = 2 * sum(p.elements for p in mine) * FP32
+            walk.now["communication"] = 2 * sum(p.elements for p in mine) * FP32
         if self.ddp and communication.gradients == "powersgd":
             matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.parameters[0])
-            walk.now["savers"] = self.whole(0) + matrices * FP32
+            walk.now["communication"] = self.whole(0) + matrices * FP32
 
     def _meeting(self, mine: list[Parameter]) -> None:
         """Differences to the common weights, put together and reduced some at a time, and the outer gradient."""
@@ -153,11 +153,11 @@ class _Rank:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
                 chunk += sizes.pop(0)
-            self.walk.add("savers", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
-            self.walk.now["savers"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            self.walk.add("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
+            self.walk.now["communication"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
             held += chunk
-            self.walk.add("savers", 2 * chunk, "sites meet")
-            self.walk.now["savers"] -= chunk
+            self.walk.add("communication", 2 * chunk, "sites meet")
+            self.walk.now["communication"] -= chunk
 
     def _buckets(self, ready: float, reduced: int) -> int:
         """DDP's hook for the buckets that are full once gradients of so many bytes are ready: copies it makes. Returns
@@ -167,8 +167,8 @@ class _Rank:
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
-            self.walk.add("savers", copies * buckets[reduced], f"bucket {reduced} reduced")
-            self.walk.now["savers"] -= copies * buckets[reduced]
+            self.walk.add("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
+            self.walk.now["communication"] -= copies * buckets[reduced]
             reduced += 1
         return reduced
 
