@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,15 +22,16 @@ from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.launches import extra_launches
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
+from ironlaw.workload.backward import block_backward
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.division import local_shape
+from ironlaw.workload.forward import block
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import rows_of_a_rank
+from ironlaw.workload.moe import moe_block, moe_block_backward, rows_of_a_rank
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.sizes import Size, divided, is_array, larger
 
@@ -400,3 +401,20 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
         if table is not None:
             update[name] = table.model_copy(update=taken(table))
     return model.model_copy(update=update)
+
+
+def extra_launches(model: ModelConfig) -> tuple[float, float]:
+    """Kernels that experts, and that latent attention, add to a block, over those of a dense one with neither."""
+    return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
+
+
+@lru_cache(maxsize=16)
+def _launches(document: str) -> tuple[float, float]:
+    model = ModelConfig.model_validate_json(document)  # not hashable itself
+    shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
+    dense = usual = len(block(shape)) + len(block_backward(shape))
+    if model.latent is not None:
+        plain = replace(shape, model=model.model_copy(update={"latent": None, "head_size": model.size_of_head}))
+        usual = len(block(plain)) + len(block_backward(plain))
+    experts = len(moe_block(shape)) + len(moe_block_backward(shape)) if model.moe is not None else dense
+    return (experts - dense) / usual, dense / usual - 1

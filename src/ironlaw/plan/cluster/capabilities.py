@@ -27,7 +27,7 @@ def _zero(stage: int) -> Needs:
     return lambda c: c["zero"] == stage
 
 
-ABILITIES: dict[str, tuple[str, Needs]] = {
+CAPABILITIES: dict[str, tuple[str, Needs]] = {
     "tp": ("tensor parallelism", lambda c: c["tp"] > 1),
     "sp": ("sequence parallelism", lambda c: (c["sp"] > 0) & (c["tp"] > 1)),
     "pp": ("pipeline parallelism", lambda c: c["pp"] > 1),
@@ -46,7 +46,7 @@ ABILITIES: dict[str, tuple[str, Needs]] = {
 
 def constraints(engine: Engine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
     """What the engine lacks, in words, and which of the layouts need it."""
-    return {ABILITIES[word][0]: ABILITIES[word][1](table) for word in engine.lacks}
+    return {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
 
 
 def lacking(engine: Engine, layout: Layout) -> str:

@@ -10,9 +10,9 @@ from ironlaw.catalog import accelerator, accelerator_names, node
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.estimate import plan_cluster
-from ironlaw.plan.cluster.search import Found, search
+from ironlaw.plan.cluster.search import SearchResult, search
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import AGAIN
 
@@ -79,11 +79,11 @@ def terms(ledger: Ledger) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def first_change(ask: Ask, layout: Layout, ledger: Ledger) -> dict[str, Any]:
+def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dict[str, Any]:
     """The largest term of the step, what makes it smaller, and what the planner finds when it changes a setting."""
     largest, seconds = next(iter(terms(ledger).items()))
     remedy = next(remedy for name, remedy in map(term, ledger.lines) if name == largest)
-    tried = sorted(_tried(ask, layout, ledger), key=lambda change: -change["gain"])
+    tried = sorted(_tried(request, layout, ledger), key=lambda change: -change["gain"])
     return {
         "term": largest,
         "seconds": seconds,
@@ -93,12 +93,12 @@ def first_change(ask: Ask, layout: Layout, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def _tried(ask: Ask, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]:
+def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]:
     """Settings changed one at a time with the layout kept; `gain` is in tokens per second."""
-    doubled = replace(ask.work, global_batch=2 * ask.work.global_batch)
-    changes = [(f"--global-batch {doubled.global_batch}", replace(ask, work=doubled))]
-    if ask.precision in ("bf16", "fp16"):
-        changes.append(("--precision fp8", replace(ask, precision="fp8")))
+    doubled = replace(request.work, global_batch=2 * request.work.global_batch)
+    changes = [(f"--global-batch {doubled.global_batch}", replace(request, work=doubled))]
+    if request.precision in ("bf16", "fp16"):
+        changes.append(("--precision fp8", replace(request, precision="fp8")))
     now = ledger.totals["tokens_per_second"].value
     for words, changed in changes:
         try:
@@ -107,10 +107,10 @@ def _tried(ask: Ask, layout: Layout, ledger: Ledger) -> Iterator[dict[str, Any]]
             continue
         if other.facts["fits"]:
             yield {"change": words, "gain": other.totals["tokens_per_second"].value / now - 1}
-    for fewer in _rounder_counts(ask.cluster) if ask.layout is None else ():
-        seconds = _best(ask, fewer)
+    for fewer in _rounder_counts(request.cluster) if request.layout is None else ():
+        seconds = _best(request, fewer)
         if seconds is not None:
-            words = f"--on {fewer}x{ask.cluster.accelerator.name}, which divide better"
+            words = f"--on {fewer}x{request.cluster.accelerator.name}, which divide better"
             yield {"change": words, "gain": ledger.totals["step_seconds"].value / seconds - 1}
 
 
@@ -121,34 +121,36 @@ def _rounder_counts(cluster: Cluster) -> list[int]:
     return sorted(n for n in rounder if 0 < n < count) if count % node_size or count & (count - 1) else []
 
 
-def plan_layout(ask: Ask, layout: Layout) -> Ledger:
+def plan_layout(request: ClusterRequest, layout: Layout) -> Ledger:
     """The ledger of one layout of what was asked."""
     return plan_cluster(
-        ask.model, ask.cluster, layout, sequence=ask.work.sequence, global_batch=ask.work.global_batch,
-        precision=ask.precision, engine=ask.engine, optimizer=ask.optimizer,
+        request.model, request.cluster, layout, sequence=request.work.sequence, global_batch=request.work.global_batch,
+        precision=request.precision, engine=request.engine, optimizer=request.optimizer, config=request.config,
     )  # fmt: skip
 
 
-def search_layouts(ask: Ask, *, keep: int, hybrid: bool = True, fastest_alone: bool = False) -> Found:
+def search_layouts(
+    request: ClusterRequest, *, keep: int, hybrid: bool = True, fastest_alone: bool = False
+) -> SearchResult:
     """All layouts of what was asked, ranked; with hybrid sharding unless told otherwise."""
     return search(
-        ask.model, ask.cluster, sequence=ask.work.sequence, global_batch=ask.work.global_batch,
-        precision=ask.precision, engine=ask.engine, optimizer=ask.optimizer, keep=keep, excluded=ask.excluded,
-        hybrid=hybrid, fastest_alone=fastest_alone,
+        request.model, request.cluster, sequence=request.work.sequence, global_batch=request.work.global_batch,
+        precision=request.precision, engine=request.engine, optimizer=request.optimizer, keep=keep,
+        excluded=request.excluded, hybrid=hybrid, fastest_alone=fastest_alone,
     )  # fmt: skip
 
 
-def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
+def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
     """The same work on half, twice, four times ... the accelerators, until doubling stops paying."""
-    count = ask.cluster.count
+    count = request.cluster.count
     rows: list[dict[str, Any]] = [{"accelerators": count, "step_seconds": step_seconds, "gain": None}]
-    half = _best(ask, count // 2) if count % 2 == 0 else None
+    half = _best(request, count // 2) if count % 2 == 0 else None
     if half is not None:
         rows[0]["gain"] = half / step_seconds - 1
         rows.insert(0, {"accelerators": count // 2, "step_seconds": half, "gain": None})
     stop, reason = None, "every doubling planned still pays"
     while (double := rows[-1]["accelerators"] * 2) <= MOST_ACCELERATORS:
-        seconds = _best(ask, double)
+        seconds = _best(request, double)
         if seconds is None:
             stop, reason = rows[-1]["accelerators"], f"no layout of {double:,} divides the batch"
             break
@@ -160,34 +162,34 @@ def scaling(ask: Ask, step_seconds: float) -> dict[str, Any]:
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
 
 
-def _best(ask: Ask, count: int) -> float | None:
+def _best(request: ClusterRequest, count: int) -> float | None:
     """Step seconds of the best layout on that many accelerators; None where none fits or can be formed."""
     try:
-        other = replace(ask, cluster=replace(ask.cluster, count=count))
+        other = replace(request, cluster=replace(request.cluster, count=count))
         found = search_layouts(other, keep=1, hybrid=False, fastest_alone=True)
     except UserError:
         return None
     return found.best[0].step_seconds if found.best else None
 
 
-def would_fit(ask: Ask) -> list[str]:
+def would_fit(request: ClusterRequest) -> list[str]:
     """The least change of hardware with which some layout fits: more of the same, or as many with more memory."""
     words = []
-    count = ask.cluster.count * 2
+    count = request.cluster.count * 2
     while count <= MOST_ACCELERATORS:
-        seconds = _best(ask, count)
+        seconds = _best(request, count)
         if seconds is not None:
-            words.append(f"--on {count}x{ask.cluster.accelerator.name}")
+            words.append(f"--on {count}x{request.cluster.accelerator.name}")
             break
         count *= 2
-    bigger = _with_more_memory(ask)
+    bigger = _with_more_memory(request)
     if bigger is not None:
-        words.append(f"--on {ask.cluster.count}x{bigger}")
+        words.append(f"--on {request.cluster.count}x{bigger}")
     return words
 
 
-def _with_more_memory(ask: Ask) -> str | None:
-    own = ask.cluster.accelerator
+def _with_more_memory(request: ClusterRequest) -> str | None:
+    own = request.cluster.accelerator
     assert own.memory_bytes is not None
     others = [accelerator(name) for name in accelerator_names()]
     larger = [
@@ -197,9 +199,9 @@ def _with_more_memory(ask: Ask) -> str | None:
         and other.vendor == own.vendor and not other.unified_memory
     ]  # fmt: skip
     for _, other in sorted(larger, key=lambda pair: (pair[0], pair[1].name)):
-        swapped = Cluster(other, ask.cluster.count, node(other.default_node))
+        swapped = Cluster(other, request.cluster.count, node(other.default_node))
         try:
-            if search_layouts(replace(ask, cluster=swapped), keep=1, fastest_alone=True).best:
+            if search_layouts(replace(request, cluster=swapped), keep=1, fastest_alone=True).best:
                 return other.name
         except UserError:
             continue

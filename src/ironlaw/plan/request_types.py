@@ -1,4 +1,4 @@
-"""What `ironlaw plan` answers with. Light on purpose: a plan of this machine needs nothing of the cluster planner."""
+"""What `ironlaw plan` is asked and what it gives back. A plan of this machine needs nothing of the cluster planner."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ironlaw.catalog.nodes import Cluster
 from ironlaw.config import RunConfig
 from ironlaw.ledger import Ledger
+from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
-from ironlaw.plan.work import Wishes
+from ironlaw.plan.work import Work, WorkOptions
+from ironlaw.workload.layout import Layout
 
 if TYPE_CHECKING:
     from ironlaw.workload.layout import Layout
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 class Options:
     """What can be said beside WHAT and WHERE; None: not said."""
 
-    work: Wishes = field(default_factory=Wishes)
+    work: WorkOptions = field(default_factory=WorkOptions)
     precision: str | None = None
     optimizer: str | None = None
     engine: str | None = None
@@ -35,7 +38,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanOutcome:
     """`ledger` is the plan; `more` the sections beside it (candidates, budget, advice), empty on this machine."""
 
     ledger: Ledger
@@ -46,3 +49,28 @@ class Answer:
         """`fits` and the totals at the top, each {value, interval, origin, basis}; the whole ledger below."""
         totals = {name: estimate.to_json() for name, estimate in self.ledger.totals.items()}
         return {"fits": self.fits} | totals | self.more | {"ledger": self.ledger.to_json()}
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """`layout` is the one to plan, or None to search; `excluded` names what a search must leave out, and why."""
+
+    model: ModelConfig
+    cluster: Cluster
+    work: Work
+    precision: str
+    engine: str
+    prices: Prices = field(default_factory=Prices)
+    layout: Layout | None = None
+    optimizer: str = "adamw"
+    excluded: Callable[[Layout], str | None] | None = None
+    config: RunConfig | None = None  # of a run around the model, where there is one
+
+
+@dataclass(frozen=True)
+class RequestedModel:
+    """The model, and the run around it where a config file gives one."""
+
+    model: ModelConfig
+    config: RunConfig | None = None
+    left_out: tuple[str, ...] = ()  # of what was asked about, what the model here has not

@@ -7,16 +7,15 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.errors import UserError
-from ironlaw.plan.answer import Answer
-from ironlaw.plan.answers.advice import plan_layout, search_layouts
-from ironlaw.plan.answers.cluster import answer_on_cluster
-from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.abilities import engines_for, lacking
-from ironlaw.plan.cluster.checked import DEFAULT_ON, checked_runs, evidence
+from ironlaw.plan.cluster.capabilities import engines_for, lacking
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE
+from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
+from ironlaw.plan.requests.advice import plan_layout, search_layouts
+from ironlaw.plan.requests.cluster_result import result_on_cluster
 from ironlaw.plan.work import Assumption
 from ironlaw.workload.layout import Layout
 
@@ -47,21 +46,21 @@ def software_for(said: str | None, trainer: Trainer | None, acc: Accelerator) ->
     return [Assumption("engine", name, reason, "--engine") for name, reason in dict(found).items()]
 
 
-def answer_under(ask: Ask, software: list[Assumption]) -> tuple[Ask, Answer]:
+def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
     """The answer under the first that can run the given layout, or under which a searched one fits."""
     passed: list[str] = []
     for position, assumption in enumerate(software):
         engine, last = engine_named(assumption.value), position == len(software) - 1
-        asked = replace(ask, engine=engine.name)
-        if ask.layout is not None and (lacks := lacking(engine, ask.layout)):
+        asked = replace(request, engine=engine.name)
+        if request.layout is not None and (lacks := lacking(engine, request.layout)):
             passed.append(f"{engine.name} has no {lacks}")
             if last:
-                able = ", ".join(engines_for(ask.layout)) or GENERIC
-                raise UserError(f"layout '{ask.layout}': {passed[-1]}: use --engine {able}")
+                able = ", ".join(engines_for(request.layout)) or GENERIC
+                raise UserError(f"layout '{request.layout}': {passed[-1]}: use --engine {able}")
             continue
-        may_pass = ask.layout is None and not last and set(engine.lacks) >= MODEL_PARALLEL
+        may_pass = request.layout is None and not last and set(engine.lacks) >= MODEL_PARALLEL
         try:
-            answer = answer_on_cluster(asked)
+            answer = result_on_cluster(asked)
         except UserError:
             if not may_pass:
                 raise
@@ -78,21 +77,24 @@ def answer_under(ask: Ask, software: list[Assumption]) -> tuple[Ask, Answer]:
     raise AssertionError("the generic engine can run anything")
 
 
-def under_others(ask: Ask, answer: Answer) -> list[dict[str, Any]]:
+def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str, Any]]:
     """The same work under other engines: the chosen layout, or their own best where they cannot run it."""
     layout = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})
     found = []
-    for name in list(evidence(ask.engine, ask.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
-        other = replace(ask, engine=name)
+    for name in list(evidence(request.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
+        other = replace(request, engine=name)
         same = not lacking(engine_named(name), layout)
         try:
             if same:
                 ledger = plan_layout(other, layout)
                 seconds, fits = ledger.totals["step_seconds"].value, bool(ledger.facts["fits"])
                 found.append({"engine": name, "layout": str(layout), "step_seconds": seconds, "fits": fits})
-            elif ask.layout is None and (best := search_layouts(other, keep=1, hybrid=False, fastest_alone=True).best):
+            elif request.layout is None and (
+                best := search_layouts(other, keep=1, hybrid=False, fastest_alone=True).best
+            ):
+                own = best[0]
                 found.append(
-                    {"engine": name, "layout": str(best[0].layout), "step_seconds": best[0].step_seconds, "fits": True}
+                    {"engine": name, "layout": str(own.layout), "step_seconds": own.step_seconds, "fits": True}
                 )
         except UserError:
             continue

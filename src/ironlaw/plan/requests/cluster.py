@@ -11,62 +11,63 @@ from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.plan.answer import Answer, Options
-from ironlaw.plan.answers.software import answer_under, software_for
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.subject import Subject
+from ironlaw.plan.request_types import ClusterRequest, Options, PlanOutcome, RequestedModel
+from ironlaw.plan.requests.engine_choice import result_under, software_for
 from ironlaw.plan.work import Assumption, settle
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.moe import IMBALANCE
 from ironlaw.workload.recompute import layout_word
 
 
-def plan_on_cluster(subject: Subject, on: str, options: Options) -> Answer:
+def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
     """Plan the given layout, or search; every default taken is among the assumptions."""
-    if subject.config is not None and subject.config.finetune.adapts:
+    config = requested.config
+    if config is not None and config.finetune.adapts:
         raise UserError(
-            f'finetune.method = "{subject.config.finetune.method}" is planned on this machine only, not on catalogued '
+            f'finetune.method = "{config.finetune.method}" is planned on this machine only, not on catalogued '
             'accelerators yet: leave --on out, or plan full training with finetune.method = "none"'
         )
     cluster, layout, assumed = _where(on, options)
-    if layout is None and cluster.count == 1 and subject.config and subject.config.train.offload != "none":
-        layout = _of_config(subject.config)  # a config that says where its memory goes says all of a single device
-    work = settle(subject.model, options.work, cluster.count, subject.config)
-    precision = _precision(subject, cluster.accelerator, options, assumed)
+    if layout is None and cluster.count == 1 and requested.config and requested.config.train.offload != "none":
+        layout = _of_config(requested.config)  # a config that says where its memory goes says all of a single device
+    work = settle(requested.model, options.work, cluster.count, requested.config)
+    precision = _precision(requested, cluster.accelerator, options, assumed)
     trainer = trainer_named(options.emit) if options.emit else None
-    if subject.model.moe is not None and subject.model.moe.capacity_factor is None:
+    if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
         assumed.append(
             Assumption(
                 "expert load", load, "no measurement; balancing aims at 1 (arXiv 2408.15664)", "a capacity factor"
             )
         )
-    if (other := taken_model(subject.model.name)) and other[1]:
-        assumed.append(Assumption("model", other[0], f"'{subject.model.name}' is {other[1]}", ""))
-    assumed += [Assumption("left out", part, "the model is built without it", "") for part in subject.left_out]
-    if subject.config and subject.config.train.micro_batch and layout is None:
+    if (other := taken_model(requested.model.name)) and other[1]:
+        assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
+    assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]
+    if requested.config and requested.config.train.micro_batch and layout is None:
         assumed.append(Assumption("micro-batch", "searched", "the config's own is for one device", "--layout"))
-    optimizer = _optimizer(subject, options)
+    optimizer = _optimizer(requested, options)
     work = replace(work, assumed=work.assumed + assumed)
-    ask = Ask(subject.model, cluster, work, precision, "", options.prices, layout, optimizer)
+    request = ClusterRequest(
+        requested.model, cluster, work, precision, "", options.prices, layout, optimizer, config=config
+    )
     if trainer:
         check_words(trainer, precision, optimizer)
 
         def excluded(candidate: Layout) -> str | None:
-            reason = trainer.cannot(candidate, subject.model, optimizer)
+            reason = trainer.cannot(candidate, requested.model, optimizer)
             return f"{trainer.name}: {reason}" if reason else None
 
-        ask = replace(ask, excluded=excluded)
-        if layout is not None and (reason := trainer.cannot(layout, subject.model, optimizer)):
+        request = replace(request, excluded=excluded)
+        if layout is not None and (reason := trainer.cannot(layout, requested.model, optimizer)):
             raise UserError(f"layout '{layout}' cannot be written for {trainer.name}: {reason}")
-    ask, answer = answer_under(ask, software_for(options.engine, trainer, cluster.accelerator))
+    request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
     if trainer and answer.fits:
         values = answer.more["layout"]
         chosen = Layout(**{key: value for key, value in values.items() if key != "text"})
-        answer.more["emit"] = emit(trainer.name, ask, chosen)
+        answer.more["emit"] = emit(trainer.name, request, chosen)
     return answer
 
 
@@ -113,11 +114,11 @@ def _of_config(config: RunConfig) -> Layout:
     return Layout(micro_batch=config.micro_batch, recompute=layout_word(config.recompute), offload=config.train.offload)
 
 
-def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:
+def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:
     """The given precision; else the config's; else the widest 16-bit format the accelerator multiplies fast."""
     said = options.precision
-    if said is None and subject.config and subject.config.train.precision != "auto":
-        said = subject.config.train.precision
+    if said is None and requested.config and requested.config.train.precision != "auto":
+        said = requested.config.train.precision
     if said is None:
         said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
         assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
@@ -133,9 +134,9 @@ def _precision(subject: Subject, acc: Accelerator, options: Options, assumed: li
     return said
 
 
-def _optimizer(subject: Subject, options: Options) -> str:
+def _optimizer(requested: RequestedModel, options: Options) -> str:
     """The given optimizer, else the config's, else AdamW."""
-    said = options.optimizer or (subject.config.optimizer.name if subject.config else None)
+    said = options.optimizer or (requested.config.optimizer.name if requested.config else None)
     if said is None:
         return "adamw"
-    return update_cost(said, subject.model).name
+    return update_cost(said, requested.model).name

@@ -1,6 +1,6 @@
 """Experts of models that a table of runs calls by name: most tables have no columns for them.
 
-known_experts("Mixtral 8x7B", hidden=4096, layers=32).moe     # MoEConfig(experts=8, experts_per_token=2, ...)
+named_experts("Mixtral 8x7B", hidden=4096, layers=32).moe     # MoEConfig(experts=8, experts_per_token=2, ...)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ironlaw.model.moe_config import MoEConfig
 
 
 @dataclass(frozen=True)
-class KnownExperts:
+class NamedExperts:
     """What the name says."""
 
     name: str
@@ -27,7 +27,7 @@ class KnownExperts:
     latent: LatentConfig | None  # None: usual attention
 
 
-def known_experts(model: str, hidden: int, layers: int) -> KnownExperts | None:
+def named_experts(model: str, hidden: int, layers: int) -> NamedExperts | None:
     """The experts of the model with the longest name that stands in `model`, if its hidden size is this."""
     said = _plain(model)
     fitting = [
@@ -51,12 +51,12 @@ def known_experts(model: str, hidden: int, layers: int) -> KnownExperts | None:
     if "latent" in entry:  # all models here have DeepSeek-V2's sizes of a head, which are the defaults
         rank, query_rank = entry["latent"]
         latent = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
-    return KnownExperts(name, moe, entry.get("dense_ffn"), entry.get("head_size"), latent)
+    return NamedExperts(name, moe, entry.get("dense_ffn"), entry.get("head_size"), latent)
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, dict[str, Any]]:
-    return read_toml(Path(__file__).with_name("known_experts.toml"))
+    return read_toml(Path(__file__).with_name("named_experts.toml"))
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,6 @@
 """What sending less would be worth: gradients in bf16, PowerSGD, sites that average weights now and then.
 
-    for saver in cluster_savers(ask, layout):
+    for saver in cluster_savings(request, layout):
         saver.setting, saver.saves_seconds, saver.costs_seconds, saver.pays
 
 Saved is what a step no longer waits for: the plan of the same layout with fewer bytes of gradients. A cost is work that
@@ -26,11 +26,11 @@ from typing import Any
 
 from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
@@ -50,7 +50,7 @@ LAUNCH_SECONDS = 5e-6
 
 
 @dataclass(frozen=True)
-class Saver:
+class CommunicationSaving:
     """One setting. Seconds are per step; `exposed_seconds`: what a step waits for gradients without it."""
 
     setting: str
@@ -102,11 +102,13 @@ def applicable(layout: Layout) -> dict[str, bool]:
 # -- on a cluster ------------------------------------------------------------------------------------------------------
 
 
-def cluster_savers(ask: Ask, layout: Layout) -> list[Saver]:
+def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
     """For a planned layout; empty where its gradients are not waited for."""
-    where = system_of(ask.cluster, engine_named(ask.engine), ask.precision)
-    candidates = candidates_of(ask.model, [layout], sequence=ask.work.sequence, global_batch=ask.work.global_batch)
-    parameters, can = model_parameters(ask.model), applicable(layout)
+    where = system_of(request.cluster, engine_named(request.engine), request.precision)
+    candidates = candidates_of(
+        request.model, [layout], sequence=request.work.sequence, global_batch=request.work.global_batch
+    )
+    parameters, can = model_parameters(request.model), applicable(layout)
 
     def step(gradient_bytes: float) -> tuple[float, float]:
         engine = replace(where.engine, gradient_communication_bytes=gradient_bytes)
@@ -118,31 +120,31 @@ def cluster_savers(ask: Ask, layout: Layout) -> list[Saver]:
     seconds, exposed = step(now)
     if exposed < MATERIAL * seconds:
         return []
-    held = ask.model.parameters / (layout.tp * layout.pp)
+    held = request.model.parameters / (layout.tp * layout.pp)
 
     def passing(size: float) -> float:
         return float(streaming_seconds(size, where.hardware))
 
     found = []
     if can["bf16"] and now > 2:
-        found.append(Saver(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
+        found.append(CommunicationSaving(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
     if can["powersgd"]:
         share, matrices = compressed_share(parameters), compressed_matrices(parameters)
         work = passing(COMPRESSION_PASSES * 4 * sum(p.elements for p in matrices))
         work += len(matrices) * 2 * RANK * KERNELS_PER_COLUMN * LAUNCH_SECONDS
-        found.append(Saver(powersgd(), share * 4 / now, exposed, seconds - step(4 * share)[0], work))
+        found.append(CommunicationSaving(powersgd(), share * 4 / now, exposed, seconds - step(4 * share)[0], work))
     if can["sites"]:
         island = max(1, where.fabric.island_ranks // layout.tp)
         meeting = float(collective_seconds("all_reduce", 4 * held, layout.dp * layout.cp, island, fabric=where.fabric))
         meeting += passing(OUTER_PASSES * 4 * held)
-        found.append(Saver(sites(), 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
+        found.append(CommunicationSaving(sites(), 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
     return found
 
 
 # -- on ranks of this machine ------------------------------------------------------------------------------------------
 
 
-def rank_savers(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[Saver]:
+def rank_savings(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[CommunicationSaving]:
     """The same for a plan of CPU ranks over given links: each setting is planned as a run."""
     layout, config = plan.layout, plan.config
     exposed = sum(
@@ -156,7 +158,7 @@ def rank_savers(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_ST
 
 def _of_ranks(
     plan: StepPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
-) -> Iterator[Saver]:
+) -> Iterator[CommunicationSaving]:
     can, parameters = applicable(layout), model_parameters(config.model)
     held = config.model.parameters / (layout.tp * layout.pp)
     rate = plan.profile.copy_bytes_per_second
@@ -166,7 +168,7 @@ def _of_ranks(
         return plan.step_seconds - plan_step(changed, plan.profile, layout, plan.fabric, plan.ranks).step_seconds
 
     if can["bf16"]:
-        yield Saver(BF16, 0.5, exposed, saved(gradients="bf16"), CAST_BYTES * held / rate)
+        yield CommunicationSaving(BF16, 0.5, exposed, saved(gradients="bf16"), CAST_BYTES * held / rate)
     if can["powersgd"]:
         work = COMPRESSION_PASSES * 4 * sum(p.elements for p in compressed_matrices(parameters, rank)) / rate
         work += (
@@ -177,8 +179,8 @@ def _of_ranks(
             * (plan.profile.small_operation_seconds)
         )
         share = compressed_share(parameters, rank)
-        yield Saver(powersgd(rank), share, exposed, saved(gradients="powersgd", rank=rank), work)
+        yield CommunicationSaving(powersgd(rank), share, exposed, saved(gradients="powersgd", rank=rank), work)
     if can["sites"] and plan.fabric is not None:
         meeting = plan.fabric.collective_seconds("all_reduce", 4 * held, layout.dp, job=plan.ranks)
         meeting += OUTER_PASSES * 4 * held / rate
-        yield Saver(sites(local_steps), 1 / local_steps, exposed, exposed, meeting / local_steps)
+        yield CommunicationSaving(sites(local_steps), 1 / local_steps, exposed, exposed, meeting / local_steps)

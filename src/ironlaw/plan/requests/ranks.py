@@ -9,16 +9,16 @@ from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.links import Fabric, load_costs
 from ironlaw.machine.profile import load_profile
-from ironlaw.plan.answer import Answer, Options
 from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.request_types import Options, PlanOutcome
 from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.layout import Layout, parse_layout
 
 SHOWN = 8
 
 
-def answer_on_ranks(config: RunConfig, options: Options) -> Answer:
+def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
     """UserError where no layout divides the model and the batch, or this machine's ranks were not measured."""
     ranks = options.ranks or 1
     profile, fabric = load_profile(), Fabric(load_costs())
@@ -30,7 +30,7 @@ def answer_on_ranks(config: RunConfig, options: Options) -> Answer:
             )
             raise UserError(f"this trainer cannot run layout '{layout}' on {ranks} ranks: leave --layout out")
         plan = plan_step(config, profile, layout, fabric, ranks)
-        return Answer(plan.ledger(), plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
+        return PlanOutcome(plan.ledger(), plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
     runnable = options.runnable
 
     def runs(layout: Layout) -> bool:
@@ -43,7 +43,7 @@ def answer_on_ranks(config: RunConfig, options: Options) -> Answer:
         "searched": choice.tried,
         "candidates": [_candidate(plan) for plan in choice.plans[:SHOWN]],
     }
-    return Answer(choice.best.ledger(), choice.best.fits, more)
+    return PlanOutcome(choice.best.ledger(), choice.best.fits, more)
 
 
 def _given(config: RunConfig, text: str | None, ranks: int) -> Layout:

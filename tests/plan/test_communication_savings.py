@@ -12,8 +12,13 @@ from ironlaw.config import build_config
 from ironlaw.machine.links import KINDS, Fabric, Link, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.answers.savers import Saver, cluster_savers, compressed_share, rank_savers
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.request_types import ClusterRequest
+from ironlaw.plan.requests.communication_savings import (
+    CommunicationSaving,
+    cluster_savings,
+    compressed_share,
+    rank_savings,
+)
 from ironlaw.plan.step import plan_step
 from ironlaw.plan.work import Work
 from ironlaw.workload.collectives import compressed_elements, traffic
@@ -26,12 +31,16 @@ COSTS = RankCosts("this", "today", 2, dict.fromkeys(KINDS, CURVE), {"compute": 1
 GPT = {"name": "gpt", "layers": 4, "hidden": 128, "heads": 4, "vocab": 1024, "context": 64}
 
 
-def asked(engine: str, global_batch: int, on: str = "32xa100-sxm-80gb") -> Ask:
-    return Ask(ModelConfig.named("gpt2-xl"), parse_cluster(on), Work(1024, global_batch, 1000), "bf16", engine)
+def asked(engine: str, global_batch: int, on: str = "32xa100-sxm-80gb") -> ClusterRequest:
+    return ClusterRequest(
+        ModelConfig.named("gpt2-xl"), parse_cluster(on), Work(1024, global_batch, 1000), "bf16", engine
+    )
 
 
-def by_setting(savers: list[Saver]) -> dict[str, Saver]:
-    return {next(word for word in ("bf16", "powersgd", "local") if word in saver.setting): saver for saver in savers}
+def by_setting(savings: list[CommunicationSaving]) -> dict[str, CommunicationSaving]:
+    return {
+        next(word for word in ("bf16", "powersgd", "local") if word in saving.setting): saving for saving in savings
+    }
 
 
 def test_powersgd_sends_two_thin_matrices_or_nothing_less() -> None:
@@ -42,12 +51,12 @@ def test_powersgd_sends_two_thin_matrices_or_nothing_less() -> None:
     assert compressed_share([Parameter("a", (1000, 1000)), Parameter("b", (1000,))], 4) == pytest.approx(9 / 1001)
 
 
-def test_savers_of_a_cluster_save_what_a_step_waits_for() -> None:
-    found = by_setting(cluster_savers(asked("torchtitan", 64), parse_layout("dp=32 micro_batch=1")))
+def test_savings_of_a_cluster_save_what_a_step_waits_for() -> None:
+    found = by_setting(cluster_savings(asked("torchtitan", 64), parse_layout("dp=32 micro_batch=1")))
     assert found.keys() == {"bf16", "powersgd", "local"}
-    for saver in found.values():
-        assert 0 < saver.saves_seconds <= 1.001 * saver.exposed_seconds
-        assert saver.costs_seconds > 0
+    for saving in found.values():
+        assert 0 < saving.saves_seconds <= 1.001 * saving.exposed_seconds
+        assert saving.costs_seconds > 0
     # Half the bytes, half the time over the network; nothing is left between meetings.
     assert found["bf16"].saves_seconds == pytest.approx(found["bf16"].exposed_seconds / 2, rel=0.1)
     assert found["powersgd"].sent_share < 0.02
@@ -57,28 +66,28 @@ def test_savers_of_a_cluster_save_what_a_step_waits_for() -> None:
 
 
 def test_nothing_is_said_where_gradients_are_not_waited_for_or_already_narrow() -> None:
-    assert not cluster_savers(asked("torchtitan", 4096), parse_layout("dp=32 micro_batch=4"))
-    narrow = by_setting(cluster_savers(asked("nemo", 64), parse_layout("dp=32 micro_batch=1")))
+    assert not cluster_savings(asked("torchtitan", 4096), parse_layout("dp=32 micro_batch=4"))
+    narrow = by_setting(cluster_savings(asked("nemo", 64), parse_layout("dp=32 micro_batch=1")))
     assert "bf16" not in narrow and "powersgd" in narrow  # this engine reduces in bf16 already
-    sharded = by_setting(cluster_savers(asked("torchtitan", 64), parse_layout("dp=32 zero=2 micro_batch=1")))
+    sharded = by_setting(cluster_savings(asked("torchtitan", 64), parse_layout("dp=32 zero=2 micro_batch=1")))
     assert sharded.keys() <= {"bf16"}
 
 
-def test_savers_of_ranks_pay_over_slow_links_only(machine_profile: Profile) -> None:
+def test_savings_of_ranks_pay_over_slow_links_only(machine_profile: Profile) -> None:
     config = build_config({"model": GPT, "train": {"global_batch": 4, "micro_batch": 2, "precision": "fp32"}})
     layout = parse_layout("dp=2 micro_batch=2")
 
-    def savers(bytes_per_second: float) -> dict[str, Saver]:
+    def savings(bytes_per_second: float) -> dict[str, CommunicationSaving]:
         fabric = Fabric(COSTS, ranks_per_host=1, between=Link(0.0, bytes_per_second))
-        return by_setting(rank_savers(plan_step(config, machine_profile, layout, fabric, 2)))
+        return by_setting(rank_savings(plan_step(config, machine_profile, layout, fabric, 2)))
 
-    slow = savers(1e6)
-    assert all(saver.pays for saver in slow.values()) and len(slow) == 3
+    slow = savings(1e6)
+    assert all(saving.pays for saving in slow.values()) and len(slow) == 3
     gradients = 4 * config.model.parameters
     assert slow["bf16"].saves_seconds == pytest.approx(gradients / 2 / 1e6, rel=0.05)
     assert slow["powersgd"].saves_seconds > slow["bf16"].saves_seconds
     assert slow["local"].exposed_seconds == pytest.approx(gradients / 1e6, rel=0.1)
-    fast = savers(1e12)
+    fast = savings(1e12)
     assert not fast or fast["powersgd"].saves_seconds < slow["powersgd"].saves_seconds / 50
 
 
