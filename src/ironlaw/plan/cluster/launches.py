@@ -12,10 +12,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.backward import block_backward
 from ironlaw.workload.blocks import Shape
-from ironlaw.workload.forward import block
-from ironlaw.workload.moe import moe_block, moe_block_backward
+from ironlaw.workload.kinds import both_passes
+from ironlaw.workload.moe import GROUP as MOE_GROUP
 
 
 def extra_launches(model: ModelConfig) -> tuple[float, float]:
@@ -27,9 +26,13 @@ def extra_launches(model: ModelConfig) -> tuple[float, float]:
 def _launches(document: str) -> tuple[float, float]:
     model = ModelConfig.model_validate_json(document)  # not hashable itself
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
-    dense = usual = len(block(shape)) + len(block_backward(shape))
+    dense = usual = _calls(shape, "block")
     if model.latent is not None:
         plain = replace(shape, model=model.model_copy(update={"latent": None, "head_size": model.size_of_head}))
-        usual = len(block(plain)) + len(block_backward(plain))
-    experts = len(moe_block(shape)) + len(moe_block_backward(shape)) if model.moe is not None else dense
+        usual = _calls(plain, "block")
+    experts = _calls(shape, MOE_GROUP) if model.moe is not None else dense
     return (experts - dense) / usual, dense / usual - 1
+
+
+def _calls(shape: Shape, kind: str) -> int:
+    return sum(map(len, both_passes(shape, kind)))
