@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test test-long soak soak-ranks lint clean
+.PHONY: demo test test-long gpu soak soak-ranks lint clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ test: $(VENV)/installed
 # Minutes long: run when they matter, before a release or after a change of the loop.
 test-long: $(VENV)/installed
 	$(BIN)/python -m pytest -m long
+
+# One machine with one GPU, no network: tests, speed and memory beside the plans in under 8 minutes. Installs nothing.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(GPU)
 
 # 100 runs killed at random moments and resumed, each to the bit the run that nobody killed: some minutes.
 soak: $(VENV)/installed

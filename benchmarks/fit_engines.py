@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from ironlaw.plan.cluster.candidates import Candidates, candidates_of_rows
+from ironlaw.plan.cluster.candidates import Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
@@ -105,7 +105,7 @@ def blocks(runs: list[Run], kind: str) -> list[Block]:
     result = []
     for where, index in systems_of(chosen):
         part = [chosen[i] for i in index]
-        candidates = candidates_of_rows([r.columns for r in part])
+        candidates = candidates_of_jobs([r.job for r in part])
         layers = stage_layers(candidates, where.engine.partition)
         result.append(
             Block(
@@ -272,7 +272,7 @@ def fold_of(run: Run, groups: set[str]) -> str:
     """What is left out together: a group, or in an engine with one group the runs of one size and tensor degree."""
     if len(groups) > 1:
         return run.group
-    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.columns['tp']:.0f}"
+    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.job.layout.tp}"
 
 
 def start_of(name: str) -> Engine:
@@ -314,7 +314,7 @@ def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, fl
     for _, index in systems_of(runs):
         part = [runs[i] for i in index]
         where = system_of(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
-        candidates = candidates_of_rows([r.columns for r in part])
+        candidates = candidates_of_jobs([r.job for r in part])
         layers = stage_layers(candidates, engine.partition)
         if kind == "time":
             seconds = assemble(step_costs(candidates, where, layers), candidates, where.engine, layers).step_seconds

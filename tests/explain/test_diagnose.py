@@ -11,7 +11,8 @@ from synthetic import make_config, make_profile, make_run
 from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.gap import subtract_ledgers
-from ironlaw.explain.rules import RULES, Axis
+from ironlaw.explain.rule import Axis
+from ironlaw.explain.rules import RULES
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
 

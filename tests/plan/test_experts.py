@@ -318,12 +318,12 @@ def test_rows_of_measured_runs_with_experts(tmp_path):
     assert not runs and "say how many experts" in rejected[0][2]
     runs, rejected = read_runs(full)
     assert not rejected
-    assert runs[0].columns["ep"] == 8 and runs[0].columns["expert_ffn"] == 14336
+    assert runs[0].job.layout.ep == 8 and runs[0].job.model.expert_ffn_size == 14336
     # tp 16 leaves four replicas: eight expert parallel ranks are possible where experts are folded only.
     folded = tmp_path / "folded.csv"
     folded.write_text(f"{head},experts,experts_per_token,tp\n{row},8,2,16\n{row.replace(',64,8', ',64,128')},8,2,16\n")
     runs, rejected = read_runs(folded)
-    assert runs[0].columns["etp"] == 1 and any("etp = 1" in note for note in runs[0].assumed)
+    assert runs[0].job.layout.etp == 1 and any("etp = 1" in note for note in runs[0].assumed)
     assert "cannot be taken" in rejected[0][2]
 
 
@@ -374,15 +374,15 @@ def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
     header = "id,group,framework,model,layers,hidden,heads,kv_heads,ffn,gated_ffn,vocab,seq,global_batch,micro_batch,"
     header += "accelerator,accelerators,tp,pp,ep,zero,recompute,precision,step_seconds\n"
     cells = "a,g,{},Mixtral 8x22B,56,6144,48,8,16384,true,32000,4096,256,1,h100-sxm-80gb,128,2,8,8,1,none,bf16,5\n"
-    columns = []
+    runs = []
     for name in ("NeMo", "Megatron-LM"):
         path = tmp_path / "runs.csv"
         path.write_text(header + cells.format(name), encoding="utf-8")
         (run,), _ = read_runs(path)
-        columns.append(run)
-    assert columns[0].columns["imbalance"] == 1 and columns[0].columns["etp"] == 1
-    assert any("imbalance = 1" in word for word in columns[0].assumed)
-    assert columns[1].columns["imbalance"] == 0 and columns[1].columns["etp"] == 0
+        runs.append(run)
+    assert runs[0].job.imbalance == 1 and runs[0].job.layout.etp == 1
+    assert any("imbalance = 1" in word for word in runs[0].assumed)
+    assert runs[1].job.imbalance == 0 and runs[1].job.layout.etp is None
 
 
 @pytest.mark.parametrize(

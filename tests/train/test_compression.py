@@ -107,6 +107,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     stored = next((tmp_path / "small" / "checkpoints").glob("*/quantized.safetensors"))
     assert found["bytes_after"] <= stored.stat().st_size < found["bytes_after"] + 8192
     assert 0 < abs(found["loss_after"] - found["loss_before"]) < 0.01
+    assert sum(found["kernels"].values()) == 4 * config.layers + config.layers  # qkv, out, gate, up and down
+    assert 0 < abs(found["loss_served"] - found["loss_after"]) < 0.01
     logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
     assert found["loss_before"] == pytest.approx(logged, rel=1e-5)
     assert found["tokens_per_second_before"] > 0 and found["tokens_per_second_after"] > 0

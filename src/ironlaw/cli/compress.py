@@ -11,9 +11,11 @@ from ironlaw.cli.console import messages, output, print_json
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from ironlaw.model.transformer import Transformer
+    from ironlaw.numerics.compression import Held
+    from ironlaw.train.compression import Decoder
 
 METHODS, SCORES = ("rtn", "gptq"), ("magnitude", "wanda")
 
@@ -52,13 +54,16 @@ def compress(
         show_compression(output(), str(source), str(out), asdict(result))
 
 
-def engine_decoder(model: Transformer) -> Callable[[int], int]:
+def engine_decoder(model: Transformer, held: Mapping[str, Held]) -> Decoder:
     """Single-stream decoding as `generate` does it: so many tokens after one, the likeliest each."""
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import prepare
     from ironlaw.serve.request import Sampling
+    from ironlaw.train.compression import Decoder
 
     config = ServeConfig(batch=1)
-    engine = Engine(prepare(model, config, model.config.name), config)
-    return lambda count: len(engine.continued([0], Sampling(max_tokens=count, temperature=0.0)))
+    served = prepare(model, config, model.config.name, held)
+    engine = Engine(served, config)
+    run = lambda count: len(engine.continued([0], Sampling(max_tokens=count, temperature=0.0)))  # noqa: E731
+    return Decoder(run, served.kernels)

@@ -12,6 +12,8 @@ from ironlaw.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import Console
+
     from ironlaw.config import RunConfig
     from ironlaw.plan.answer import Answer
     from ironlaw.workload.layout import Layout
@@ -90,7 +92,7 @@ def plan(
     elif answer.fits and "emit" in answer.more:
         _print_emitted(answer.more)
     else:
-        _show(answer, why)
+        show_answer(output(), answer, why)
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -109,11 +111,7 @@ def _plan_serving(
     elif "emit" in answer.more:
         print(answer.more["emit"]["text"], end="")
     else:
-        from ironlaw.report.cluster_view import show_assumed
-        from ironlaw.report.serving_view import show_serving
-
-        show_serving(output(), answer.ledger, answer.fits, answer.more)
-        show_assumed(output(), answer.more["assumed"])
+        show_answer(output(), answer)
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -134,13 +132,18 @@ def _print_emitted(more: dict[str, Any]) -> None:
     print(more["emit"]["text"], end="")
 
 
-def _show(answer: Answer, why: bool) -> None:
+def show_answer(console: Console, answer: Answer, why: bool = False) -> None:
+    """Of a plan of training here or on a cluster, or of serving."""
     from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
     from ironlaw.report.cluster_why import show_cluster_why
     from ironlaw.report.ranks_view import show_ranks
+    from ironlaw.report.serving_view import show_serving
     from ironlaw.report.terminal import show_plan, show_why
 
-    console = output()
+    if "served" in answer.more:
+        show_serving(console, answer.ledger, answer.fits, answer.more)
+        show_assumed(console, answer.more["assumed"])
+        return
     if "cluster" not in answer.more:
         show_plan(console, answer.ledger, answer.fits)
         show_ranks(console, answer.ledger, answer.more)

@@ -36,10 +36,13 @@ def serve(
     from ironlaw.serve.server import serve as run
 
     served = load_served(path, config)
+    if served.note:
+        messages().print(served.note, markup=False)
     made = Engine(served, config)
     about = {
         "model": served.name, "device": str(served.device), "weights": served.weights, "kv": served.kv,
         "kv_tokens": (made.blocks.count - 1) * config.block, "context": made.context, "threads": served.threads,
+        "kernels": served.kernels,
     }  # fmt: skip
 
     def ready(url: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import Evidence
-from ironlaw.explain.rules import RULES, Axis, Rule
+from ironlaw.explain.rule import Axis, Rule
+from ironlaw.explain.rules import RULES
 
 FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
 SLOW = "machine_slow"
@@ -20,27 +21,29 @@ MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be 
 class Finding:
     """A rule that fired. `share` is the fraction of time its cause costs."""
 
-    rule: str
-    axis: Axis
+    cause: Rule
     share: float
-    threshold: float
     sentence: str
     evidence: list[str]
-    advice: str
-    source: str
-    fault: bool
-    notice: bool = False
-    symptom: bool = False
+
+    @property
+    def rule(self) -> str:
+        return self.cause.name
+
+    @property
+    def fault(self) -> bool:
+        return self.cause.fault
 
     @property
     def weight(self) -> float:
-        return self.share * (EXPLAINS if self.symptom else 1.0)
+        return self.share * (EXPLAINS if self.cause.symptom else 1.0)
 
     def to_json(self) -> dict[str, Any]:
+        cause = self.cause
         return {
-            "rule": self.rule, "axis": str(self.axis), "share": self.share, "threshold": self.threshold,
-            "sentence": self.sentence, "evidence": self.evidence, "advice": self.advice, "source": self.source,
-            "fault": self.fault,
+            "rule": cause.name, "axis": str(cause.axis), "share": self.share, "threshold": cause.threshold,
+            "sentence": self.sentence, "evidence": self.evidence, "advice": cause.advice, "source": cause.source,
+            "fault": cause.fault,
         }  # fmt: skip
 
 
@@ -82,7 +85,7 @@ def diagnose(evidence: Evidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
         )  # fmt: skip
     first = findings[0]
     return Diagnosis(
-        first.sentence, first.axis, _confidence(evidence, findings), first.evidence, first.advice,
+        first.sentence, first.cause.axis, _confidence(evidence, findings), first.evidence, first.cause.advice,
         healthy=not any(f.fault for f in findings), findings=findings, not_tested=not_tested,
     )  # fmt: skip
 
@@ -94,34 +97,19 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
         if value is None:
             not_tested.append(rule.name)
         elif value >= rule.threshold:
-            sentence, figures = rule.says(evidence, value)
-            findings.append(
-                Finding(
-                    rule.name,
-                    rule.axis,
-                    value,
-                    rule.threshold,
-                    sentence,
-                    figures,
-                    rule.advice,
-                    rule.source,
-                    rule.fault,
-                    rule.notice,
-                    rule.symptom,
-                )
-            )
+            findings.append(Finding(rule, value, *rule.state(evidence, value)))
     return _order(findings), not_tested
 
 
 def _order(findings: list[Finding]) -> list[Finding]:
     """As they are named. A slow machine slows everything, what the code does included, and a faster one leaves that as
     large a share of the step: it comes after the first cause that is the code's."""
-    causes = [f.weight for f in findings if f.fault and not f.symptom and f.rule != SLOW]
+    causes = [f.weight for f in findings if f.fault and not f.cause.symptom and f.rule != SLOW]
 
     def weight(finding: Finding) -> float:
         return min([finding.weight, *([0.99 * max(causes)] if causes and finding.rule == SLOW else [])])
 
-    return sorted(findings, key=lambda f: (not f.fault, not f.notice, -weight(f)))
+    return sorted(findings, key=lambda f: (not f.fault, not f.cause.notice, -weight(f)))
 
 
 def _insufficient(evidence: Evidence) -> str | None:
@@ -143,7 +131,7 @@ def _confidence(evidence: Evidence, findings: Sequence[Finding]) -> str:
     first = findings[0]
     rivals = [f.weight for f in findings[1:] if f.fault == first.fault]
     doubts = [
-        first.fault and first.share < 1.3 * first.threshold,
+        first.fault and first.share < 1.3 * first.cause.threshold,
         bool(rivals) and first.weight < 1.2 * max(rivals),
         evidence.unattributed is None or abs(evidence.unattributed) > 0.05,
         not first.fault and evidence.machine_speed is None,

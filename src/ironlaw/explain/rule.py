@@ -1,4 +1,4 @@
-"""What a rule of diagnosis is."""
+"""What a rule of diagnosis is: one entry with a measure, a threshold, and the words for what it found."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ironlaw.explain.evidence import Evidence
+from ironlaw.units import percent, seconds
 
 
 class Axis(StrEnum):
@@ -18,21 +19,39 @@ class Axis(StrEnum):
     UNKNOWN = "unknown"
 
 
-# The sentence, and the figures behind it.
-Statement = tuple[str, list[str]]
-
-
 @dataclass(frozen=True)
 class Rule:
-    """`measure` is None when the run does not tell; the rule fires at `threshold` and above."""
+    """`measure` is None when the run does not tell; the rule fires at `threshold` and above.
+
+    In a `sentence` of text, `{share}` is the value with a decimal, `{percent}` without, and the fields of the fact that
+    `placed` names (the worst, of several) have their names. Without `figures` those are the facts named and the value.
+    """
 
     name: str
     axis: Axis
     threshold: float
     measure: Callable[[Evidence], float | None]
-    says: Callable[[Evidence, float], Statement]
+    sentence: str | Callable[[Evidence], str]
     advice: str
     source: str  # why the threshold is where it is
+    figures: Callable[[Evidence], list[str]] | None = None
+    facts: tuple[str, ...] = ()
+    placed: str = ""  # a fact with a line of code, which becomes the first figure
     fault: bool = True  # False: what a healthy run is bound by, or a notice
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
     notice: bool = False  # costs nothing here, and would elsewhere: named before a ceiling, and the run is healthy
+
+    def state(self, evidence: Evidence, value: float) -> tuple[str, list[str]]:
+        """The sentence, and the figures behind it."""
+        found = evidence.fact(self.placed) if self.placed else {}
+        found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
+        figures = [found["place"]] if found.get("place") else []
+        if self.figures is not None:
+            figures += self.figures(evidence)
+        else:
+            known = [(name, evidence.fact(name)) for name in self.facts]
+            figures += [f"{name.replace('_', ' ')}: {fact}" for name, fact in known if fact is not None]
+            figures.append(f"{percent(value)}, of a step of {seconds(evidence.step)}")
+        if callable(self.sentence):
+            return self.sentence(evidence), figures
+        return self.sentence.format(**found, share=percent(value), percent=percent(value, 0)), figures

@@ -1,79 +1,92 @@
 """The rules of diagnosis: each names one cause, what it looks at, from where on it speaks, and why there.
 
 A rule's measure is a share of time that its cause costs, so that findings compare: the largest one binds.
-Adding a rule is adding an entry to `RULES`; docs/explain.md says how.
+Adding a rule is adding an entry here, or to `rules_of_code.py` where it is about how a loop is written.
 """
 
 from __future__ import annotations
 
-from ironlaw import units
 from ironlaw.explain.evidence import Evidence
-from ironlaw.explain.rule import Axis, Rule, Statement
+from ironlaw.explain.rule import Axis, Rule
 from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.interference import MOST_OTHERS
+from ironlaw.units import count, percent, rate, seconds
 
 
-def _off_plan(evidence: Evidence) -> float | None:
-    worst = evidence.most_off_plan()
-    if worst is None or evidence.step is None:
+def _off_plan(e: Evidence) -> float | None:
+    worst = e.most_off_plan()
+    if worst is None or e.step is None:
         return None
-    return max(0.0, worst[1] - worst[2] - evidence.tolerance * worst[1]) / evidence.step
+    return max(0.0, worst[1] - worst[2] - e.tolerance * worst[1]) / e.step
 
 
-def _throughout(evidence: Evidence) -> float | None:
-    both = evidence.slower_throughout()
-    return None if both is None else max(0.0, (both[0] - both[1]) / both[0] - evidence.tolerance)
+def _off_plan_sentence(e: Evidence) -> str:
+    kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
+    if not planned:
+        return f"Operations of kind {kind} take time that was not planned."
+    times = f"{measured / planned:.2f} times"
+    return f"Operations of kind {kind} take {times} what this machine was measured to need for them."
 
 
-def _attention_excess(evidence: Evidence) -> float | None:
-    return _beyond(evidence, evidence.excess_share(Kind.ATTENTION, evidence.rate(Kind.MATMUL)))
+def _off_plan_figures(e: Evidence) -> list[str]:
+    kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
+    return [f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"]
 
 
-def _narrow_excess(evidence: Evidence) -> float | None:
-    return _beyond(evidence, evidence.excess_share(Kind.MATMUL, evidence.peak_rate()))
+def _throughout(e: Evidence) -> float | None:
+    both = e.slower_throughout()
+    return None if both is None else max(0.0, (both[0] - both[1]) / both[0] - e.tolerance)
 
 
-def _beyond(evidence: Evidence, share: float | None) -> float | None:
+def _throughout_sentence(e: Evidence) -> str:
+    measured, planned = e.slower_throughout() or (0.0, 1.0)
+    return (
+        f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
+        "kind of operation."
+    )
+
+
+def _throughout_figures(e: Evidence) -> list[str]:
+    measured, planned = e.slower_throughout() or (0.0, 1.0)
+    here = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
+    return [here, *_others(e)]
+
+
+def _beyond(e: Evidence, share: float | None) -> float | None:
     """In a loop that is not ours the model is given: its shape is a fault only where it costs half of the step."""
-    return None if share is None else max(0.0, share - evidence.tolerance)
+    return None if share is None else max(0.0, share - e.tolerance)
 
 
-def _slowdown(evidence: Evidence) -> float | None:
-    return None if evidence.machine_speed is None else max(0.0, 1.0 - evidence.machine_speed)
+def _slow(e: Evidence, neighbours: bool) -> float | None:
+    """How much slower than planned the machine was: by what `neighbours` did, or by what can be found on it.
+
+    A guest of a shared host on which nothing else ran: what slowed it is out of its sight and reach, and passes.
+    """
+    if e.machine_speed is None:
+        return None
+    theirs = bool(e.fact("virtual")) and (e.fact("other_load") or 0.0) <= MOST_OTHERS
+    return max(0.0, 1.0 - e.machine_speed) if theirs is neighbours else 0.0
 
 
-def _slow_here(evidence: Evidence) -> float | None:
-    """Slow by something that can be found on this machine."""
-    slowdown = _slowdown(evidence)
-    return 0.0 if slowdown is not None and _neighbours(evidence) else slowdown
+def _slow_sentence(e: Evidence) -> str:
+    return (
+        "The machine was slower than it typically is: the same kernels ran at "
+        f"{percent(e.machine_speed, 0)} of the speed that was planned with."
+    )
 
 
-def _slow_host(evidence: Evidence) -> float | None:
-    slowdown = _slowdown(evidence)
-    return slowdown if slowdown is None or _neighbours(evidence) else 0.0
+def _slow_figures(e: Evidence) -> list[str]:
+    return [f"kernels repeated during the run: {percent(e.machine_speed, 0)} of their planned speed", *_others(e)]
 
 
-def _neighbours(evidence: Evidence) -> bool:
-    """A guest of a shared host on which nothing else ran: what slowed it is out of its sight and reach, and passes."""
-    return bool(evidence.fact("virtual")) and (evidence.fact("other_load") or 0.0) <= MOST_OTHERS
-
-
-def _input_share(evidence: Evidence) -> float | None:
-    """Waiting for a batch, and copying it to the device."""
-    waiting, copying = evidence.phase_share(Phase.DATA), evidence.phase_share(Phase.TRANSFER)
-    return copying if waiting is None else waiting + (copying or 0.0)
-
-
-def _host_share(evidence: Evidence) -> float | None:
-    """The loop's own Python, less what is known to be logging."""
-    host, logging = evidence.phase_share(Phase.HOST), logging_share(evidence)
-    return None if host is None else max(0.0, host - (logging or 0.0))
-
-
-def _stage(evidence: Evidence) -> str:
-    copies = (evidence.phase_share(Phase.TRANSFER) or 0.0) > (evidence.phase_share(Phase.DATA) or 0.0)
-    return "copy" if copies else str(evidence.fact("data_stage"))
+def _others(e: Evidence) -> list[str]:
+    """Whose doing it was: that of programs on this machine, or of neighbours that the system cannot see."""
+    share = e.fact("other_load")
+    if share is None:
+        return []
+    whose = f"other programs used {percent(share, 0)} of the cores meanwhile"
+    return [whose if share > MOST_OTHERS else f"{whose}: neighbours on the same host, or heat"]
 
 
 STAGES = {
@@ -85,259 +98,194 @@ STAGES = {
 }
 
 
-def _input_says(evidence: Evidence, value: float) -> Statement:
-    stage = STAGES.get(_stage(evidence), "")
-    figures = [f"data wait {_phase_seconds(evidence, Phase.DATA)} of a step of {units.seconds(evidence.step)}"]
-    if stage and _stage(evidence) == "copy":
-        figures.append(f"copies {_phase_seconds(evidence, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
-    elif stage:
-        busy = evidence.fact("data_cpu_fraction")
-        figures.append(f"in {evidence.fact('data_place')}; the thread computed {units.percent(busy, 0)} of the wait")
-    return (
-        f"The step waits for data: {units.percent(value)} of it passes before the next batch is there{stage}.",
-        figures,
-    )
+def _input_share(e: Evidence) -> float | None:
+    """Waiting for a batch, and copying it to the device."""
+    waiting, copying = e.phase_share(Phase.DATA), e.phase_share(Phase.TRANSFER)
+    return copying if waiting is None else waiting + (copying or 0.0)
 
 
-def _host_says(evidence: Evidence, value: float) -> Statement:
-    return (
-        f"The training loop's own Python holds the step up: {units.percent(value)} of it is neither data nor compute.",
-        [*_lines_of(evidence, Phase.HOST),
-         f"host {_phase_seconds(evidence, Phase.HOST)} of a step of {units.seconds(evidence.step)}"],
-    )  # fmt: skip
+def _stage(e: Evidence) -> str:
+    copies = (e.phase_share(Phase.TRANSFER) or 0.0) > (e.phase_share(Phase.DATA) or 0.0)
+    return "copy" if copies else str(e.fact("data_stage"))
 
 
-def _lines_of(evidence: Evidence, phase: Phase) -> list[str]:
+def _input_sentence(e: Evidence) -> str:
+    where = STAGES.get(_stage(e), "")
+    return f"The step waits for data: {percent(_input_share(e))} of it passes before the next batch is there{where}."
+
+
+def _input_figures(e: Evidence) -> list[str]:
+    figures = [f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
+    if _stage(e) == "copy":
+        figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
+    elif _stage(e) in STAGES:
+        busy = percent(e.fact("data_cpu_fraction"), 0)
+        figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
+    return figures
+
+
+def _host_share(e: Evidence) -> float | None:
+    """The loop's own Python, less what is known to be logging."""
+    host = e.phase_share(Phase.HOST)
+    return None if host is None else max(0.0, host - (logging_share(e) or 0.0))
+
+
+def _host_figures(e: Evidence) -> list[str]:
+    return [*_lines_of(e, Phase.HOST), f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}"]
+
+
+def _lines_of(e: Evidence, phase: Phase) -> list[str]:
     """Where the user's code spends a phase, as far as it was looked at: what takes a tenth of it and more."""
-    lines = (evidence.fact("lines") or {}).get(str(phase), [])
-    return [f"{place}: {units.percent(share, 0)} of it" for place, share in lines if share >= 0.1 and place != "?"]
+    lines = (e.fact("lines") or {}).get(str(phase), [])
+    return [f"{place}: {percent(share, 0)} of it" for place, share in lines if share >= 0.1 and place != "?"]
 
 
-def _overhead_says(evidence: Evidence, value: float) -> Statement:
-    calls = evidence.bound_calls("overhead")
-    return (
-        f"Dispatch binds: {units.percent(value)} of the step goes to calling operations, and to ones too short to "
-        "matter.",
-        [
-            f"{units.count(calls)} calls per step that take about as long as calling them",
-            *_lines_of(evidence, Phase.FORWARD),
-        ],
-    )
+def _overhead_figures(e: Evidence) -> list[str]:
+    calls = count(e.bound_calls("overhead"))
+    return [f"{calls} calls per step that take about as long as calling them", *_lines_of(e, Phase.FORWARD)]
 
 
-def _slow_machine_says(evidence: Evidence, value: float) -> Statement:
-    return (
-        f"The machine was slower than it typically is: the same kernels ran at "
-        f"{units.percent(evidence.machine_speed, 0)} of the speed that was planned with.",
-        [
-            f"kernels repeated during the run: {units.percent(evidence.machine_speed, 0)} of their planned speed",
-            *_others(evidence),
-        ],
-    )
+def _attention_sentence(e: Evidence) -> str:
+    flops = (e.planned_flops(Kind.ATTENTION) or 0.0) / (e.plan.flops() or 1)
+    share = percent(e.kind_share(Kind.ATTENTION), 0)
+    return f"Attention binds: it takes {share} of the step for {percent(flops, 0)} of the FLOPs."
 
 
-def _others(evidence: Evidence) -> list[str]:
-    """Whose doing it was: that of programs on this machine, or of neighbours that the system cannot see."""
-    share = evidence.fact("other_load")
-    if share is None:
-        return []
-    whose = f"other programs used {units.percent(share, 0)} of the cores meanwhile"
-    return [whose if share > MOST_OTHERS else f"{whose}: neighbours on the same host, or heat"]
+def _attention_figures(e: Evidence) -> list[str]:
+    attention, products = (rate(e.rate(kind), "FLOP") for kind in (Kind.ATTENTION, Kind.MATMUL))
+    return [f"attention attains {attention}, matrix products {products}"]
 
 
-def _throughout_says(evidence: Evidence, value: float) -> Statement:
-    measured, planned = evidence.slower_throughout() or (0.0, 1.0)
-    return (
-        f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
-        "kind of operation.",
-        [
-            f"step {units.seconds(measured)}, planned {units.seconds(planned)} at the speed seen; every kind is over",
-            *_others(evidence),
-        ],
-    )
+def _narrow_sentence(e: Evidence) -> str:
+    attained = percent((e.rate(Kind.MATMUL) or 0.0) / (e.peak_rate() or 1.0), 0)
+    return f"The model is too narrow for this machine: its matrix products attain {attained} of what large ones do."
 
 
-def _irregular_says(evidence: Evidence, value: float) -> Statement:
-    return (
-        f"Some steps are far slower than the typical one: their excess is {units.percent(value)} of the wall time.",
-        [f"typical step {units.seconds(evidence.step)}; wall time above it {units.percent(value)}"],
-    )
+def _narrow_figures(e: Evidence) -> list[str]:
+    attained, peak = rate(e.rate(Kind.MATMUL) or 0.0, "FLOP"), rate(e.peak_rate() or 1.0, "FLOP")
+    return [f"matrix products {attained} of {peak} measured on large ones"]
 
 
-def _unattributed_says(evidence: Evidence, value: float) -> Statement:
-    return (
-        f"{units.percent(value)} of the step has no name: the phases do not sum to the step.",
-        [f"unattributed {units.seconds(evidence.gap.unattributed_seconds)} of {units.seconds(evidence.step)}"],
-    )
+def _compute_figures(e: Evidence) -> list[str]:
+    mfu, attained = e.run.totals.get("mfu"), e.rate(Kind.MATMUL)
+    figures = [f"matrix products attain {rate(attained, 'FLOP')}"] if attained else []
+    return figures + ([f"MFU {percent(mfu.value)} of the machine's measured matmul rate"] if mfu is not None else [])
 
 
-def _evaluation_says(evidence: Evidence, value: float) -> Statement:
-    return (
-        f"Evaluation takes {units.percent(value)} of the time: it runs more often, or on more batches, than training "
-        "can afford.",
-        [_wall(evidence, "evaluation")],
-    )
+def _memory_figures(e: Evidence) -> list[str]:
+    slowest, share = e.slowest_of("memory"), percent(e.bound_share("memory"))
+    largest = f"; the largest is {slowest.name} ({slowest.phase}) with {seconds(slowest.measured)}" if slowest else ""
+    return [f"operations limited by memory bandwidth: {share} of the step{largest}"]
 
 
-def _checkpoint_says(evidence: Evidence, value: float) -> Statement:
-    return f"Saving checkpoints takes {units.percent(value)} of the time.", [_wall(evidence, "checkpoint")]
+def _phase_seconds(e: Evidence, phase: Phase) -> str:
+    return seconds(next((row.measured for row in e.gap.phases if row.name == str(phase)), None))
 
 
-def _attention_says(evidence: Evidence, value: float) -> Statement:
-    flops, all_flops = evidence.planned_flops(Kind.ATTENTION) or 0.0, evidence.plan.flops() or 1
-    return (
-        f"Attention binds: it takes {units.percent(evidence.kind_share(Kind.ATTENTION), 0)} of the step for "
-        f"{units.percent(flops / all_flops, 0)} of the FLOPs.",
-        [
-            f"attention attains {units.rate(evidence.rate(Kind.ATTENTION), 'FLOP')}, "
-            f"matrix products {units.rate(evidence.rate(Kind.MATMUL), 'FLOP')}"
-        ],
-    )
+def _wall(e: Evidence, name: str) -> list[str]:
+    wall = e.fact("wall_seconds") or {}
+    return [f"{name} {seconds(wall.get(name))}, training steps {seconds(wall.get('training'))}"]
 
 
-def _narrow_says(evidence: Evidence, value: float) -> Statement:
-    attained, peak = evidence.rate(Kind.MATMUL) or 0.0, evidence.peak_rate() or 1.0
-    return (
-        f"The model is too narrow for this machine: its matrix products attain {units.percent(attained / peak, 0)} "
-        "of what large ones do.",
-        [f"matrix products {units.rate(attained, 'FLOP')} of {units.rate(peak, 'FLOP')} measured on large ones"],
-    )
-
-
-def _off_plan_says(evidence: Evidence, value: float) -> Statement:
-    kind, measured, planned = evidence.most_off_plan() or ("", 0.0, 0.0)
-    return (
-        f"Operations of kind {kind} take {measured / planned:.2f} times what this machine was measured to need "
-        "for them."
-        if planned
-        else f"Operations of kind {kind} take time that was not planned.",
-        [f"{kind}: measured {units.seconds(measured)}, planned {units.seconds(planned)} at the machine's speed"],
-    )
-
-
-def _precision_says(evidence: Evidence, value: float) -> Statement:
-    return (
-        f"The precision costs time: another one is planned to shorten the run by {units.percent(value, 0)}.",
-        [f"run in {evidence.plan.facts.get('precision')}; see the remedy"],
-    )
-
-
-def _compute_says(evidence: Evidence, value: float) -> Statement:
-    mfu = evidence.run.totals.get("mfu")
-    attained = evidence.rate(Kind.MATMUL)
-    figures = [f"matrix products attain {units.rate(attained, 'FLOP')}"] if attained else []
-    if mfu is not None:
-        figures.append(f"MFU {units.percent(mfu.value)} of the machine's measured matmul rate")
-    return (
-        f"Arithmetic binds: matrix products and attention take {units.percent(value, 0)} of the step, and nothing "
-        "holds them up.",
-        figures,
-    )
-
-
-def _memory_says(evidence: Evidence, value: float) -> Statement:
-    slowest = evidence.slowest_of("memory")
-    largest = (
-        f"; the largest is {slowest.name} ({slowest.phase}) with {units.seconds(slowest.measured)}" if slowest else ""
-    )
-    return (
-        f"Memory traffic binds: operations that stream tensors take {units.percent(value, 0)} of the step.",
-        [f"operations limited by memory bandwidth: {units.percent(value)} of the step{largest}"],
-    )
-
-
-def _phase_seconds(evidence: Evidence, phase: Phase) -> str:
-    return units.seconds(next((row.measured for row in evidence.gap.phases if row.name == str(phase)), None))
-
-
-def _wall(evidence: Evidence, name: str) -> str:
-    wall = evidence.fact("wall_seconds") or {}
-    return f"{name} {units.seconds(wall.get(name))}, training steps {units.seconds(wall.get('training'))}"
-
-
-FIRST_RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = (
     Rule(
-        "input_bound", Axis.DATA, 0.10, _input_share, _input_says,
+        "input_bound", Axis.DATA, 0.10, _input_share, _input_sentence,
         "put data.cache on faster storage; `--set data.mock=true` trains on random tokens and shows what data costs",
         "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here",
+        _input_figures,
     ),
     Rule(
-        "host_bound", Axis.MACHINE, 0.10, _host_share, _host_says,
+        "host_bound", Axis.MACHINE, 0.10, _host_share,
+        "The training loop's own Python holds the step up: {share} of it is neither data nor compute.",
         "move what these lines do out of the step, or do it every so many steps; close what else uses the cores",
-        "the loop and its log line measure well under 2% of a step of 50 ms",
+        "the loop and its log line measure well under 2% of a step of 50 ms", _host_figures,
     ),
     Rule(
-        "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"), _overhead_says,
+        "overhead_bound", Axis.ALGORITHM, 0.25, lambda e: e.bound_share("overhead"),
+        "Dispatch binds: {share} of the step goes to calling operations, and to ones too short to matter.",
         "more work per call: a larger train.micro_batch, or train.compile = \"on\"",
         "dispatch itself, and operations that take under four dispatches of a tiny one, as measured here",
+        _overhead_figures,
     ),
     Rule(
-        "machine_slow", Axis.MACHINE, 0.07, _slow_here, _slow_machine_says,
+        "machine_slow", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=False), _slow_sentence,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
         "the plan already allows for the interference that is typical here; what is left over stays under 7%",
+        _slow_figures,
     ),
     Rule(
-        "host_shared", Axis.MACHINE, 0.07, _slow_host, _slow_machine_says,
+        "host_shared", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=True), _slow_sentence,
         "nothing in the training; if it stays so, the plan learns it from the next runs, or `ironlaw measure` again",
-        "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing", fault=False,
+        "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing",
+        _slow_figures, fault=False,
     ),
     Rule(
-        "slower_throughout", Axis.MACHINE, 0.15, _throughout, _throughout_says,
+        "slower_throughout", Axis.MACHINE, 0.15, _throughout, _throughout_sentence,
         "look for other programs on the same cores (`top`), and for more threads than free cores",
-        "no single operation explains it, and it is more than what plan and machine vary by", symptom=True,
+        "no single operation explains it, and it is more than what plan and machine vary by",
+        _throughout_figures, symptom=True,
     ),
     Rule(
-        "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"), _irregular_says,
+        "irregular_steps", Axis.MACHINE, 0.10, lambda e: e.fact("slow_steps_fraction"),
+        "Some steps are far slower than the typical one: their excess is {share} of the wall time.",
         "look at when they happen (the step-time chart): other processes come in bursts, checkpoints at intervals",
-        "shared machines without competing work stay under 5%", symptom=True,
+        "shared machines without competing work stay under 5%",
+        lambda e: [f"typical step {seconds(e.step)}; wall time above it {percent(e.fact('slow_steps_fraction'))}"],
+        symptom=True,
     ),
     Rule(
         "unattributed", Axis.UNKNOWN, 0.05, lambda e: None if e.unattributed is None else abs(e.unattributed),
-        _unattributed_says,
+        "{share} of the step has no name: the phases do not sum to the step.",
         "train longer: with few steps the mean of the phases and the typical step differ",
-        "Ironlaw's own limit for an explanation that holds", symptom=True,
+        "Ironlaw's own limit for an explanation that holds",
+        lambda e: [f"unattributed {seconds(e.gap.unattributed_seconds)} of {seconds(e.step)}"], symptom=True,
     ),
     Rule(
-        "evaluation_frequent", Axis.ALGORITHM, 0.10, lambda e: e.wall_share("evaluation"), _evaluation_says,
+        "evaluation_frequent", Axis.ALGORITHM, 0.10, lambda e: e.wall_share("evaluation"),
+        "Evaluation takes {share} of the time: it runs more often, or on more batches, than training can afford.",
         "raise evaluation.every or lower evaluation.batches",
         "a tenth of the budget buys a loss curve of dozens of points in any run worth watching",
+        lambda e: _wall(e, "evaluation"),
     ),
     Rule(
-        "checkpoint_frequent", Axis.ALGORITHM, 0.05, lambda e: e.wall_share("checkpoint"), _checkpoint_says,
-        "raise checkpoint.every",
+        "checkpoint_frequent", Axis.ALGORITHM, 0.05, lambda e: e.wall_share("checkpoint"),
+        "Saving checkpoints takes {share} of the time.", "raise checkpoint.every",
         "above 5% the insurance costs more than the work it saves, unless failures come every few minutes",
+        lambda e: _wall(e, "checkpoint"),
     ),
     Rule(
-        "attention_slow", Axis.ALGORITHM, 0.25, _attention_excess, _attention_says,
+        "attention_slow", Axis.ALGORITHM, 0.25,
+        lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _attention_sentence,
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
-        "time above what the same FLOPs take as matrix products of this run",
+        "time above what the same FLOPs take as matrix products of this run", _attention_figures,
     ),
     Rule(
-        "model_narrow", Axis.ALGORITHM, 0.25, _narrow_excess, _narrow_says,
-        "a wider model.hidden with fewer layers, or a larger train.micro_batch",
-        "time above what the same FLOPs take at the rate of large products on this machine",
+        "model_narrow", Axis.ALGORITHM, 0.25, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
+        _narrow_sentence, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
+        "time above what the same FLOPs take at the rate of large products on this machine", _narrow_figures,
     ),
     Rule(
-        "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"), _precision_says,
-        "set train.precision as the remedy says",
-        "below 10% a gain is inside the planner's own error",
+        "precision", Axis.ALGORITHM, 0.10, lambda e: e.gains.get("precision"),
+        "The precision costs time: another one is planned to shorten the run by {percent}.",
+        "set train.precision as the remedy says", "below 10% a gain is inside the planner's own error",
+        lambda e: [f"run in {e.plan.facts.get('precision')}; see the remedy"],
     ),
     Rule(
-        "off_plan", Axis.MACHINE, 0.10, _off_plan, _off_plan_says,
+        "off_plan", Axis.MACHINE, 0.10, _off_plan, _off_plan_sentence,
         "measure the machine again; if it stays, the profile does not cover these shapes",
-        "the plan is wanted within 10%", symptom=True,
+        "the plan is wanted within 10%", _off_plan_figures, symptom=True,
     ),
     Rule(
-        "compute_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("compute"), _compute_says,
+        "compute_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("compute"),
+        "Arithmetic binds: matrix products and attention take {percent} of the step, and nothing holds them up.",
         "only less arithmetic or a faster machine shortens the step",
-        "the largest of the ceilings when no fault is found", fault=False,
+        "the largest of the ceilings when no fault is found", _compute_figures, fault=False,
     ),
     Rule(
-        "memory_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("memory"), _memory_says,
+        "memory_bound", Axis.ALGORITHM, 0.30, lambda e: e.bound_share("memory"),
+        "Memory traffic binds: operations that stream tensors take {percent} of the step.",
         "fuse the streaming operations (train.compile = \"on\") or use a wider model: traffic grows slower than FLOPs",
-        "the largest of the ceilings when no fault is found", fault=False,
+        "the largest of the ceilings when no fault is found", _memory_figures, fault=False,
     ),
+    *CODE_RULES,
 )  # fmt: skip
-
-
-RULES = FIRST_RULES + CODE_RULES

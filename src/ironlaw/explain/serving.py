@@ -103,7 +103,8 @@ def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | No
             sums[Phase.DECODE] += parts["weights"] + parts["cache"] + parts["launches"]
     except (UserError, KeyError, TypeError, ValueError) as error:
         return {}, f"not planned: {error}"
-    note = "" if weights in profile.matmul else f"planned in {clock.precision}: {weights} products were not measured"
+    note = f"{weights} products were not measured: {clock.precision}'s, by the bytes read"
+    note = "" if weights in profile.matmul else note
     return {phase: seconds / len(steps) for phase, seconds in sums.items()}, note
 
 
@@ -180,7 +181,7 @@ def _bandwidth(run: Ledger) -> Finding | None:
         return None
     told = f"{2 * pairs[0][0]} requests at once take {pairs[0][1]:.2f} times as long as {pairs[0][0]}: weights are read"
     gain = share * (1 - pairs[0][1] / 2)
-    return Finding("bandwidth", told, "more requests at once, weights of fewer bits (serve.weights=int8), speculation",
+    return Finding("bandwidth", told, "more requests at once, fewer bits (serve.weights=int8 or int4), speculation",
                    share, gain, "measured: twice the batch, time per token")  # fmt: skip
 
 

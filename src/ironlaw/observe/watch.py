@@ -117,6 +117,9 @@ class Watch:
         self.probes: list[dict[str, float]] = []
         self._stop_at = 0
 
+    def _repr_html_(self) -> str:
+        return f"Observed run <code>{self.out}</code>, {len(self.metrics)} steps: <code>ironlaw.explain(watch)</code>"
+
     # -- the loop's side -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:

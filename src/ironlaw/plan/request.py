@@ -27,11 +27,18 @@ __all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
 
 
 def plan_request(
-    what: str, *, on: str, overrides: Sequence[str] = (), layout: str | None = None, options: Options | None = None
+    what: str | RunConfig,
+    *,
+    on: str,
+    overrides: Sequence[str] = (),
+    layout: str | None = None,
+    options: Options | None = None,
 ) -> Answer:
     """The planned answer. UserError for whatever cannot be planned."""
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
+    if isinstance(what, RunConfig):
+        return _planned(Subject(what.model, what), on, options)
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.module import plan_traced
 
@@ -43,6 +50,10 @@ def plan_request(
         if overrides or not is_config_file(Path(what)):
             raise
         return _by_tracing(Path(what), refusal, on, options)
+    return _planned(subject, on, options)
+
+
+def _planned(subject: Subject, on: str, options: Options) -> Answer:
     if on == "this":
         return _on_this(subject, options)
     if options.ranks:

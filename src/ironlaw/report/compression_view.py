@@ -28,7 +28,13 @@ def show_compression(console: Console, source: str, out: str, found: Mapping[str
     paragraph(
         console,
         f"{found['to']} by {found['method']}: {share:.0%} of the weights, the others in {found['precision_before']}. "
-        f"Loss of {found['held_out_tokens']:,} held-out tokens, in fp32 arithmetic. Weights are dequantised when they "
-        "are read, so speed and memory in use are those of the model before; the file is smaller.",
+        f"Loss of {found['held_out_tokens']:,} held-out tokens, in fp32 arithmetic. {_decoding(found)}",
         indent=2, style="dim",
     )  # fmt: skip
+
+
+def _decoding(found: Mapping[str, Any]) -> str:
+    if not found["kernels"]:
+        return "No kernel here multiplies this format: weights are dequantised when they are read, the file is smaller."
+    kernels = ", ".join(f"{name} ({count} layers)" for name, count in found["kernels"].items())
+    return f"Decoded by {kernels}, whose loss is {found['loss_served'] - found['loss_before']:+.4f}."

@@ -6,22 +6,21 @@ engines_for(layout)                                     # names of the shipped e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from ironlaw.plan.cluster.candidates import OFFLOAD, SCHEDULES, Array, layout_columns
+from ironlaw.plan.cluster.layout_table import Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engines
-from ironlaw.workload.layout import Layout
+from ironlaw.workload.layout import SCHEDULES, Layout
 
-Columns = Mapping[str, Array]
-Needs = Callable[[Columns], npt.NDArray[np.bool_]]
+Needs = Callable[[Table], npt.NDArray[np.bool_]]
 
 
 def _schedule(name: str) -> Needs:
-    return lambda c: (c["schedule"] == SCHEDULES[name]) & (c["pp"] > 1)
+    return lambda c: (c["schedule"] == code("schedule", name)) & (c["pp"] > 1)
 
 
 def _zero(stage: int) -> Needs:
@@ -32,11 +31,11 @@ ABILITIES: dict[str, tuple[str, Needs]] = {
     "tp": ("tensor parallelism", lambda c: c["tp"] > 1),
     "sp": ("sequence parallelism", lambda c: (c["sp"] > 0) & (c["tp"] > 1)),
     "pp": ("pipeline parallelism", lambda c: c["pp"] > 1),
-    "virtual": ("virtual stages", lambda c: c["virtual"] > 1),
+    "virtual": ("virtual stages", lambda c: c["virtual_stages"] > 1),
     "cp": ("context parallelism", lambda c: c["cp"] > 1),
     "ep": ("expert parallelism", lambda c: c["ep"] > 1),
     "shard": ("hybrid sharding", lambda c: c["shard"] > 0),
-    "offload": ("offloading to the host", lambda c: c["offload"] > OFFLOAD["none"]),
+    "offload": ("offloading to the host", lambda c: c["offload"] != code("offload", "none")),
     "zero1": ("sharding of the optimizer state alone", _zero(1)),
     "zero2": ("sharding of gradients", _zero(2)),
     "zero3": ("sharding of weights", _zero(3)),
@@ -45,15 +44,15 @@ ABILITIES: dict[str, tuple[str, Needs]] = {
 """Word of an engine's `lacks`: what it means, and which layouts need it."""
 
 
-def constraints(engine: Engine, columns: Columns) -> dict[str, npt.NDArray[np.bool_]]:
+def constraints(engine: Engine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
     """What the engine lacks, in words, and which of the layouts need it."""
-    return {ABILITIES[word][0]: ABILITIES[word][1](columns) for word in engine.lacks}
+    return {ABILITIES[word][0]: ABILITIES[word][1](table) for word in engine.lacks}
 
 
 def lacking(engine: Engine, layout: Layout) -> str:
     """What this layout needs and the engine lacks, in words; empty where it can run it."""
-    columns = {name: np.array([value]) for name, value in layout_columns(layout).items()}
-    return ", ".join(words for words, needed in constraints(engine, columns).items() if needed[0])
+    found = constraints(engine, layout_table([layout]))
+    return ", ".join(words for words, needed in found.items() if needed[0])
 
 
 def engines_for(layout: Layout) -> list[str]:

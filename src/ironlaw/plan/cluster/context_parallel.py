@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ironlaw.plan.cluster.candidates import CP_KINDS, Array, Candidates
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.distinct import collective
+from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.engines.engine import Engine
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def default_kind(engine: Engine, windowed: bool) -> str:
 
 
 def kinds(candidates: Candidates, engine: Engine) -> Array:
-    """Of every job, a value of `CP_KINDS`."""
-    plain, windowed = (float(CP_KINDS[default_kind(engine, w)]) for w in (False, True))
+    """Of every candidate, a code of `cp_kind`."""
+    plain, windowed = (code("cp_kind", default_kind(engine, w)) for w in (False, True))
     return np.where(
         candidates.cp_kind > 0, candidates.cp_kind, windowed if candidates.model.sliding_window is not None else plain
     )
@@ -72,19 +73,21 @@ def exchange_seconds(candidates: Candidates, system: System, kind: Array) -> Arr
     gather = collective("all_gather", block * cp, cp, inside, system)
     swap = collective("all_to_all", candidates.tokens * (query + key_value) * width, cp, inside, system)
     swap = swap + collective("all_to_all", candidates.tokens * mixed * width, cp, inside, system)
-    found = np.where(kind == CP_KINDS["ring"], ring, np.where(kind == CP_KINDS["all_gather"], gather, swap))
+    found = np.where(
+        kind == code("cp_kind", "ring"), ring, np.where(kind == code("cp_kind", "all_gather"), gather, swap)
+    )
     return np.where(cp > 1, found, 0.0)
 
 
 def cp_exchanges(kind: Array, passes: Array) -> Array:
     """How many of them a layer and micro-batch make; `passes`: forward, backward and recomputed ones."""
-    return np.where(kind == CP_KINDS["all_to_all"], passes, passes + 1)
+    return np.where(kind == code("cp_kind", "all_to_all"), passes, passes + 1)
 
 
 def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Array, hidden: float) -> Array:
     """Of all exchanges of a layer, what attention does not hide. `attention`: seconds of all its passes."""
     beside = hidden * np.minimum(seconds, attention * (candidates.cp - 1) / candidates.cp)
-    return np.where(kind == CP_KINDS["ring"], seconds - beside, seconds)
+    return np.where(kind == code("cp_kind", "ring"), seconds - beside, seconds)
 
 
 def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
@@ -95,6 +98,6 @@ def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
     query, key_value, mixed = _widths(candidates)
     block = candidates.tokens * key_value
     # Ring: a block and its gradients, received while others are at work. All-to-all: one side of every exchange.
-    elements = np.where(kind == CP_KINDS["all_gather"], 2 * block * candidates.cp, 4 * block)
-    elements = np.where(kind == CP_KINDS["all_to_all"], candidates.tokens * (query + mixed) + block, elements)
+    elements = np.where(kind == code("cp_kind", "all_gather"), 2 * block * candidates.cp, 4 * block)
+    elements = np.where(kind == code("cp_kind", "all_to_all"), candidates.tokens * (query + mixed) + block, elements)
     return np.where(candidates.cp > 1, elements * engine.element_bytes, 0.0)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Array, Candidates, of_no_shape
+from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
 from ironlaw.plan.cluster.context_parallel import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
@@ -56,7 +56,19 @@ def layer_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Arra
 
 
 OF_NO_BLOCK = frozenset(
-    ("dp", "zero", "shard", "pp", "virtual", "schedule", "recompute", "every", "offload", "global_batch", "cp_kind")
+    (
+        "dp",
+        "zero",
+        "shard",
+        "pp",
+        "virtual_stages",
+        "schedule",
+        "recompute",
+        "every",
+        "offload",
+        "global_batch",
+        "cp_kind",
+    )
 )
 """Columns on which nothing hangs that a block keeps."""
 
@@ -69,7 +81,7 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
     first, sort = candidates.distinct(of_no_shape(OF_NO_BLOCK, engine))
     found = candidates.take(first).apart(engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name][sort] for name in ("everything", "partly", "entrance"))
-    full, selective = candidates.recompute == RECOMPUTE["full"], candidates.recompute == RECOMPUTE["selective"]
+    full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
     back = np.where(full, everything, np.where(selective, everything - partly, 0.0))
@@ -95,13 +107,13 @@ def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
     """Micro-batches whose activations a stage holds at its fullest, as whole-stage equivalents."""
     plain = np.minimum(candidates.accumulation, candidates.pp - stage)
-    chunks = 2 * (candidates.pp - stage - 1) + (candidates.virtual - 1) * candidates.pp + 1
-    interleaved = np.minimum(candidates.accumulation * candidates.virtual, chunks) / candidates.virtual
-    alternating = np.where(candidates.virtual > 1, interleaved, plain)
-    full = candidates.pp + np.where(candidates.schedule == SCHEDULES["dualpipe"], 0.5, 0.0)
+    chunks = 2 * (candidates.pp - stage - 1) + (candidates.virtual_stages - 1) * candidates.pp + 1
+    interleaved = np.minimum(candidates.accumulation * candidates.virtual_stages, chunks) / candidates.virtual_stages
+    alternating = np.where(candidates.virtual_stages > 1, interleaved, plain)
+    full = candidates.pp + np.where(candidates.has("schedule", "dualpipe"), 0.5, 0.0)
     zero_bubble = np.minimum(candidates.accumulation, full)
-    gpipe = candidates.schedule == SCHEDULES["gpipe"]
-    held = np.where(gpipe, candidates.accumulation, np.where(candidates.schedule > 0, zero_bubble, alternating))
+    held = np.where(candidates.has("schedule", "1f1b"), alternating, zero_bubble)
+    held = np.where(candidates.has("schedule", "gpipe"), candidates.accumulation, held)
     return np.maximum(held, 1.0)
 
 
@@ -228,7 +240,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     gathered = gathered + np.where(count > 0, buffer_bytes(candidates, engine), 0.0)
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
     message = candidates.tokens * model.hidden / candidates.stream_shards * engine.element_bytes
-    gathered = gathered + np.where(candidates.virtual > 1, 2 * message, 0.0)
+    gathered = gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0)
     # Logits and a block's backward pass are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)

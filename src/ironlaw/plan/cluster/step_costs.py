@@ -149,7 +149,7 @@ OF_STATE = (
 
 
 OF_THE_LAYOUT = frozenset(
-    ("dp", "zero", "shard", "pp", "virtual", "schedule", "recompute", "every", "offload", "global_batch")
+    ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
 )
 """Columns on which no seconds of a block and micro-batch hang."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_rows
+from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
@@ -208,7 +208,7 @@ class _Problem:
         self.measured = np.array([run.step_seconds for run in runs], dtype=float)
         self.blocks: list[_Block] = []
         for where, index in systems_of(runs):
-            candidates = candidates_of_rows([runs[i].columns for i in index])
+            candidates = candidates_of_jobs([runs[i].job for i in index])
             layers = stage_layers(candidates, engine.partition)
             generation = runs[index[0]].cluster.accelerator.generation
             self.blocks.append(_Block(candidates, step_costs(candidates, where, layers), layers, generation, index))

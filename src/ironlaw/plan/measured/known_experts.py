@@ -1,6 +1,6 @@
 """Experts of models that a table of runs calls by name: most tables have no columns for them.
 
-known_experts("Mixtral 8x7B", hidden=4096, layers=32)     # {"experts": 8.0, "experts_per_token": 2.0, ...}
+known_experts("Mixtral 8x7B", hidden=4096, layers=32).moe     # MoEConfig(experts=8, experts_per_token=2, ...)
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import Any
 
 from ironlaw.files import read_toml
 from ironlaw.model.latent_config import LatentConfig
+from ironlaw.model.moe_config import MoEConfig
 
 
 @dataclass(frozen=True)
 class KnownExperts:
-    """What the name says: columns of a job, and the shape of attention where it is not the usual one."""
+    """What the name says."""
 
     name: str
-    columns: dict[str, float]  # experts, experts_per_token, expert_ffn, shared_ffn, expert_layers
-    dense_ffn: float | None  # width of the layers without experts; None: there are none
-    head_size: float | None
-    latent: dict[str, float]  # columns of latent attention, with its head size; empty: usual attention
+    moe: MoEConfig
+    dense_ffn: int | None  # width of the layers without experts; None: there are none
+    head_size: int | None  # where it is not hidden / heads
+    latent: LatentConfig | None  # None: usual attention
 
 
-def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | None:
+def known_experts(model: str, hidden: int, layers: int) -> KnownExperts | None:
     """The experts of the model with the longest name that stands in `model`, if its hidden size is this."""
     said = _plain(model)
     fitting = [
@@ -39,24 +40,18 @@ def known_experts(model: str, hidden: float, layers: float) -> KnownExperts | No
         return None
     _, name = max(fitting)
     entry = _table()[name]
-    first = min(float(entry.get("dense_layers", 0)), layers - 1)
-    columns = {key: float(entry[key]) for key in ("experts", "experts_per_token", "expert_ffn")}
-    columns["shared_ffn"] = float(entry.get("shared_ffn", 0))
-    columns["expert_layers"] = max((layers - first) // float(entry.get("every", 1)), 1.0)
-    columns |= {"expert_groups": float(entry.get("groups", 1))}
-    columns["groups_per_token"] = float(entry.get("groups_per_token", columns["expert_groups"]))
-    dense = float(entry["dense_ffn"]) if "dense_ffn" in entry else None
-    head = float(entry["head_size"]) if "head_size" in entry else None
-    return KnownExperts(name, columns, dense, head, _latent(*entry["latent"]) if "latent" in entry else {})
-
-
-def _latent(rank: int, query_rank: int) -> dict[str, float]:
-    """All models here have DeepSeek-V2's sizes of a head, which are the defaults."""
-    sizes = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
-    return {
-        "latent_rank": float(rank), "query_rank": float(query_rank), "rotary_size": float(sizes.rotary_size),
-        "value_size": float(sizes.value_size), "head_size": float(sizes.head_size),
-    }  # fmt: skip
+    first, groups = min(entry.get("dense_layers", 0), layers - 1), entry.get("groups", 1)
+    moe = MoEConfig(
+        experts=entry["experts"], experts_per_token=entry["experts_per_token"], expert_ffn=entry["expert_ffn"],
+        shared_experts=int("shared_ffn" in entry), shared_ffn=entry.get("shared_ffn"),
+        dense_layers=first, every=min(entry.get("every", 1), layers - first),
+        groups=groups, groups_per_token=entry.get("groups_per_token", groups),
+    )  # fmt: skip
+    latent = None
+    if "latent" in entry:  # all models here have DeepSeek-V2's sizes of a head, which are the defaults
+        rank, query_rank = entry["latent"]
+        latent = LatentConfig(key_value_rank=rank, query_rank=query_rank or None)
+    return KnownExperts(name, moe, entry.get("dense_ffn"), entry.get("head_size"), latent)
 
 
 @lru_cache(maxsize=1)

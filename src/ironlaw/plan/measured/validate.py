@@ -27,7 +27,8 @@ from ironlaw.plan.measured.read import Run, read_runs
 BASELINE_FRACTION = 0.45
 """Of dense peak: the constant that does best on table 1 of arXiv 2104.04473."""
 
-SAME_WORK = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence", "global_batch")
+SAME_MODEL = ("layers", "hidden", "heads", "key_value_heads", "ffn_size", "vocab")
+SAME_LAYOUT = ("dp", "tp", "pp", "virtual_stages", "cp", "zero", "micro_batch", "recompute")
 MIN_LAYOUTS = 3
 
 
@@ -179,14 +180,15 @@ def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...]
     found: dict[tuple[Any, ...], list[int]] = {}
     for i in index:
         run = runs[i]
-        key: tuple[Any, ...] = tuple(run.columns[name] for name in SAME_WORK)
+        key: tuple[Any, ...] = tuple(getattr(run.job.model, name) for name in SAME_MODEL)
+        key += (run.job.sequence, run.job.global_batch)
         key += (run.cluster.accelerator.name, run.cluster.count, run.precision, run.engine.name)
         found.setdefault(key, []).append(i)
     return {k: v for k, v in found.items() if len(v) >= MIN_LAYOUTS and len({_layout(runs[i]) for i in v}) > 1}
 
 
-def _layout(run: Run) -> tuple[float, ...]:
-    return tuple(run.columns[n] for n in ("dp", "tp", "pp", "virtual", "cp", "zero", "micro_batch", "recompute"))
+def _layout(run: Run) -> tuple[Any, ...]:
+    return tuple(getattr(run.job.layout, name) for name in SAME_LAYOUT)
 
 
 NO_CHOICE: dict[str, Any] = {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
@@ -239,7 +241,7 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
     pairs = [
         interval_factors(
             quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
-            run.columns.get("experts", 0.0) > 0, run.precision,
+            run.job.model.moe is not None, run.precision,
         )
         for run, size in zip(runs, parameters, strict=True)
     ]  # fmt: skip

@@ -44,14 +44,14 @@ def number(row: Row, name: str, least: float = -math.inf) -> float | None:
     return value
 
 
-def whole(row: Row, name: str, least: int = 1) -> float | None:
+def whole(row: Row, name: str, least: int = 1) -> int | None:
     """A whole number, also where it is written as 8.0."""
     value = number(row, name, least)
     if value is not None and value != round(value):
         raise UserError(f"{name} must be a whole number, not {value:g}")
     if value is not None and value > MOST.get(name, MOST_OF_ANY):
         raise UserError(f"{name} {value:g} is taken for a mistake: more than {MOST.get(name, MOST_OF_ANY):,}")
-    return value
+    return None if value is None else int(value)
 
 
 def flag(row: Row, name: str) -> bool | None:
@@ -63,17 +63,17 @@ def flag(row: Row, name: str) -> bool | None:
     raise UserError(f"{name} is true or false, not '{cell}'")
 
 
-def zero_stage(row: Row) -> float | None:
+def zero_stage(row: Row) -> int | None:
     """0 to 3; `fsdp`, `full_shard` and `zero-3` are 3."""
     cell = text(row, "zero").lower()
     if any(word in cell for word in ("fsdp", "full_shard", "full shard")):
-        return 3.0
+        return 3
     if cell in FALSE:
-        return 0.0
+        return 0
     digits = re.fullmatch(r"(?:zero|stage)?[\s\-_]*([0-3])(?:\.0)?", cell)
     if cell and not digits:
         raise UserError(f"zero is 0, 1, 2 or 3, not '{cell}'")
-    return float(digits[1]) if digits else None
+    return int(digits[1]) if digits else None
 
 
 def recompute(row: Row) -> str | None:

@@ -8,6 +8,7 @@ What the host does between passes (scheduling, sampling, text) is not planned: n
 
 from __future__ import annotations
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
@@ -16,13 +17,20 @@ from ironlaw.plan.machines import MeasuredMachine, measured_precision
 from ironlaw.workload.serving import Chunk, forward_pass
 
 LENGTHS = 64  # tokens: passes behind caches of nearly the same length take the same time
+ROWS_READ = 32  # products of fewer are bound by reading the weights; with more, few bits save nothing
 
 
 class MeasuredClock:
-    """`precision`: of the products. UserError for models that `forward_pass` does not take."""
+    """`weights`: the format they are held in. Of one that this machine was not measured in, products take as long as
+    in `precision`, and those of few rows as much less as there are fewer bytes to read.
 
-    def __init__(self, model: ModelConfig, profile: Profile, precision: str) -> None:
-        self.model, self.precision = model, measured_precision(precision, profile)
+    UserError for models that `forward_pass` does not take.
+    """
+
+    def __init__(self, model: ModelConfig, profile: Profile, weights: str) -> None:
+        self.model, self.precision = model, measured_precision(weights, profile)
+        width = number_format(self.precision).bytes_per_element()
+        self.read = min(1.0, number_format(weights).bytes_per_element(weight=True) / width)
         self.machine = MeasuredMachine(profile, interference.typical(profile), whole_steps=False)
         self.known: dict[tuple[int, int, int, int], dict[str, float]] = {}
         self._seconds([Chunk(1, 1)])
@@ -42,6 +50,8 @@ class MeasuredClock:
         found = {"weights": 0.0, "cache": 0.0, "launches": 0.0}
         for op, times in forward_pass(self.model, chunks, precision=self.precision).operations():  # type: ignore[arg-type]
             seconds = self.machine.time(op, self.precision).seconds * times
+            if op.kind is Kind.MATMUL and op.matmul is not None and op.matmul[0] < ROWS_READ:
+                seconds *= self.read
             part = {Kind.MATMUL: "weights", Kind.ATTENTION: "cache"}.get(op.kind, "launches")
             found[part] += seconds
             found["launches"] += self.machine.dispatch_seconds(Phase.FORWARD) * times

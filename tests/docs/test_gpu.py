@@ -1,0 +1,63 @@
+"""`make gpu` goes its whole path without a GPU, and marks what ran."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_a_dry_run_has_every_part(gpu: ModuleType, user_cache: Path, tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, ROOT / "benchmarks" / "gpu.py", "--dry", "--out", tmp_path], text=True)
+    assert ran.returncode == 0
+    page = (tmp_path / "gpu-dry.md").read_text("utf-8")
+    for part in gpu.PARTS.values():
+        assert part.title in page
+    assert "failed" not in page and "cut off" not in page and page.count("| eager |") == 3
+
+
+def test_what_was_there_before_a_cut_stays(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    child = tmp_path / "child.py"
+    child.write_text('import time\nprint(\'{"part": "measure", "GiB": 1}\', flush=True)\ntime.sleep(60)\n')
+    monkeypatch.setattr(gpu, "__file__", str(child))
+    rows = list(gpu.rows_from(["measure"], False, 1.5))
+    assert rows == [{"part": "measure", "GiB": 1}, {"part": "measure", "note": "cut off after 2 s"}]
+
+
+def test_the_status_says_what_ran(gpu: ModuleType) -> None:
+    table = "| `a.py` | loss | step: `test_one[on]`, `test_two` | never |\n| `b.py` | loss | none yet | never |\n"
+    tests = [{"test": "test_one[on]", "result": "passed"}, {"test": "test_two[x]", "result": "passed"}]
+    assert "| 2026-01-02, X: passed |\n| `b.py` | loss | none yet | never |" in gpu.marked(
+        table, tests, "2026-01-02, X"
+    )
+    tests[1]["result"] = "failed"
+    assert "failed: `test_two[x]` |" in gpu.marked(table, tests, "2026-01-02, X")
+    assert gpu.marked(table, [tests[0] | {"result": "skipped"}], "2026-01-02, X") == table
+
+
+def test_the_status_names_tests_that_there_are(gpu: ModuleType) -> None:
+    """What is marked by name must have that name."""
+    import re
+
+    there = "".join(path.read_text("utf-8") for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    for line in gpu.STATUS.read_text("utf-8").splitlines():
+        if line.startswith("| `") and len(line.split(" | ")) == 4:
+            for name in re.findall(r"`(test_\w+)", line.split(" | ")[2]):
+                assert f"def {name}(" in there, name
