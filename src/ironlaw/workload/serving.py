@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ironlaw.errors import UserError
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import Precision, Shape, elementwise
 from ironlaw.workload.collectives import Collective
@@ -148,9 +148,8 @@ def _touched(op: Operation, shape: Shape) -> Operation:
 
 
 def _cache_write(op: Operation, shape: Shape) -> Operation:
-    new = shape.tokens * kept_elements(shape.model)
-    moved = 2 * new * shape.matmul_bytes
-    return Operation("cache", Kind.ELEMENTWISE, Phase.FORWARD, op.group, "copy", elements=new, bytes_moved=moved)
+    written = elementwise(shape, "cache", "copy", shape.tokens * kept_elements(shape.model), 2)
+    return replace(written, group=op.group)
 
 
 def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Operation]:
@@ -167,7 +166,8 @@ def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> l
         made = latent.head_size + latent.value_size + rank * up // model.heads / chunk.tokens
         rows, width = (chunk.tokens, absorbed) if absorbed <= made else (keys, latent.head_size + latent.value_size)
         rows *= count
-        operations += linear(shape, "latent_up", op.group, 1, rank, up, keep=False, bias=False, rows=rows)
+        widened = linear(shape, "latent_up", rank, up, keep=False, bias=False, rows=rows)
+        operations += [replace(one, group=op.group) for one in widened]
         read = count * (chunk.tokens * model.query_size + keys * latent.down_size) * w
         heads = (model.heads, 1, latent.down_size)
         operations.append(
