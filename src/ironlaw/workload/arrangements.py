@@ -4,7 +4,7 @@
     sandwich   x + norm(f(norm(x)))      (Gemma 2)
     parallel   x + f(norm(x)) + g(norm(x)), of one norm or of two (GPT-J, GPT-NeoX)
 
-Symbols as in `transformer.py`. Norms work in fp32: in reduced precision a branch's result is cast for its norm.
+Symbols as in `forward.py`. Norms work in fp32: in reduced precision a branch's result is cast for its norm.
 """
 
 from __future__ import annotations

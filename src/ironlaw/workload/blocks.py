@@ -1,6 +1,6 @@
 """Shapes and saved bytes that the forward and the backward pass of a decoder share.
 
-Symbols as in `transformer.py`.
+Symbols as in `forward.py`.
 """
 
 from __future__ import annotations

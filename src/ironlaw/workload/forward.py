@@ -1,6 +1,11 @@
 """The operations of a decoder, each with its backward pass: embedding, one block, output layer and loss.
 
-Symbols as in `transformer.py`.
+The list mirrors `model/transformer.py` line by line, as PyTorch executes it without fusion. FLOPs equal
+`torch.utils.flop_counter` on that module exactly (the counter ignores the causal mask; here a masked score costs
+nothing, so causal attention counts half). Saved bytes equal what autograd holds.
+
+Symbols: T = micro-batch x sequence tokens, H hidden, Q and KV widths of all query and key/value heads, F FFN width,
+V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
 """
 
 from __future__ import annotations

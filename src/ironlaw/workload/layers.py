@@ -1,6 +1,6 @@
 """Single layers of a decoder with their backward passes: linear layers, norms, the residual stream.
 
-Symbols as in `transformer.py`.
+Symbols as in `forward.py`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.blocks import Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import both_passes, layer_groups
@@ -229,6 +229,11 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
         yield from ((op, op.repeat * len(group)) for op in group[0].backward if op.repeat)
 
 
+def training_operations(shape: Shape) -> list[Operation]:
+    """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
+    return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
+
+
 def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
     """Every call of a micro-batch in the order of execution, layer by layer."""
     for layer in layers:
@@ -246,19 +251,3 @@ def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
 def unfolded(shape: Shape) -> Iterator[Operation]:
     """The same of the whole model."""
     return in_order(layers_of_shape(shape))
-
-
-__all__ = [
-    "EMBEDDING",
-    "FP32",
-    "HEAD",
-    "Layer",
-    "Program",
-    "Stage",
-    "folded",
-    "in_order",
-    "layers_of_shape",
-    "step",
-    "step_of_trace",
-    "unfolded",
-]
