@@ -26,9 +26,8 @@ from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.timeline import assemble
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import MEANING, Engine
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.engines.words import MEANING
 from ironlaw.plan.measured.evaluate import settled, systems_of, under_pressure
 from ironlaw.plan.measured.read import Run, read_runs
 
@@ -354,7 +353,7 @@ def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
     free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}
     lines = [f"# Constants of the engine {name}. Conventions are read from the framework's documentation or code;"]
     lines += [
-        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engines/words.py.",
+        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engines/engine.py.",
         "",
     ]
     lines += [f"{key} = {toml(old[key])}" for key in TEXT if key in old]

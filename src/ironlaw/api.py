@@ -85,15 +85,15 @@ class PlanResult(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """The document of `ironlaw plan --json`."""
-        from ironlaw.plan.answer import Answer
+        from ironlaw.plan.request_types import PlanOutcome
 
-        return Answer(self.ledger, self.fits, self.more).to_json()
+        return PlanOutcome(self.ledger, self.fits, self.more).to_json()
 
     def _show(self, console: Console) -> None:
         from ironlaw.cli.plan import show_answer
-        from ironlaw.plan.answer import Answer
+        from ironlaw.plan.request_types import PlanOutcome
 
-        show_answer(console, Answer(self.ledger, self.fits, self.more))
+        show_answer(console, PlanOutcome(self.ledger, self.fits, self.more))
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,10 +234,10 @@ def plan(
     unless given, or `"8xh100-sxm-80gb"`. The other arguments are the options of `ironlaw plan`; None: not said.
     Imports no PyTorch.
     """
-    from ironlaw.plan.answer import Options
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.work import Wishes
+    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.work import WorkOptions
 
     subject = (
         what if isinstance(what, RunConfig) else build_config(dict(what)) if isinstance(what, Mapping) else str(what)
@@ -253,7 +253,7 @@ def plan(
         answer = answer_serving(model, on, serve, options_)
     else:
         options = Options(
-            Wishes(tokens, sequence, global_batch, steps), precision, optimizer, engine, layout, None,
+            WorkOptions(tokens, sequence, global_batch, steps), precision, optimizer, engine, layout, None,
             Prices(price_per_hour, None, None), network=network,
         )  # fmt: skip
         answer = plan_request(subject, on=on or "this", overrides=overrides, options=options)

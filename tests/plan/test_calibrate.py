@@ -9,8 +9,8 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Job
+from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
-from ironlaw.plan.engines.words import MEANING
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate
 from ironlaw.plan.measured.evaluate import evaluate
 from ironlaw.plan.measured.profiles import save_profile

@@ -10,19 +10,18 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
+from ironlaw.plan.cluster.collective_costs import places_of_a_token, rows_sent_per_token
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.experts import places_of_a_token, rows_sent_per_token
-from ironlaw.plan.cluster.launches import extra_launches
 from ironlaw.plan.cluster.layout_space import EXPERT_CONSTRAINT
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.cluster.utilisation import other_conventions
 from ironlaw.plan.emit.trainers import TRAINERS, emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.measured.known_experts import known_experts
+from ironlaw.plan.measured.named_experts import named_experts
 from ironlaw.plan.measured.read import read_runs
+from ironlaw.plan.request_types import ClusterRequest
+from ironlaw.plan.requests.cluster_result import other_conventions
 from ironlaw.plan.work import Work
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import parse_layout
@@ -169,7 +168,7 @@ def test_wide_numbers_double_what_experts_keep_and_send():
 
 def test_megatron_writes_folding_in_its_own_words():
     layout = parse_layout("dp=8 tp=8 sp=1 ep=8 etp=1 zero=1")
-    ask = Ask(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), Work(SEQUENCE, BATCH, 10), "bf16", "megatron-core")
+    ask = ClusterRequest(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), Work(SEQUENCE, BATCH, 10), "bf16", "megatron-core")
     text = emit("megatron", ask, layout)["text"]
     assert "--expert-model-parallel-size 8" in text and "--expert-tensor-parallel-size 1" in text
 
@@ -396,6 +395,6 @@ def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
     ],
 )  # fmt: skip
 def test_names_as_people_write_them(said, hidden, meant):
-    found = known_experts(said, hidden, 48)
+    found = named_experts(said, hidden, 48)
     assert found is not None and found.name == meant
-    assert known_experts(said, hidden + 64, 48) is None  # another size of the same name
+    assert named_experts(said, hidden + 64, 48) is None  # another size of the same name

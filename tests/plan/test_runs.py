@@ -350,4 +350,4 @@ def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
     """Nothing is open: the interval is that of the engine alone."""
     said = {"framework": "NeMo", "precision": "bf16", "virtual_stages": "1", "recompute": "none", "tp": "1"}
     run, _ = read(tmp_path, **said)
-    assert run.otherwise == ()
+    assert run.alternatives == ()

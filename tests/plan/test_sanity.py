@@ -31,8 +31,8 @@ CASES = [
 PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
 TERMS = (
     "forward", "backward", "host_excess", "bubble", "tp_exposed", "cp_exposed", "pp_exposed", "ep_exposed",
-    "fsdp_exposed", "reduce_exposed", "gather_exposed", "optimizer", "offload_exposed", "host_step", "told",
-    "head_matmul", "loss", "embedding",
+    "fsdp_exposed", "reduce_exposed", "gather_exposed", "optimizer", "offload_exposed", "host_step",
+    "small_collectives", "head_matmul", "loss", "embedding",
 )  # fmt: skip
 
 

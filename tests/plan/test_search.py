@@ -10,8 +10,8 @@ from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.abilities import lacking
 from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.capabilities import lacking
 from ironlaw.plan.cluster.estimate import least_seconds, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import layout_of

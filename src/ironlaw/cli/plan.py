@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ironlaw.config import RunConfig
-    from ironlaw.plan.answer import Answer
+    from ironlaw.plan.request_types import PlanOutcome
     from ironlaw.workload.layout import Layout
 
 
@@ -71,10 +71,10 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.answer import Options
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request
-    from ironlaw.plan.work import Wishes
+    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.work import WorkOptions
 
     if serve is not None:
         _plan_serving(what, on, set_ or [], serve, (weights, kv, engine, layout, emit, price_per_hour), json)
@@ -82,7 +82,7 @@ def plan(
     if weights or kv:
         raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
-        Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
+        WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
         ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _print_emitted(more: dict[str, Any]) -> None:
     print(more["emit"]["text"], end="")
 
 
-def show_answer(console: Console, answer: Answer, why: bool = False) -> None:
+def show_answer(console: Console, answer: PlanOutcome, why: bool = False) -> None:
     """Of a plan of training here or on a cluster, or of serving."""
     from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
     from ironlaw.report.cluster_why import show_cluster_why

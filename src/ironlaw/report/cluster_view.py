@@ -261,7 +261,7 @@ def _advice(console: Console, more: More) -> None:
     paragraph(console, f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", 2)
     for change in first["tried"]:
         paragraph(console, f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", 2)
-    for saver in more.get("savers", ()):
+    for saver in more.get("communication_savings", ()):
         paragraph(console, saver_words(saver), 2)
     if more["scaling"]:
         _scaling(console, more["scaling"], more["cluster"]["accelerators"])

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -71,6 +72,7 @@ class Engine:
             self.proposer = DraftModel(Runner(served.draft, count, config.block, config.compiled), config.drafted)
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
+        self.passes: list[dict[str, Any]] = []  # timed by `warmup.py`
         self.is_draining = False
         self.failure: str | None = None
         self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,12 +22,11 @@ from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.launches import extra_launches
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.division import local_shape
-from ironlaw.workload.kinds import forward_of, layer_groups
+from ironlaw.workload.kinds import both_passes, forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
 from ironlaw.workload.moe import rows_of_a_rank
@@ -400,3 +399,24 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
         if table is not None:
             update[name] = table.model_copy(update=taken(table))
     return model.model_copy(update=update)
+
+
+def extra_launches(model: ModelConfig) -> tuple[float, float]:
+    """Kernels that experts, and that latent attention, add to a block, over those of a dense one with neither."""
+    return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
+
+
+@lru_cache(maxsize=16)
+def _launches(document: str) -> tuple[float, float]:
+    model = ModelConfig.model_validate_json(document)  # not hashable itself
+    shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
+    dense = usual = _calls(shape, "block")
+    if model.latent is not None:
+        plain = replace(shape, model=model.model_copy(update={"latent": None, "head_size": model.size_of_head}))
+        usual = _calls(plain, "block")
+    experts = _calls(shape, MOE_GROUP) if model.moe is not None else dense
+    return (experts - dense) / usual, dense / usual - 1
+
+
+def _calls(shape: Shape, kind: str) -> int:
+    return sum(map(len, both_passes(shape, kind)))

@@ -15,7 +15,7 @@ import numpy as np
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.cluster.context_parallel import kinds
+from ironlaw.plan.cluster.collective_costs import context_kinds
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, operation_costs
 from ironlaw.plan.cluster.step_costs import StepCosts
@@ -127,7 +127,7 @@ def exposed_collectives(
         yield "tp reduce_scatter", tp / 2
     elif _at(candidates.tp) > 1:
         yield "tp all_reduce", tp
-    for name, seconds in costs.told.items():
+    for name, seconds in costs.small_collectives.items():
         if _at(seconds):
             yield name, _at(seconds)
     if _at(candidates.cp) > 1:
@@ -157,7 +157,7 @@ def exposed_collectives(
 
 def _of_context(candidates: Candidates, system: System, seconds: float) -> Iterator[tuple[str, float]]:
     """Gathered for every pass, and gradients scattered once; blocks and their gradients of a ring are sent."""
-    kind = _at(kinds(candidates, system.engine))
+    kind = _at(context_kinds(candidates, system.engine))
     if kind == code("cp_kind", "ring"):
         yield "cp send", seconds
     elif kind == code("cp_kind", "all_to_all"):

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
-from ironlaw.plan.cluster.context_parallel import buffer_bytes
+from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.blocks import attention_core_bytes
+from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
+from ironlaw.workload.blocks import FP32, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
@@ -166,6 +167,19 @@ def host_bytes(candidates: Candidates, engine: Engine, layers: StageLayers) -> A
     )
 
 
+def _copies_of_gradients(candidates: Candidates, parameters: Array) -> Array:
+    """Buckets that DDP reduces, beside the gradients of earlier micro-batches."""
+    plain = (candidates.zero == 0) & (candidates.tp * candidates.pp * candidates.ep == 1)
+    copied = plain & (candidates.dp * candidates.cp > 1) & (candidates.accumulation > 1)
+    return np.where(copied, parameters * FP32, 0.0)
+
+
+def _replicated_weights(candidates: Candidates, parameters: Array) -> Array:
+    """Weights of layouts that FSDP2 replicates: each rank's shard is whole, and gathered from it."""
+    several = (candidates.dp * candidates.cp > 1) & (candidates.tp * candidates.pp * candidates.ep > 1)
+    return np.where((candidates.zero == 0) & several, parameters * FP32, 0.0)
+
+
 def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
     wins = a.total > b.total
     return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
@@ -227,7 +241,14 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = (gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)) * block
-    logits = np.where(has_head, candidates.tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
+    loss_tokens: Array = candidates.tokens
+    if not engine.fused:
+        of_all = candidates.micro_batch * candidates.sequence
+        chunked = of_all * model.vocab * FP32 > FULL_LOGITS_BYTES
+        loss_tokens = np.where(chunked, np.minimum(loss_tokens, chunk_of(of_all, model.vocab)), loss_tokens)
+        gradients = gradients + _copies_of_gradients(candidates, parameters)
+        gathered = gathered + _replicated_weights(candidates, parameters)
+    logits = np.where(has_head, loss_tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
     # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
     # to collectives come free only when the device gets there. One micro-batch gives it half the way.
     ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)

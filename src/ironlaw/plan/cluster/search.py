@@ -21,15 +21,14 @@ import numpy as np
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import abilities
-from ironlaw.plan.cluster.allocator import usable_bytes
+from ironlaw.plan.cluster import capabilities
 from ironlaw.plan.cluster.candidates import Candidates, candidates_of
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import Table, code, layout_of
 from ironlaw.plan.cluster.memory import peak_memory
-from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.system import System, system_of, usable_bytes
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
@@ -59,7 +58,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The ranking, fastest first, and the layouts that are not in it by reason."""
 
     best: list[Candidate]
@@ -92,7 +91,7 @@ def search(
     excluded: Callable[[Layout], str | None] | None = None,
     hybrid: bool = True,
     fastest_alone: bool = False,
-) -> Found:
+) -> SearchResult:
     """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
 
     `excluded` gives the reason why a layout must not be considered; those are counted as ruled out by it.
@@ -278,8 +277,8 @@ class _Search:
             return self.best[0][0] if self.best else np.inf
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
-    def found(self) -> Found:
-        found = Found([], self.planned, self.fitting, self.constraints)
+    def found(self) -> SearchResult:
+        found = SearchResult([], self.planned, self.fitting, self.constraints)
         if self.planned > self.fitting:
             found.ruled_out["memory"] = self.planned - self.fitting
         if not self.best and self.nearest is not None:
@@ -304,7 +303,7 @@ def _entry(outcome: Outcome, part: Table, i: int) -> Entry:
 def _able(rows: Table, engine: Engine, ruled_out: dict[str, int]) -> Table:
     """The layouts that this software can run."""
     kept = np.ones(len(rows), dtype=bool)
-    for words, needed in abilities.constraints(engine, rows).items():
+    for words, needed in capabilities.constraints(engine, rows).items():
         if count := int((kept & needed).sum()):
             ruled_out[f"{engine.name} has no {words}"] = count
         kept &= ~needed

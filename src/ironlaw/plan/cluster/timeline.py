@@ -24,7 +24,7 @@ import numpy as np
 
 from ironlaw.ledger import Phase
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.plan.cluster.context_parallel import cp_exchanges, exposed, kinds
+from ironlaw.plan.cluster.collective_costs import context_kinds, cp_exchanges, exposed
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts
@@ -57,7 +57,7 @@ class Times:
     optimizer: Array
     offload_exposed: Array  # waiting for transfers to and from the host, and for its update
     host_step: Array
-    told: Array  # small collectives
+    small_collectives: Array
     busiest_layers: Array  # of the stage these times are of
     heads: Array  # times that the output layer is run
     head_matmul: Array
@@ -137,7 +137,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     exchange = 2 * passes * costs.ep_layer * slow_ep  # rows go out and come back
     beside = np.where(costs.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
     ep_exposed = exchange - np.minimum(beside, forward + backward)
-    kind = kinds(candidates, engine)
+    kind = context_kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
     repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
@@ -211,9 +211,9 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     optimizer = costs.optimizer * engine.optimizer_traffic
     host_step = np.full(len(candidates), engine.host_step_seconds)
     m = micro_batches * count
-    told = np.zeros(len(candidates)) + sum(costs.told.values())
+    small = np.zeros(len(candidates)) + sum(costs.small_collectives.values())
     return Times(
-        step_seconds=steady + told + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
+        step_seconds=steady + small + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
         forward=m * forward,
         backward=m * (backward + again),
         host_excess=micro_batches * host_excess,
@@ -228,7 +228,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
         optimizer=optimizer,
         offload_exposed=micro_batches * count * offload_layer + offload_step,
         host_step=host_step,
-        told=told,
+        small_collectives=small,
         busiest_layers=count,
         heads=micro_batches * has_head,
         head_matmul=micro_batches * has_head * head_matmul,

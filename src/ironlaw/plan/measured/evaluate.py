@@ -10,15 +10,14 @@ import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
 from ironlaw.plan.cluster.candidates import Array, Candidates, Job, candidates_of_jobs, structure
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import step_costs
-from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.system import System, system_of, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.read import Otherwise, Run
+from ironlaw.plan.measured.read import Alternative, Run
 
 
 @dataclass(frozen=True)
@@ -130,13 +129,13 @@ def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Arr
     return found
 
 
-def as_otherwise(run: Run, other: Otherwise) -> Run:
+def with_alternative(run: Run, other: Alternative) -> Run:
     """The run as it may have been instead."""
     engine = run.engine
     if other.constants:  # named apart: runs of one engine are planned together
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
-        engine = replace(engine, name=f"{engine.name} otherwise", by_generation=on, **values)
+        engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
     return replace(
         run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job),
         precision=other.precision or run.precision,

@@ -25,11 +25,11 @@ from ironlaw.plan.cluster.candidates import Job, plain_model
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured import words
+from ironlaw.plan.measured import parsing
 from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
-from ironlaw.plan.measured.known_experts import known_experts
+from ironlaw.plan.measured.named_experts import named_experts
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.measured.words import Row
+from ironlaw.plan.measured.parsing import Row
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 
@@ -48,7 +48,7 @@ SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class Alternative:
     """What a row that does not say may have been instead of what is assumed of it."""
 
     layout: Mapping[str, Any] = field(default_factory=dict)  # fields that differ
@@ -74,7 +74,7 @@ class Run:
     assumed: tuple[str, ...]
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
     open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
-    otherwise: tuple[Otherwise, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -83,7 +83,7 @@ def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list
     rejected: list[tuple[str, str, str]] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(_rows(path)):
-        identity = words.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
+        identity = parsing.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
         seen[identity] = seen.get(identity, 0) + 1
         if seen[identity] > 1:
             identity = f"{identity} ({seen[identity]})"
@@ -95,7 +95,7 @@ def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list
 
 
 def group_of(row: Row) -> str:
-    return words.text(row, "group") or "(no group)"
+    return parsing.text(row, "group") or "(no group)"
 
 
 def _rows(path: Path) -> Iterable[Row]:
@@ -128,13 +128,13 @@ class _Cells:
     assumed: list[str]
 
     def needed(self, name: str) -> int:
-        value = words.whole(self.row, name)
+        value = parsing.whole(self.row, name)
         if value is None:
             raise UserError(f"{name} is not given")
         return value
 
     def given(self, name: str, default: int, why: str = "assumed") -> int:
-        value = words.whole(self.row, name)
+        value = parsing.whole(self.row, name)
         return self.assume(name, default, why) if value is None else value
 
     def assume(self, name: str, value: Number, why: str) -> Number:
@@ -144,17 +144,17 @@ class _Cells:
 
 def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     cells = _Cells(row, [])
-    attention = words.attention(row) or "flash"
+    attention = parsing.attention(row) or "flash"
     engine = engine or _engine(row, attention, cells)
     count = cells.needed("accelerators")
-    acc, note = accelerator_of(words.text(row, "accelerator"))
-    acc, rack = in_rack(acc, words.text(row, "interconnect"))
+    acc, note = accelerator_of(parsing.text(row, "accelerator"))
+    acc, rack = in_rack(acc, parsing.text(row, "interconnect"))
     cells.assumed += [said for said in (note, rack) if said]
     model, flash = _model(cells), attention == "flash"
     job = _job(cells, engine, count, model, flash)
-    if words.recompute(row) is None and engine.default_recompute != "none":
+    if parsing.recompute(row) is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
-    status = words.text(row, "status").lower()
+    status = parsing.text(row, "status").lower()
     cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, engine)
     return Run(
         id=identity,
@@ -166,38 +166,38 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
         step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, job, count),
         peak_bytes=_measured(row, "peak_bytes"),
         ran=status in ("", "ok", "success", "completed", "ran", "done", "pass"),
-        checks=words.text(row, "checks") or "memory+time",
+        checks=parsing.text(row, "checks") or "memory+time",
         assumed=tuple(cells.assumed),
-        open_recompute=words.recompute(row) is None and engine.default_recompute == "none",
-        open_zero=words.zero_stage(row) is None and engine.name == GENERIC,
-        otherwise=_otherwise(cells, job, precision, acc, engine),
+        open_recompute=parsing.recompute(row) is None and engine.default_recompute == "none",
+        open_zero=parsing.zero_stage(row) is None and engine.name == GENERIC,
+        alternatives=_otherwise(cells, job, precision, acc, engine),
     )
 
 
-def _otherwise(cells: _Cells, job: Job, precision: str, acc: Accelerator, engine: Engine) -> tuple[Otherwise, ...]:
+def _otherwise(cells: _Cells, job: Job, precision: str, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""
     row, layout, found = cells.row, job.layout, []
-    if words.precision(row) is None:
+    if parsing.precision(row) is None:
         sixteen = "bf16" if "bf16" in acc.peak_flops_per_second else "fp16"
         others = [name for name in (sixteen, "fp8") if name != precision and name in acc.peak_flops_per_second]
-        found += [Otherwise(precision=name) for name in others]
-    if words.whole(row, "virtual_stages") is None and layout.pp > 1:
+        found += [Alternative(precision=name) for name in others]
+    if parsing.whole(row, "virtual_stages") is None and layout.pp > 1:
         possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
         other = _most_virtual(job.model.layers, layout, job.global_batch) if possible else 1
-        found += [Otherwise({"virtual_stages": other})] if other != layout.virtual_stages else []
-    if words.whole(row, "micro_batch") is None:
+        found += [Alternative({"virtual_stages": other})] if other != layout.virtual_stages else []
+    if parsing.whole(row, "micro_batch") is None:
         per_replica = job.global_batch / layout.dp
         found += [
-            Otherwise({"micro_batch": size})
+            Alternative({"micro_batch": size})
             for size in (1, 2, 4)
             if size != layout.micro_batch and per_replica % size == 0
         ]
-    if words.recompute(row) is None and not engine.recomputes_by_block:
+    if parsing.recompute(row) is None and not engine.recomputes_by_block:
         again = "none" if engine.default_recompute == "full" else "full"
-        found.append(Otherwise({"recompute": again}, weight=0.5))
+        found.append(Alternative({"recompute": again}, weight=0.5))
     if engine.tp_overlap and layout.tp > 1:
         hidden = engine.on(acc.generation).tp_hidden
-        found.append(Otherwise(constants={"tp_hidden": 0.0 if hidden else engine.tp_overlap}))
+        found.append(Alternative(constants={"tp_hidden": 0.0 if hidden else engine.tp_overlap}))
     return tuple(found)
 
 
@@ -216,7 +216,7 @@ def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
 
 def _measured(row: Row, name: str) -> float | None:
     """A measurement, or None where there is none; zero is none too."""
-    return words.number(row, name, 0) or None
+    return parsing.number(row, name, 0) or None
 
 
 def _step_from_tokens(row: Row, job: Job, count: int) -> float | None:
@@ -226,7 +226,7 @@ def _step_from_tokens(row: Row, job: Job, count: int) -> float | None:
 
 
 def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
-    framework = words.text(row, "framework")
+    framework = parsing.text(row, "framework")
     try:
         return engine_of_framework(framework, attention)
     except UserError:
@@ -244,15 +244,15 @@ def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: b
         )
     dp, tp, pp, cp = _degrees(cells, count)
     etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
-    imbalance = words.number(cells.row, "imbalance", 1)
+    imbalance = parsing.number(cells.row, "imbalance", 1)
     if imbalance is None and ep > 1 and engine.default_imbalance:
         imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
     micro_batch, global_batch = _batch(cells, dp, pp)
-    zero, sp = words.zero_stage(cells.row), words.flag(cells.row, "sequence_parallel")
+    zero, sp = parsing.zero_stage(cells.row), parsing.flag(cells.row, "sequence_parallel")
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, micro_batch=micro_batch,
         sp=(engine.default_sp if sp is None else sp) and tp > 1,
-        recompute=words.recompute(cells.row) or engine.default_recompute,
+        recompute=parsing.recompute(cells.row) or engine.default_recompute,
     )  # fmt: skip
     virtual = _virtual(cells, engine, model.layers, layout, global_batch)
     if pp * virtual > model.layers:
@@ -286,7 +286,7 @@ def _degrees(cells: _Cells, count: int) -> tuple[int, int, int, int]:
 
 def _batch(cells: _Cells, dp: int, pp: int) -> tuple[int, int]:
     """Sequences of a micro-batch and of a step."""
-    batch, micro = words.whole(cells.row, "global_batch"), words.whole(cells.row, "micro_batch")
+    batch, micro = parsing.whole(cells.row, "global_batch"), parsing.whole(cells.row, "micro_batch")
     if micro is None and batch is None:
         raise UserError("micro_batch and global_batch are not given")
     if micro is None:
@@ -297,7 +297,7 @@ def _batch(cells: _Cells, dp: int, pp: int) -> tuple[int, int]:
 
 def _virtual(cells: _Cells, engine: Engine, layers: int, layout: Layout, global_batch: int) -> int:
     """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
-    said = words.whole(cells.row, "virtual_stages")
+    said = parsing.whole(cells.row, "virtual_stages")
     if said is not None:
         return said
     bubble = (layout.pp - 1) * layout.dp * layout.micro_batch / global_batch
@@ -309,7 +309,7 @@ def _virtual(cells: _Cells, engine: Engine, layers: int, layout: Layout, global_
 def _expert_tp(cells: _Cells, ep: int, replicas: int, tp: int, usual: int) -> int | None:
     """Ranks that an expert is split over, None for tp: what the row says, else the engine's `usual`, else what leaves
     enough ranks for ep."""
-    said = words.whole(cells.row, "etp")
+    said = parsing.whole(cells.row, "etp")
     if said is None and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
         return cells.assume("etp", usual, "the engine's default")
     if not replicas * tp / (said or tp) % ep:
@@ -321,7 +321,7 @@ def _expert_tp(cells: _Cells, ep: int, replicas: int, tp: int, usual: int) -> in
 
 def _unsaid_degree(cells: _Cells, count: int) -> dict[str, tuple[int, str]]:
     """What is left for tp or pp where the row gives dp and the other one; nothing where both or neither are open."""
-    said = {name: words.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
+    said = {name: parsing.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
     unsaid = [name for name in ("tp", "pp") if said[name] is None]
     if said["dp"] is None or len(unsaid) != 1:
         return {}
@@ -341,11 +341,11 @@ def _model(cells: _Cells) -> ModelConfig:
         "ffn": cells.given("ffn", 4 * hidden), "vocab": cells.given("vocab", USUAL_VOCAB),
         "context": cells.needed("seq"),
     }  # fmt: skip
-    sizes |= _experts(cells, sizes) if words.whole(cells.row, "experts") else _named_experts(cells, sizes)
+    sizes |= _experts(cells, sizes) if parsing.whole(cells.row, "experts") else _named_experts(cells, sizes)
     moe, latent = sizes.get("moe"), sizes.get("latent")
     if latent is not None:
         sizes |= {"kv_heads": None, "head_size": None}
-    gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
+    gated, tied = parsing.flag(cells.row, "gated_ffn"), parsing.flag(cells.row, "tied")
     usual = sizes["ffn"] != 4 * hidden  # gated networks are narrower (8/3) or odd
     experts = moe is not None, moe is not None and moe.shared_experts > 0
     options = [
@@ -359,7 +359,7 @@ def _model(cells: _Cells) -> ModelConfig:
 
 def _most_alike(cells: _Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
     """Gated and tied where the row does not say: what reproduces `params`, else by the shape."""
-    wanted = words.number(cells.row, "params", 0)
+    wanted = parsing.number(cells.row, "params", 0)
     best, why = options[0], "by the width of its feed-forward network"
     if wanted:
         off = [abs(option.model_copy(update={"context": 1}).parameters / wanted - 1) for option in options]
@@ -373,7 +373,7 @@ def _most_alike(cells: _Cells, options: list[ModelConfig], gated: bool | None, t
 
 def _experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     """A mixture of experts by columns beyond the schema."""
-    layers, shared = sizes["layers"], words.whole(cells.row, "shared_ffn")
+    layers, shared = sizes["layers"], parsing.whole(cells.row, "shared_ffn")
     moe: dict[str, Any] = {
         "experts": cells.needed("experts"), "experts_per_token": cells.needed("experts_per_token"),
         "expert_ffn": cells.given("expert_ffn", sizes["ffn"], "the model's ffn"),
@@ -385,7 +385,7 @@ def _experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _named_experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
     """The same where the columns say nothing and the model is called by a name that is known."""
-    known = known_experts(words.text(cells.row, "model"), sizes["hidden"], sizes["layers"])
+    known = named_experts(parsing.text(cells.row, "model"), sizes["hidden"], sizes["layers"])
     if known is None:
         return {}
     moe = known.moe
@@ -400,7 +400,7 @@ def _named_experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
     """The row's format, or the one at whose rate this accelerator does it."""
-    wanted = words.precision(cells.row)
+    wanted = parsing.precision(cells.row)
     if wanted is None:
         wanted = engine.default_precision
         cells.assumed.append(f"precision = {wanted} (the engine's default)")
@@ -417,10 +417,10 @@ def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
 def _cluster(cells: _Cells, acc: Accelerator, count: int) -> Cluster:
     """The accelerator's usual node, with the size and the network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
-    per_node = words.whole(cells.row, "per_node")
+    per_node = parsing.whole(cells.row, "per_node")
     if per_node:
         usual = resized(usual, per_node)
-    described, note = described_node(usual, words.text(cells.row, "interconnect"))
+    described, note = described_node(usual, parsing.text(cells.row, "interconnect"))
     if note and count > usual.scale_up_accelerators:
         cells.assumed.append(note)
     return Cluster(acc, count, described)

@@ -21,7 +21,7 @@ import numpy as np
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.evaluate import Prediction, as_otherwise, evaluate, of_runs, plannable, settled
+from ironlaw.plan.measured.evaluate import Prediction, evaluate, of_runs, plannable, settled, with_alternative
 from ironlaw.plan.measured.read import Run, read_runs
 
 BASELINE_FRACTION = 0.45
@@ -252,10 +252,10 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
 def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
     """The interval with what hangs on what the rows leave open: each alternative is an error of its own, one-sided."""
     low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
-    for number in range(max((len(run.otherwise) for run in runs), default=0)):
-        index = [i for i, run in enumerate(runs) if len(run.otherwise) > number]
-        seconds = evaluate([as_otherwise(runs[i], runs[i].otherwise[number]) for i in index]).step_seconds
-        swing = np.log(seconds / planned[index]) * [runs[i].otherwise[number].weight for i in index]
+    for number in range(max((len(run.alternatives) for run in runs), default=0)):
+        index = [i for i, run in enumerate(runs) if len(run.alternatives) > number]
+        seconds = evaluate([with_alternative(runs[i], runs[i].alternatives[number]) for i in index]).step_seconds
+        swing = np.log(seconds / planned[index]) * [runs[i].alternatives[number].weight for i in index]
         low[index] += np.minimum(swing, 0.0) ** 2
         high[index] += np.maximum(swing, 0.0) ** 2
     return planned * np.exp(-np.sqrt(low)), planned * np.exp(np.sqrt(high))
