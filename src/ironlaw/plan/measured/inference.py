@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator
+from ironlaw.catalog.devices import taken
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.files import read_text
@@ -131,7 +132,8 @@ MEASURES = (
 
 def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     assumed: list[str] = []
-    device = accelerator(_text(row, "accelerator"))
+    name = _text(row, "accelerator")  # the record takes one where a user would be asked which
+    device = accelerator(next(iter(taken(name) or (name,))))
     engine = serving_engine(_text(row, "engine"))
     notes = row.get("notes") or ""
     scenario = _text(row, "scenario")
