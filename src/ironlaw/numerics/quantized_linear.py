@@ -32,6 +32,7 @@ class QuantizedLinear(ReadOnlyLinear):
     """x (..., K) to (..., N), in the type of x."""
 
     kernel: str
+    format: str
 
     @classmethod
     def takes(cls, held: Quantized, device: torch.device) -> bool:
@@ -50,7 +51,7 @@ class QuantizedLinear(ReadOnlyLinear):
 
 
 class Int8Linear(QuantizedLinear):
-    kernel = "fbgemm int8"
+    kernel, format = "fbgemm int8", "int8"
 
     @classmethod
     def takes(cls, held: Quantized, device: torch.device) -> bool:
@@ -85,7 +86,7 @@ class Int8Linear(QuantizedLinear):
 class WideInt8Linear(QuantizedLinear):
     """The same weights, inputs in bf16: for a PyTorch without fbgemm."""
 
-    kernel = "PyTorch int8"
+    kernel, format = "PyTorch int8", "int8"
 
     @classmethod
     def takes(cls, held: Quantized, device: torch.device) -> bool:
@@ -107,7 +108,7 @@ def _is_rowwise_int8(held: Quantized) -> bool:
 
 
 class Int4Linear(QuantizedLinear):
-    kernel = "PyTorch int4"
+    kernel, format = "PyTorch int4", "int4"
     packed: Tensor
     scales: Tensor
 

@@ -60,6 +60,7 @@ class Compressed:
     bytes_after: int
     tokens_per_second_before: float
     tokens_per_second_after: float
+    bytes_read: int  # of weights for each token decoded, after
     kernels: dict[str, int]  # that decode the layers in few bits: name and how many layers
     held_out_tokens: int
     precision_before: str
@@ -69,9 +70,11 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model ready to decode. run: so many tokens, says how many it made; kernels: of its layers in few bits."""
+    """A model ready to decode. run: so many tokens, says how many it made; kernels: of its layers in few bits;
+    bytes_read: of weights for each token."""
 
     run: Callable[[int], int]
+    bytes_read: int
     kernels: dict[str, int] = field(default_factory=dict)
 
 
@@ -134,29 +137,33 @@ def compress_run(
         raise UserError(f"{out} exists: give --out a new directory")
     source = open_source(path, data, say, lambda model: check_method(model, target, method))
     say(f"compressing to {target} by {method}")
-    result, store, taken = compressed(source, source.copy(), target, decoder, method, score, whole)
+    before = decoder(source.copy(), {})
+    result, store, taken = compressed(source, target, before, decoder, method, score, whole)
     _write(out, source, store, taken, result)
     return result
 
 
 def compressed(
-    source: Source, model: Transformer, target: Target, decoder: MakeDecoder, method: Method, score: Score, whole: bool
-) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:
-    """Compress `model`, a copy of the source's, and measure it; with what is to be written of it."""
-    config, dataset = source.config, source.dataset
+    source: Source, target: Target, before: Decoder, decoder: MakeDecoder, method: Method, score: Score = "magnitude",
+    whole: bool = False,
+) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
+    """Compress a copy of the source's model and measure it; with what is to be written of it."""
+    config, dataset, model = source.config, source.dataset, source.copy()
     held = compress(model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset))
     loss_after = _loss(model, config, dataset)
     store = QuantizedFiles(held, source.wide)
     taken = store.take(model, {})
     model.eval()
     after = decoder(model, held)  # from here on the model may be packed
-    speeds = decode_speeds(decoder(source.copy(), {}), after, context=config.model.context)
+    # Without a kernel of its own the copy multiplies as the model before does, so that one timing is both's.
+    speeds = decode_speeds(*((before, after) if after.kernels else (before,)), context=config.model.context)
     bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
     result = Compressed(
         to=str(target), method=method, loss_before=source.loss, loss_after=loss_after,
         loss_served=_loss(model, config, dataset) if after.kernels else None,
         bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in held.values()),
-        tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[1], kernels=after.kernels,
+        tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[-1],
+        bytes_read=after.bytes_read, kernels=after.kernels,
         held_out_tokens=sum(batch.targets.numel() for batch in _held_out(config, dataset)),
         precision_before=_NAMES[source.wide],
         compressed_weights=sum(weight.shape.numel() for weight in held.values()), weights=config.model.parameters,
