@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def compress(
     from dataclasses import asdict
 
     from ironlaw.numerics.compression import read_target
-    from ironlaw.report.compression_view import show_compression
+    from ironlaw.report.catalog_view import compression_view
     from ironlaw.train.compression import compress_run
 
     target = read_target(to)
@@ -49,7 +49,7 @@ def compress(
     if json:
         print_json({"schema": 1, "out": str(out), **asdict(result)})
     else:
-        show_compression(output(), str(source), str(out), asdict(result))
+        show(compression_view(str(source), str(out), asdict(result)))
 
 
 def engine_decoder(model: Transformer) -> Callable[[int], int]:

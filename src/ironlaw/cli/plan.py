@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,11 +109,10 @@ def _plan_serving(
     elif "emit" in answer.more:
         print(answer.more["emit"]["text"], end="")
     else:
-        from ironlaw.report.cluster_view import show_assumed
-        from ironlaw.report.serving_view import show_serving
+        from ironlaw.report.cluster_view import assumed_view
+        from ironlaw.report.serving_view import serving_view
 
-        show_serving(output(), answer.ledger, answer.fits, answer.more)
-        show_assumed(output(), answer.more["assumed"])
+        show(serving_view(answer.ledger, answer.fits, answer.more), assumed_view(answer.more["assumed"]))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -135,19 +134,12 @@ def _print_emitted(more: dict[str, Any]) -> None:
 
 
 def _show(answer: Answer, why: bool) -> None:
-    from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
-    from ironlaw.report.cluster_why import show_cluster_why
-    from ironlaw.report.ranks_view import show_ranks
-    from ironlaw.report.terminal import show_plan, show_why
+    from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view, ranks_view
+    from ironlaw.report.plan_view import plan_view, why_view
 
-    console = output()
-    if "cluster" not in answer.more:
-        show_plan(console, answer.ledger, answer.fits)
-        show_ranks(console, answer.ledger, answer.more)
-        show_assumed(console, answer.more.get("assumed", []))
-        if why:
-            show_why(console, answer.ledger)
+    ledger, more = answer.ledger, answer.more
+    if "cluster" in more:
+        show(cluster_view(ledger, answer.fits, more), *([cluster_why_view(ledger, more)] if why else []))
         return
-    show_cluster_plan(console, answer.ledger, answer.fits, answer.more)
-    if why:
-        show_cluster_why(console, answer.ledger, answer.more)
+    views = [plan_view(ledger, answer.fits), ranks_view(ledger, more), assumed_view(more.get("assumed", []))]
+    show(*views, *([why_view(ledger)] if why else []))
