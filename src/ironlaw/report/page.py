@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from ironlaw.files import write_text
 from ironlaw.report import svg
-from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piece, Row, Title
+from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piece, Row, Table, Title
 
 
 def render(document: Document, name: str, footer: str, refresh: int | None = None) -> str:
@@ -36,6 +36,7 @@ def render(document: Document, name: str, footer: str, refresh: int | None = Non
         "key": _key,
         "laid": _laid,
         "parted": _parted,
+        "paired": _paired,
     }
     page = environment.get_template("page.html.j2")
     return page.render(name=name, title=title, sections=sections, footer=footer, refresh=refresh)
@@ -78,6 +79,10 @@ def _laid(cells: Row, columns: Sequence[str]) -> tuple[list[Bar], list[tuple[str
     """The bars of a row, and its other cells with the headings of their columns."""
     bars = [cell for cell in cells if isinstance(cell, Bar)]
     return bars, [(name, cell) for name, cell in zip(columns, cells, strict=True) if name != BAR]
+
+
+def _paired(table: Table) -> bool:
+    return any(isinstance(cell, Bar) and cell.pair for row in table.rows for cell in row)
 
 
 def _drawn(bar: Bar) -> Markup:
