@@ -26,10 +26,10 @@ def prepared_view(stats: dict[str, Any], reused: bool, config: str) -> Document:
     tokens = f"{units.count(train['tokens'])} training tokens in {units.count(train['documents'])} documents"
     held = f"{units.count(validation['tokens'])} held out in {units.count(validation['documents'])}"
     state = "was prepared already" if reused else "prepared"
-    made.facts([
-        *_sources(stats), (stats["source"], f"{state}: {tokens}, {held}"), *_shards(stats, stages=not reused),
-        ("next", f"ironlaw train {config}"),
-    ])  # fmt: skip
+    made.facts(_sources(stats))
+    made.text(f"{stats['source']} {state}: {tokens}, {held}")
+    made.facts(_shards(stats, stages=not reused))
+    made.text(f"next        ironlaw train {config}")
     return made
 
 
