@@ -16,9 +16,8 @@ import numpy as np
 from fit_intervals import Left, coverage, errors_at_a_distance
 
 from ironlaw.plan.cluster.intervals import factors
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import MEANING, Engine
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.engines.words import MEANING
 from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.measured.validate import validate
 

@@ -89,9 +89,9 @@ def vtrain(runs: list[Run], start: Engine, seeds: range) -> None:
         record(f"{count} multi-node runs, the other {len(many) - count}", pairs, start)
     record(f"32 one-node runs, all {len(many)} multi-node", [(draw(one, 32, s)[0], many) for s in seeds], start)
     record(f"32 multi-node runs, all {len(one)} one-node", [(draw(many, 32, s)[0], one) for s in seeds], start)
-    few = sorted({r.columns["layers"] for r in one})[0]
-    small = [r for r in one if r.columns["layers"] == few]
-    large = [r for r in one if r.columns["layers"] > few]
+    few = sorted({r.job.model.layers for r in one})[0]
+    small = [r for r in one if r.job.model.layers == few]
+    large = [r for r in one if r.job.model.layers > few]
     if large:
         record(
             f"32 one-node runs of {few:g} layers, the {len(large)} of more",

@@ -20,15 +20,14 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from ironlaw.plan.cluster.candidates import Candidates, candidates_of_rows
+from ironlaw.plan.cluster.candidates import Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.cluster.timeline import assemble
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import MEANING, Engine
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.engines.words import MEANING
 from ironlaw.plan.measured.evaluate import settled, systems_of, under_pressure
 from ironlaw.plan.measured.read import Run, read_runs
 
@@ -105,7 +104,7 @@ def blocks(runs: list[Run], kind: str) -> list[Block]:
     result = []
     for where, index in systems_of(chosen):
         part = [chosen[i] for i in index]
-        candidates = candidates_of_rows([r.columns for r in part])
+        candidates = candidates_of_jobs([r.job for r in part])
         layers = stage_layers(candidates, where.engine.partition)
         result.append(
             Block(
@@ -272,7 +271,7 @@ def fold_of(run: Run, groups: set[str]) -> str:
     """What is left out together: a group, or in an engine with one group the runs of one size and tensor degree."""
     if len(groups) > 1:
         return run.group
-    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.columns['tp']:.0f}"
+    return f"{run.group}, {run.cluster.accelerator.name} x {run.cluster.count}, tp {run.job.layout.tp}"
 
 
 def start_of(name: str) -> Engine:
@@ -314,7 +313,7 @@ def log_errors(runs: list[Run], engine: Engine, kind: str) -> list[tuple[Run, fl
     for _, index in systems_of(runs):
         part = [runs[i] for i in index]
         where = system_of(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
-        candidates = candidates_of_rows([r.columns for r in part])
+        candidates = candidates_of_jobs([r.job for r in part])
         layers = stage_layers(candidates, engine.partition)
         if kind == "time":
             seconds = assemble(step_costs(candidates, where, layers), candidates, where.engine, layers).step_seconds
@@ -354,7 +353,7 @@ def write(name: str, fitted: Engine, names: list[str], runs: list[Run]) -> None:
     free = {n.rpartition(".")[2] for plan in PLAN[name] for n in plan}
     lines = [f"# Constants of the engine {name}. Conventions are read from the framework's documentation or code;"]
     lines += [
-        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engines/words.py.",
+        "# what is marked fitted comes from benchmarks/fit_engines.py. Meanings: src/ironlaw/plan/engines/engine.py.",
         "",
     ]
     lines += [f"{key} = {toml(old[key])}" for key in TEXT if key in old]

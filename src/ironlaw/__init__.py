@@ -1,12 +1,52 @@
-"""Ironlaw: plan, run and explain transformer training."""
+"""Ironlaw: plan, run and explain transformer training and serving.
 
-__version__ = "0.1.0"
+    import ironlaw
+
+    plan = ironlaw.plan("llama3-8b", on="8xh100-sxm-80gb", tokens="1T")
+    run = ironlaw.train("examples/gpt-tiny.toml", out="runs/first")
+    ironlaw.explain(run)
+    with ironlaw.observe(model, optimizer, out="runs/mine"): ...
+    with ironlaw.serve(run) as server: server.complete("def ")
+
+Each of the five is also the room of that name: a package that can be called (`ironlaw.api` has the functions). Nothing
+is imported before it is used, so that a plan never waits for PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.2.0"
+CALLABLE = ("plan", "train", "explain", "observe", "serve")
+
+if TYPE_CHECKING:
+    from ironlaw.api import explain as explain
+    from ironlaw.api import observe as observe
+    from ironlaw.api import plan as plan
+    from ironlaw.api import serve as serve
+    from ironlaw.api import train as train
+
+
+class Room(ModuleType):
+    """A package that is called as the function of its name in `ironlaw.api`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module("ironlaw.api"), self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+def callable_room(name: str) -> None:
+    """Called by the rooms of `CALLABLE`, in their first line."""
+    sys.modules[name].__class__ = Room
 
 
 def __getattr__(name: str) -> object:
-    """`ironlaw.observe(...)` without importing the room, and PyTorch with it, for those who only plan."""
-    if name == "observe":
-        import importlib
+    if name in CALLABLE:
+        return importlib.import_module(f"ironlaw.{name}")
+    if name == "UserError":
+        from ironlaw.errors import UserError
 
-        return importlib.import_module("ironlaw.observe")
+        return UserError
     raise AttributeError(f"module 'ironlaw' has no attribute {name!r}")

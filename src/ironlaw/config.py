@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -283,20 +285,26 @@ class RunConfig(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
+EXAMPLES = Path(__file__).parent / "examples"
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (or a run directory's `config.toml`) and apply `section.key=value` overrides."""
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
+    if not path.is_file() and path.parent == Path("examples"):  # the wheel brings them, whatever the folder it is in
+        path = EXAMPLES / path.name
     if not path.is_file():
         raise UserError(f"no config file at {path}: write one like examples/gpt-tiny.toml, or check the path")
-    document = read_toml(path)
-    for override in overrides:
-        apply_override(document, override)
-    return build_config(document, where=str(path))
+    return build_config(read_toml(path), str(path), overrides)
 
 
-def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
-    """A RunConfig from plain tables; the first problem becomes a one-line UserError."""
+def build_config(document: dict[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
+    """A RunConfig from plain tables and `section.key=value`; the first problem becomes a one-line UserError."""
+    if overrides:
+        document = copy.deepcopy(document)
+        for override in overrides:
+            apply_override(document, override)
     if "model" not in document:
         raise UserError(f'{where} has no [model] table: add one, for example [model] with name = "gpt2"')
     model = document["model"]
@@ -311,9 +319,9 @@ def build_config(document: dict[str, Any], where: str = "config") -> RunConfig:
         if name is not None and not isinstance(name, str):
             raise UserError(f'{where}: model.name = {name!r} is no name: write it in quotes, such as name = "gpt2"')
         if not started and name is not None and (name in model_names() or "layers" not in model):
-            overrides = {key: value for key, value in model.items() if key != "name"}
-            _check_keys(overrides, ModelConfig, "model")
-            document = document | {"model": _named_model(name, overrides)}
+            changed = {key: value for key, value in model.items() if key != "name"}
+            _check_keys(changed, ModelConfig, "model")
+            document = document | {"model": _named_model(name, changed)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {_explain(error)}") from None
@@ -346,6 +354,11 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
 def _named_model(name: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """A catalogued model's table, so that its problems are reported as those of the `model` section."""
     return with_overrides(model_figures(name) | {"name": name}, overrides)
+
+
+def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
+    """`{"train.steps": 200}` as `section.key=value`, which `--set` takes."""
+    return [f"{key}={json.dumps(value)}" for key, value in (settings or {}).items()]
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -42,6 +42,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "oversubscribed": {"gains": {"threads": 0.3}, "facts": {"threads": 4, "cores": 2}},
     "threads_few": {"gains": {"threads": 0.3}, "facts": {"threads": 1, "cores": 2}},
     "memory_grows": {"facts": {"memory_growth": {"bytes_per_step": 2**20, "holder": "losses", "place": "a.py:7"}}},
+    "gradients_uncleared": {"facts": {"added_gradients": {"place": "a.py:4", "per_step": 1.0}}},
+    "recompiles": {"facts": {"wall_seconds": {"training": 60.0}, "recompile_seconds": 20.0}},
     "mode_left_on": {
         "gains": {"mode": 0.3},
         "facts": {"left_on": [{"name": "Anomaly detection", "saved": 0.4, "place": "a.py:1"}]},
@@ -50,7 +52,9 @@ PLANTED: dict[str, dict[str, Any]] = {
     "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
     "update_unfused": {"gains": {"fused_update": 0.2}},
     "attention_kernel": {"gains": {"blocked": 0.2}},
-    "forwards_unread": {"facts": {"forwards_per_step": 2.0, "backwards_per_step": 1.0, "forward_lines": ["a.py:9"]}},
+    "forwards_unread": {
+        "facts": {"forwards_per_step": 2.0, "read_forwards_per_step": 1.0, "forward_lines": ["a.py:9"]}
+    },
     "attention_unfused": {"gains": {"attention": 0.3}},
     "attention_unfused_trace": {"facts": {"unfused_attention": True}},
     "batch_small": {"gains": {"batch": 0.6}},
@@ -112,6 +116,19 @@ def test_recomputation_that_memory_does_not_need_is_found(plan: Ledger) -> None:
     }
 
 
+def test_copies_within_the_model_are_found(plan: Ledger) -> None:
+    run = make_run(plan)
+    forward = run.select(phase=Phase.FORWARD)
+    run.lines = [replace(x, operation="blocks.*.clone") if x.kind is Kind.ELEMENTWISE else x for x in forward]
+    spent = sum(x.seconds or 0.0 for x in run.lines if x.operation.endswith("clone"))
+    run.facts["profiled_step_seconds"] = 4 * spent
+    run.facts["places"] = {"copies": "train.py:9"}
+    found = diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings
+    assert next(f for f in found if f.rule == "copies").evidence[0] == "train.py:9"
+    run.facts["profiled_step_seconds"] = 10 * spent
+    assert "copies" not in {f.rule for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings}
+
+
 def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> None:
     points = [{"place": "train.py:12", "call": "item", "per_step": 4, "seconds": 1e-9}]
     found = verdict(plan, facts={"sync_points": points})
@@ -167,7 +184,7 @@ def test_heat_that_slowed_a_processor_is_named(plan: Ledger) -> None:
 
 
 def test_every_rule_is_planted_or_a_ceiling() -> None:
-    assert {rule.name for rule in RULES if rule.fault} == set(PLANTED) | set(SHAPES) | {"recompute_needless"}
+    assert {rule.name for rule in RULES if rule.fault} == set(PLANTED) | set(SHAPES) | {"recompute_needless", "copies"}
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.source and rule.advice and 0 < rule.threshold < 1 for rule in RULES)
 

@@ -13,6 +13,7 @@ from ironlaw.explain.serving import explain_serving, find, is_serving_run
 from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.serving.here import MeasuredClock
 
 MODEL = ModelConfig(layers=2, hidden=64, heads=4, vocab=256, context=256)
 
@@ -61,7 +62,7 @@ def test_a_gain_is_what_was_measured_and_says_so() -> None:
 
 def write(folder: Path, ledger: Ledger, steps: int = 4) -> Path:
     ledger.save(folder / "ledger.json")
-    step = {"decode_tokens": 8, "prefill_tokens": 0, "kv_usage": 0.2, "running": 8, "seconds": 9.6e-3}
+    step = {"decode_tokens": 8, "prefill_tokens": 0, "kv_tokens": 800, "requests": 8, "seconds": 9.6e-3}
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for _ in range(steps)))
     return folder
 
@@ -75,9 +76,21 @@ def test_the_plan_of_this_machine_stands_beside_it(tmp_path: Path, machine_profi
     json.dumps(document)
 
 
-def test_what_cannot_be_planned_is_said(tmp_path: Path, machine_profile: Profile) -> None:
+def test_another_number_of_threads_is_planned_and_said(tmp_path: Path, machine_profile: Profile) -> None:
     other = explain_serving(write(tmp_path, measured(threads=machine_profile.threads + 1)), machine_profile)
-    assert not other.planned and "threads" in other.note
+    assert other.planned[Phase.DECODE] > 0 and "threads" in other.note
+
+
+def test_passes_timed_at_the_start_set_the_level_and_curves_the_rest(machine_profile: Profile) -> None:
+    passes = [
+        {"phase": "decode", "requests": n, "tokens": n, "length": 64.0, "model_seconds": seconds,
+         "sample_seconds": 1e-4, "host_seconds": 2e-4} for n, seconds in ((1, 1e-3), (4, 2e-3), (16, 5e-3))
+    ] + [{"phase": "prefill", "requests": 4, "tokens": 128, "length": 0.0, "model_seconds": 0.05, "sample_seconds": 0.0,
+          "host_seconds": 0.0}]  # fmt: skip
+    clock = MeasuredClock(MODEL, machine_profile, "fp32", passes)
+    assert clock.parts(4, 64.0, 0, 0.0) == pytest.approx({"decode": 2e-3, "prompts": 0.0, "sample": 1e-4, "host": 2e-4})
+    assert 2e-3 < clock.parts(8, 64.0, 0, 0.0)["decode"] < 5e-3 < clock.parts(16, 640.0, 0, 0.0)["decode"]
+    assert 0.03 < clock.parts(0, 0.0, 128, 0.0)["prompts"] < 0.07
 
 
 def test_a_foreign_server_has_no_engine_steps(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.cluster.candidates import Job
+from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
-from ironlaw.plan.engines.words import MEANING
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate
 from ironlaw.plan.measured.evaluate import evaluate
 from ironlaw.plan.measured.profiles import save_profile
 from ironlaw.plan.measured.read import Run
+from ironlaw.workload.layout import Layout
 
 TRUE = {"host_layer_seconds": 2.0e-3, "matmul_slowdown": 1.35, "network_slowdown": 2.0}
 LAYOUTS = [
@@ -26,14 +29,11 @@ def made_up(constants: dict[str, float] = TRUE, noise: float = 0.02, count: int 
     truth = replace(engine("generic"), **constants)
     runs = []
     for i, (accelerators, tp, micro, hidden) in enumerate(LAYOUTS[:count]):
-        columns = {
-            "layers": 24.0, "hidden": float(hidden), "heads": hidden / 64, "kv_heads": hidden / 64, "head_size": 64.0,
-            "ffn": 4.0 * hidden, "gated": 0.0, "vocab": 50304.0, "tied": 1.0, "biased": 1.0, "sequence": 2048.0,
-            "global_batch": 128.0, "micro_batch": float(micro), "dp": accelerators / tp, "zero": 0.0, "tp": float(tp),
-            "sp": 0.0, "pp": 1.0, "virtual": 1.0, "cp": 1.0, "recompute": 2.0, "flash": 1.0,
-        }  # fmt: skip
+        model = ModelConfig(layers=24, hidden=hidden, heads=hidden // 64, vocab=50304, context=2048)
+        layout = Layout(dp=accelerators // tp, tp=tp, micro_batch=micro, recompute="full")
+        job = Job(model, layout, 2048, 128)
         cluster = parse_cluster(f"{accelerators}xa100-sxm-80gb")
-        runs.append(Run(f"r{i}", "g", truth, cluster, "bf16", columns, 1.0, None, True, "time", ()))
+        runs.append(Run(f"r{i}", "g", truth, cluster, "bf16", job, 1.0, None, True, "time", ()))
     seconds = evaluate(runs).step_seconds
     wobble = np.exp(np.random.default_rng(0).normal(0, noise, len(runs)))
     generic = engine("generic")

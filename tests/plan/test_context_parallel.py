@@ -9,13 +9,14 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import CP_KINDS, candidates_of
+from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.layout_space import layout_of, layout_table
+from ironlaw.plan.cluster.layout_space import possible_layouts
+from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine, engines
-from ironlaw.workload.layout import parse_layout
+from ironlaw.workload.layout import CP_KINDS, parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b").model_copy(update={"context": 131_072})
 LONG = 131_072
@@ -121,10 +122,11 @@ def test_the_engine_decides_where_nobody_does_and_the_plan_says_which():
 
 
 def test_the_search_tries_the_kinds_that_the_engine_has():
-    rows = {layout_of(row).cp_kind for row in layout_table(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("nemo").cp_kinds)}
+    rows = {layout_of(row).cp_kind for row in possible_layouts(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("nemo").cp_kinds)}
     assert rows == {None, "ring", "all_gather", "all_to_all"}
     rows = {
-        layout_of(row).cp_kind for row in layout_table(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("torchtitan").cp_kinds)
+        layout_of(row).cp_kind
+        for row in possible_layouts(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("torchtitan").cp_kinds)
     }
     assert rows == {None, "ring", "all_gather"}
     found = search(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4, keep=5)

@@ -13,8 +13,8 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.emit.trainers import TRAINERS, emit, trainer_named
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.work import Work
 from ironlaw.workload.layout import parse_layout
 
@@ -31,7 +31,7 @@ def written(
     chosen = parse_layout(layout)
     cluster = parse_cluster(f"{chosen.accelerators}x{on}")
     sequence = min(8192, model.context)
-    ask = Ask(model, cluster, Work(sequence, global_batch, 1000), precision, engine, optimizer=optimizer)
+    ask = ClusterRequest(model, cluster, Work(sequence, global_batch, 1000), precision, engine, optimizer=optimizer)
     return emit(trainer, ask, chosen)["text"]
 
 

@@ -10,19 +10,18 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
-from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
+from ironlaw.plan.cluster.collective_costs import places_of_a_token, rows_sent_per_token
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.experts import places_of_a_token, rows_sent_per_token
-from ironlaw.plan.cluster.launches import extra_launches
 from ironlaw.plan.cluster.layout_space import EXPERT_CONSTRAINT
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.cluster.utilisation import other_conventions
 from ironlaw.plan.emit.trainers import TRAINERS, emit
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.measured.known_experts import known_experts
+from ironlaw.plan.measured.named_experts import named_experts
 from ironlaw.plan.measured.read import read_runs
+from ironlaw.plan.request_types import ClusterRequest
+from ironlaw.plan.requests.cluster_result import other_conventions
 from ironlaw.plan.work import Work
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.moe import IMBALANCE
@@ -168,7 +167,7 @@ def test_wide_numbers_double_what_experts_keep_and_send():
 
 def test_megatron_writes_folding_in_its_own_words():
     layout = parse_layout("dp=8 tp=8 sp=1 ep=8 etp=1 zero=1")
-    ask = Ask(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), Work(SEQUENCE, BATCH, 10), "bf16", "megatron-core")
+    ask = ClusterRequest(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), Work(SEQUENCE, BATCH, 10), "bf16", "megatron-core")
     text = emit("megatron", ask, layout)["text"]
     assert "--expert-model-parallel-size 8" in text and "--expert-tensor-parallel-size 1" in text
 
@@ -318,12 +317,12 @@ def test_rows_of_measured_runs_with_experts(tmp_path):
     assert not runs and "say how many experts" in rejected[0][2]
     runs, rejected = read_runs(full)
     assert not rejected
-    assert runs[0].columns["ep"] == 8 and runs[0].columns["expert_ffn"] == 14336
+    assert runs[0].job.layout.ep == 8 and runs[0].job.model.expert_ffn_size == 14336
     # tp 16 leaves four replicas: eight expert parallel ranks are possible where experts are folded only.
     folded = tmp_path / "folded.csv"
     folded.write_text(f"{head},experts,experts_per_token,tp\n{row},8,2,16\n{row.replace(',64,8', ',64,128')},8,2,16\n")
     runs, rejected = read_runs(folded)
-    assert runs[0].columns["etp"] == 1 and any("etp = 1" in note for note in runs[0].assumed)
+    assert runs[0].job.layout.etp == 1 and any("etp = 1" in note for note in runs[0].assumed)
     assert "cannot be taken" in rejected[0][2]
 
 
@@ -374,15 +373,15 @@ def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
     header = "id,group,framework,model,layers,hidden,heads,kv_heads,ffn,gated_ffn,vocab,seq,global_batch,micro_batch,"
     header += "accelerator,accelerators,tp,pp,ep,zero,recompute,precision,step_seconds\n"
     cells = "a,g,{},Mixtral 8x22B,56,6144,48,8,16384,true,32000,4096,256,1,h100-sxm-80gb,128,2,8,8,1,none,bf16,5\n"
-    columns = []
+    runs = []
     for name in ("NeMo", "Megatron-LM"):
         path = tmp_path / "runs.csv"
         path.write_text(header + cells.format(name), encoding="utf-8")
         (run,), _ = read_runs(path)
-        columns.append(run)
-    assert columns[0].columns["imbalance"] == 1 and columns[0].columns["etp"] == 1
-    assert any("imbalance = 1" in word for word in columns[0].assumed)
-    assert columns[1].columns["imbalance"] == 0 and columns[1].columns["etp"] == 0
+        runs.append(run)
+    assert runs[0].job.imbalance == 1 and runs[0].job.layout.etp == 1
+    assert any("imbalance = 1" in word for word in runs[0].assumed)
+    assert runs[1].job.imbalance == 0 and runs[1].job.layout.etp is None
 
 
 @pytest.mark.parametrize(
@@ -395,6 +394,6 @@ def test_the_load_of_a_published_run_is_even_and_said(tmp_path):
     ],
 )  # fmt: skip
 def test_names_as_people_write_them(said, hidden, meant):
-    found = known_experts(said, hidden, 48)
+    found = named_experts(said, hidden, 48)
     assert found is not None and found.name == meant
-    assert known_experts(said, hidden + 64, 48) is None  # another size of the same name
+    assert named_experts(said, hidden + 64, 48) is None  # another size of the same name

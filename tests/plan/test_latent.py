@@ -13,16 +13,16 @@ from ironlaw.machine.efficiency import attention_seconds
 from ironlaw.machine.efficiency.attention import attention_flops
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import to_fields
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.collective_costs import spared_collectives
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.memory import kept_activation_bytes, layer_activation_bytes
 from ironlaw.plan.cluster.search import search
-from ironlaw.plan.cluster.step_costs import spared_collectives
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.emit.trainers import emit
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.work import Work
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.layout import parse_layout
@@ -150,7 +150,9 @@ def test_the_search_finds_a_layout():
 
 def test_ironlaws_own_config_holds_the_model():
     model = ModelConfig.named("deepseek-v2-lite")
-    ask = Ask(model, parse_cluster("8xb200-sxm"), Work(4096, 128, 1000), "bf16", "generic", optimizer="adamw")
+    ask = ClusterRequest(
+        model, parse_cluster("8xb200-sxm"), Work(4096, 128, 1000), "bf16", "generic", optimizer="adamw"
+    )
     text = emit("ironlaw", ask, parse_layout("dp=8 zero=3"))["text"]
     config = build_config(tomllib.loads(text)).model
     assert config.parameters == model.parameters and config.latent == model.latent

@@ -7,9 +7,9 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import candidates_of, candidates_of_table
+from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
-from ironlaw.plan.cluster.layout_space import COLUMNS, layout_table, savings
+from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.kinds import backward_of, forward_of
@@ -89,14 +89,13 @@ def test_one_plan_is_what_thousands_at_once_say_of_it(engine_name, seed):
     model = ModelConfig.named(chance.choice(MODELS))
     cluster = parse_cluster(chance.choice(["16xh100-sxm-80gb", "8xa100-sxm-40gb", "64xb200-sxm", "16xmi300x"]))
     system = system_of(cluster, engine(engine_name), "bf16")
-    table = layout_table(model, cluster.count, SEQUENCE, BATCH, {}, 8, True, ("all_gather", "ring", "all_to_all"))
-    rows = np.array([table[chance.randrange(len(table))] for _ in range(40)], dtype=float)
-    rows[:, -3:] = [chance.choice([(0, 1, 0), *savings(model, offload=False)]) for _ in rows]
+    table = possible_layouts(model, cluster.count, SEQUENCE, BATCH, {}, 8, True, ("all_gather", "ring", "all_to_all"))
+    variants = [NO_SAVING, *savings(model, offload=False)]
+    picked = [table[[chance.randrange(len(table))]] for _ in range(40)]
+    rows = np.concatenate([saving(row, chance.choice(variants)) for row in picked])
 
     def planned(part):
-        columns = {name: part[:, i] for i, name in enumerate(COLUMNS)}
-        many = candidates_of_table(model, columns, sequence=SEQUENCE, global_batch=BATCH)
-        return plan_candidates(many, system)
+        return plan_candidates(candidates_of(model, part, sequence=SEQUENCE, global_batch=BATCH), system)
 
     together = planned(rows)
     for i in range(0, len(rows), 4):

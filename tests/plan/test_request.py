@@ -12,15 +12,15 @@ from ironlaw.catalog import accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.abilities import ABILITIES, lacking
-from ironlaw.plan.cluster.checked import DEFAULT_ON, checked_runs
+from ironlaw.plan.cluster.capabilities import CAPABILITIES, lacking
 from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import Options, plan_request, resolve
-from ironlaw.plan.work import Wishes
+from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.layout import parse_layout
 
-BIG_BATCH = Wishes("1T", 8192, 1024)
+BIG_BATCH = WorkOptions("1T", 8192, 1024)
 
 
 def plan(what="llama3-8b", on="8xh100-sxm-80gb", layout=None, **options):
@@ -29,7 +29,7 @@ def plan(what="llama3-8b", on="8xh100-sxm-80gb", layout=None, **options):
 
 @pytest.fixture(scope="module")
 def searched():
-    return plan(work=Wishes("1T", 8192, 512))
+    return plan(work=WorkOptions("1T", 8192, 512))
 
 
 def test_the_document_has_the_promised_keys(searched):
@@ -74,32 +74,34 @@ def test_conventions_of_mfu_differ_by_what_they_count(searched):
 
 
 def test_a_given_layout_is_planned_as_given():
-    answer = plan("llama3-1b", "h100-sxm-80gb", "dp=1 micro_batch=1 recompute=selective", work=Wishes("1B", 2048, 8))
+    answer = plan(
+        "llama3-1b", "h100-sxm-80gb", "dp=1 micro_batch=1 recompute=selective", work=WorkOptions("1B", 2048, 8)
+    )
     assert answer.fits and answer.more["layout"]["recompute"] == "selective"
     assert answer.more["layout"]["accumulation"] == 8 and answer.more["candidates"] == []
 
 
 def test_a_layout_that_does_not_fit_says_by_how_much_and_what_would():
-    answer = plan(layout="dp=8 zero=0", work=Wishes("1B", 8192, 64))
+    answer = plan(layout="dp=8 zero=0", work=WorkOptions("1B", 8192, 64))
     assert not answer.fits
     missing = answer.ledger.totals["peak_bytes"].value - answer.more["margin"]["limit_bytes"]
     assert answer.more["margin"]["missing_bytes"] == pytest.approx(missing) and missing > 1e9
     proposed = answer.more["would_fit"][0].removeprefix('--layout "').removesuffix('"')
-    assert plan(layout=proposed, work=Wishes("1B", 8192, 64)).fits
+    assert plan(layout=proposed, work=WorkOptions("1B", 8192, 64)).fits
 
 
 def test_when_nothing_fits_the_proposed_hardware_does():
-    answer = plan("llama3-405b", work=Wishes("1B", 8192, 64))
+    answer = plan("llama3-405b", work=WorkOptions("1B", 8192, 64))
     assert not answer.fits and answer.more["would_fit"]
     for words in answer.more["would_fit"]:
-        assert plan("llama3-70b", words.removeprefix("--on "), work=Wishes("1B", 8192, 64)).fits, words
+        assert plan("llama3-70b", words.removeprefix("--on "), work=WorkOptions("1B", 8192, 64)).fits, words
 
 
 @pytest.mark.parametrize("name", accelerator_names())
 def test_every_catalogued_accelerator_is_planned_or_refused_in_one_line(name):
     for count in (1, 8):
         try:
-            answer = plan("gpt2", f"{count}x{name}", layout=f"dp={count}", work=Wishes(None, 1024, 64, 10))
+            answer = plan("gpt2", f"{count}x{name}", layout=f"dp={count}", work=WorkOptions(None, 1024, 64, 10))
         except UserError as error:
             assert "is known" in str(error) and "\n" not in str(error)
         else:
@@ -114,7 +116,7 @@ def test_a_budget_of_recomputation_is_settled_in_the_answer():
 
 
 def test_offloading_is_announced_where_nothing_fits_without():
-    answer = plan("llama3-70b", work=Wishes("1B", 4096, 64))
+    answer = plan("llama3-70b", work=WorkOptions("1B", 4096, 64))
     assert answer.fits and answer.more["layout"]["offload"] != "none"
     assert "no measured run backs" in answer.more["margin"]["choice"]
     assert answer.ledger.facts["host_bytes"] <= answer.ledger.facts["host_limit_bytes"]
@@ -179,7 +181,7 @@ def test_a_config_file_on_a_catalogued_accelerator(tmp_path):
 
 
 def test_scaling_stops_where_doubling_no_longer_pays():
-    rows = plan("gpt2", "8xh100-sxm-80gb", work=Wishes("1B", 1024, 64)).more["scaling"]
+    rows = plan("gpt2", "8xh100-sxm-80gb", work=WorkOptions("1B", 1024, 64)).more["scaling"]
     assert rows["rows"][0]["accelerators"] == 4
     gains = [row["gain"] for row in rows["rows"] if row["gain"] is not None]
     assert (rows["pays_up_to"] is not None and gains[-1] < 0.5) or "divides" in rows["reason"]
@@ -304,10 +306,10 @@ def test_a_network_can_be_described():
 
 
 def test_an_odd_lot_of_accelerators_is_told_which_fewer_are_faster():
-    answer = plan_request("llama3-8b", on="17xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
+    answer = plan_request("llama3-8b", on="17xh100-sxm-80gb", options=Options(WorkOptions(global_batch=16)))
     first = answer.more["first_change"]["tried"][0]
     assert first["change"].startswith("--on 16xh100-sxm-80gb") and first["gain"] > 0.3
-    round_ones = plan_request("llama3-8b", on="16xh100-sxm-80gb", options=Options(Wishes(global_batch=16)))
+    round_ones = plan_request("llama3-8b", on="16xh100-sxm-80gb", options=Options(WorkOptions(global_batch=16)))
     assert not any("divide better" in change["change"] for change in round_ones.more["first_change"]["tried"])
 
 
@@ -336,7 +338,7 @@ def test_a_given_layout_decides_on_the_software_and_given_software_on_the_layout
 
 
 def test_every_word_of_what_an_engine_lacks_is_known():
-    assert all(set(e.lacks) <= set(ABILITIES) for e in engines().values())
+    assert all(set(e.lacks) <= set(CAPABILITIES) for e in engines().values())
 
 
 def test_names_that_stand_for_others_and_devices_of_which_too_little_is_known():

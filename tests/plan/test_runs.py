@@ -9,7 +9,7 @@ import pytest
 from ironlaw.catalog.accelerators import accelerator_names
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import candidates_of_rows
+from ironlaw.plan.cluster.candidates import candidates_of_jobs
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.evaluate import of_runs
 from ironlaw.plan.measured.network import described_node, resized
@@ -128,18 +128,18 @@ def test_a_chip_in_a_rack_is_the_one_that_racks_are_built_of(tmp_path):
 
 def test_params_tell_a_gated_network_from_a_plain_one(tmp_path):
     run, _ = read(tmp_path, gated_ffn="", tied="", params="8030261248")
-    assert run.columns["gated"] == 1 and run.columns["tied"] == 0 and run.columns["biased"] == 0
+    assert run.job.model.gated_ffn and not run.job.model.tied and not run.job.model.bias
     assert any("gated_ffn = True" in text for text in run.assumed)
     run, _ = read(tmp_path, gated_ffn="", tied="", ffn="16384", kv_heads="32", params="7497842688")
-    assert run.columns["gated"] == 0
+    assert not run.job.model.gated_ffn
     run, _ = read(tmp_path, gated_ffn="", tied="", ffn="16384", params="")
-    assert run.columns["gated"] == 0  # four times the width: a plain network
+    assert not run.job.model.gated_ffn  # four times the width: a plain network
 
 
 def test_a_degree_that_the_row_leaves_open_follows_from_the_others(tmp_path):
     for said, degree in (({"tp": "", "pp": "2", "dp": "2"}, "tp"), ({"tp": "4", "pp": "", "dp": "1"}, "pp")):
         run, _ = read(tmp_path, **said)
-        assert run.columns[degree] == 2 and any(note.startswith(f"{degree} = 2") for note in run.assumed)
+        assert getattr(run.job.layout, degree) == 2 and any(note.startswith(f"{degree} = 2") for note in run.assumed)
     _, reason = read(tmp_path, tp="", pp="", dp="2")  # either could be 4
     assert "is not the 8 accelerators" in reason
 
@@ -168,20 +168,21 @@ def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
 
 
 @pytest.mark.parametrize(
-    ("cells", "column", "value"),
+    ("cells", "name", "value"),
     [
         ({"zero": "FSDP"}, "zero", 3), ({"zero": "ZeRO-2"}, "zero", 2), ({"zero": "none"}, "zero", 0),
-        ({"recompute": "True"}, "recompute", 2), ({"recompute": "selective (op)"}, "recompute", 1),
-        ({"recompute": "None"}, "recompute", 0), ({"attention": "eager"}, "flash", 0),
+        ({"recompute": "True"}, "recompute", "full"), ({"recompute": "selective (op)"}, "recompute", "selective"),
+        ({"recompute": "None"}, "recompute", "none"), ({"attention": "eager"}, "flash", 0),
         ({"attention": "TE fused"}, "flash", 1), ({"heads": ""}, "heads", 32), ({"vocab": ""}, "vocab", 50304),
         ({"micro_batch": "NaN"}, "micro_batch", 1), ({"sequence_parallel": "TRUE", "tp": "2"}, "sp", 1),
         ({"global_batch": "1,024"}, "global_batch", 1024), ({"cp": "2", "dp": "8"}, "dp", 4),
     ],
 )  # fmt: skip
-def test_words_and_gaps(tmp_path, cells, column, value):
+def test_words_and_gaps(tmp_path, cells, name, value):
     run, said = read(tmp_path, **cells)
     assert run is not None, said
-    assert run.columns[column] == value
+    holder = next(of for of in (run.job, run.job.layout, run.job.model) if hasattr(of, name))
+    assert getattr(holder, name) == value
 
 
 def test_formats_an_accelerator_lacks_run_at_the_rate_of_their_twin(tmp_path):
@@ -252,8 +253,8 @@ def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
         for shape in ({"accelerators": "64"}, {"layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672",
                                                "accelerators": "64"})
     )  # fmt: skip
-    assert small.engine.name == "generic" and small.columns["zero"] == 1
-    assert large.columns["zero"] == 3 and any("zero = 3" in note for note in large.assumed)
+    assert small.engine.name == "generic" and small.job.layout.zero == 1
+    assert large.job.layout.zero == 3 and any("zero = 3" in note for note in large.assumed)
 
 
 MIXTRAL = {"model": "mixtral_8x7B, 8 layers", "layers": "8", "vocab": "32000", "ep": "8", "accelerators": "8"}
@@ -261,10 +262,11 @@ MIXTRAL = {"model": "mixtral_8x7B, 8 layers", "layers": "8", "vocab": "32000", "
 
 def test_a_name_tells_the_experts_where_no_column_does(tmp_path):
     run, _ = read(tmp_path, **MIXTRAL)
-    assert (run.columns["experts"], run.columns["experts_per_token"], run.columns["expert_ffn"]) == (8, 2, 14336)
+    moe = run.job.model.moe
+    assert (moe.experts, moe.experts_per_token, moe.expert_ffn) == (8, 2, 14336)
     assert any("mixtral-8x7b" in line for line in run.assumed)
     told, _ = read(tmp_path, **MIXTRAL, experts="16", experts_per_token="4")
-    assert (told.columns["experts"], told.columns["experts_per_token"]) == (16, 4)
+    assert (told.job.model.moe.experts, told.job.model.moe.experts_per_token) == (16, 4)
     _, reason = read(tmp_path, **MIXTRAL | {"hidden": "5120", "heads": "40"})  # another model of that name
     assert "mixture of experts" in reason
 
@@ -281,18 +283,18 @@ def test_a_name_tells_the_experts_where_no_column_does(tmp_path):
 )
 def test_named_experts_make_the_published_number_of_parameters(tmp_path, cells, billions, layers):
     run, _ = read(tmp_path, **cells)
-    parameters = candidates_of_rows([run.columns]).parameters
+    parameters = candidates_of_jobs([run.job]).parameters
     assert parameters[0] == pytest.approx(billions * 1e9, rel=1e-3)
-    assert run.columns["expert_layers"] == layers
+    assert run.job.model.moe_layers == layers
 
 
 def test_torchtitan_does_not_gather_weights_again_in_pipelines(tmp_path):
     cells = {"framework": "torchtitan 2025-01", "accelerators": "64", "zero": "fsdp", "tp": "4"}
     split, _ = read(tmp_path, **cells, pp="2")
-    assert split.columns["zero"] == 2 and any("keeps weights gathered" in line for line in split.assumed)
+    assert split.job.layout.zero == 2 and any("keeps weights gathered" in line for line in split.assumed)
     for others in ({"pp": "1"}, {"pp": "2", "framework": "another"}):
         run, _ = read(tmp_path, **cells | others)
-        assert run.columns["zero"] == 3
+        assert run.job.layout.zero == 3
 
 
 def test_a_rack_has_the_network_of_its_trays_however_many_are_called_a_node():
@@ -316,11 +318,13 @@ def test_a_long_bubble_is_taken_to_be_interleaved_and_the_interval_says_what_han
     rows = [ROW | NEMOTRON | cells for cells in ({}, {"virtual_stages": "1"}, {"virtual_stages": "6"})]
     record = validate(write(tmp_path / "runs.csv", rows))
     open_, plain, stated = record.to_json()["rows"]
-    assert record.runs[0].columns["virtual"] == 6 and any("the bubble would cost 44%" in a for a in open_["assumed"])
+    assert record.runs[0].job.layout.virtual_stages == 6 and any(
+        "the bubble would cost 44%" in a for a in open_["assumed"]
+    )
     assert open_["predicted_step_seconds"] == stated["predicted_step_seconds"] < plain["predicted_step_seconds"] / 1.2
     assert open_["step_interval"][1] > max(plain["predicted_step_seconds"], 1.1 * stated["step_interval"][1])
     short = validate(write(tmp_path / "runs.csv", [ROW | NEMOTRON | {"global_batch": "1024"}])).runs[0]
-    assert short.columns["virtual"] == 1  # 1% of bubble: nothing to interleave for
+    assert short.job.layout.virtual_stages == 1  # 1% of bubble: nothing to interleave for
 
 
 @pytest.mark.parametrize(("framework", "assumed", "other"), [("Megatron-LM", "bf16", "fp8"), ("NeMo", "fp8", "bf16")])
@@ -346,4 +350,4 @@ def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
     """Nothing is open: the interval is that of the engine alone."""
     said = {"framework": "NeMo", "precision": "bf16", "virtual_stages": "1", "recompute": "none", "tp": "1"}
     run, _ = read(tmp_path, **said)
-    assert run.otherwise == ()
+    assert run.alternatives == ()

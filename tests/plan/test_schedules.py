@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import SCHEDULES, candidates_of
+from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.memory import in_flight
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.timeline import bubble_share
@@ -76,7 +77,7 @@ def played(schedule, ranks, micro_batches, chunks, seconds):
 
 def planned_idle(schedule, ranks, chunks, seconds):
     forward, inputs, weights = (np.array([part]) for part in seconds)
-    share = bubble_share(np.array([float(SCHEDULES[schedule])]), np.array([float(chunks)]), forward, inputs, weights)
+    share = bubble_share(np.array([code("schedule", schedule)]), np.array([float(chunks)]), forward, inputs, weights)
     return float(share[0]) * (ranks - 1) * sum(seconds)
 
 

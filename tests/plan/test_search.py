@@ -10,10 +10,11 @@ from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.abilities import lacking
-from ironlaw.plan.cluster.candidates import candidates_of_table
+from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.plan.cluster.capabilities import lacking
 from ironlaw.plan.cluster.estimate import least_seconds, plan_candidates, plan_cluster
-from ironlaw.plan.cluster.layout_space import COLUMNS, NO_SAVING, layout_of, layout_table, savings
+from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
+from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
@@ -25,9 +26,10 @@ EIGHT = parse_cluster("4xa100-sxm-80gb")
 def brute_force(cluster, offload=False):
     """Every layout of the space, one at a time: (seconds, layout) of those that fit, fastest first; how many."""
     fitting, count = [], 0
-    for row in layout_table(TINY, 4, 1024, 4, {}, cp_kinds=engine("megatron-core").cp_kinds):
-        for variant in (NO_SAVING, *savings(TINY, offload=offload)):
-            layout = layout_of((*row[:-3], *variant))
+    table = possible_layouts(TINY, 4, 1024, 4, {}, cp_kinds=engine("megatron-core").cp_kinds)
+    for variant in (NO_SAVING, *savings(TINY, offload=offload)):
+        for row in saving(table, variant):
+            layout = layout_of(row)
             if lacking(engine("megatron-core"), layout):
                 continue
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
@@ -110,12 +112,10 @@ def test_no_layout_is_faster_than_its_bound():
     ):
         model, cluster = ModelConfig.named(name), parse_cluster(on)
         where = system_of(cluster, engine(software), "bf16")
-        table = layout_table(model, cluster.count, 8192, 256, {}, cp_kinds=where.engine.cp_kinds)
+        table = possible_layouts(model, cluster.count, 8192, 256, {}, cp_kinds=where.engine.cp_kinds)
         table = table[rng.choice(len(table), 2000, replace=False)]
-        for saving in ((0, 1, 0), *savings(model, offload=False), *savings(model, offload=True)):
-            rows = table.astype(float)
-            rows[:, -3:] = saving
-            columns = {column: rows[:, i] for i, column in enumerate(COLUMNS)}
-            candidates = candidates_of_table(model, columns, sequence=8192, global_batch=256)
+        for variant in (NO_SAVING, *savings(model, offload=False), *savings(model, offload=True)):
+            rows = saving(table, variant)
+            candidates = candidates_of(model, rows, sequence=8192, global_batch=256)
             least = least_seconds(candidates, where) * (1 - hiding(rows))
-            assert (least <= plan_candidates(candidates, where).step_seconds).all(), saving
+            assert (least <= plan_candidates(candidates, where).step_seconds).all(), variant

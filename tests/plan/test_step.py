@@ -10,11 +10,11 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, named_as
 from ironlaw.machine.links import KINDS, Fabric, RankCosts
 from ironlaw.machine.profile import Curve, Profile
-from ironlaw.plan.answer import Options
-from ironlaw.plan.answers import ranks as answers
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.memory_walk import highest
 from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.request_types import Options
+from ironlaw.plan.requests import ranks as answers
 from ironlaw.plan.step import plan_run, plan_step
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout
@@ -72,7 +72,7 @@ def test_plan_rehearsal_and_the_plan_of_a_run_say_the_same(
     wanted, fabric = config(layout=layout), Fabric(COSTS)
     monkeypatch.setattr(answers, "load_profile", lambda: machine_profile)
     monkeypatch.setattr(answers, "load_costs", lambda: COSTS)
-    asked = answers.answer_on_ranks(wanted, Options(ranks=4)).ledger
+    asked = answers.result_on_ranks(wanted, Options(ranks=4)).ledger
     run = plan_config(wanted, machine_profile, 4, fabric)
     assert asked.to_json() == run.ledger().to_json()
     # A rehearsal builds the program of the same layout, and holds its collectives and its peak against the trainer's.

@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = TINY | {
         "topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
-OWN_FIELDS = ("gptj", "mpt", "gpt2")  # families whose fields have names of their own
+OWN_FIELDS = ("gptj", "mpt", "gpt2", "gpt_neo")  # families whose fields have names of their own
 
 
 def theirs(name: str) -> Any:

@@ -69,7 +69,7 @@ def step(
 ) -> dict[str, Any]:
     return {"start": start, "phase": phase, "seconds": seconds, "model_seconds": model, "sample_seconds": 0.1,
             "prefill_tokens": prefill, "decode_tokens": decode, "kv_usage": 0.5, "waiting": 1, "accepted": 0,
-            "produced": decode}  # fmt: skip
+            "produced": decode, "schedule_seconds": seconds - model - 0.1, "output_seconds": 0.0}  # fmt: skip
 
 
 def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None:

@@ -67,6 +67,16 @@ def test_a_known_beginning_is_not_computed_again(model: Transformer) -> None:
     assert server.trace.steps[-2].prefill_tokens == 1
 
 
+def test_pages_behind_the_window_of_all_layers_are_free_again() -> None:
+    model = Transformer(ModelConfig(layers=2, hidden=16, heads=2, vocab=50, context=64, sliding_window=8)).eval()
+    server, request = engine(model, token_budget=8), Request(list(range(30)), greedy(20))
+    server.submit(request)
+    used = []
+    while server.step():
+        used.append(server.blocks.used)
+    assert max(used) <= 2 + 8 // 4 + 1 and len(request.answer) == 20 and server.blocks.used == 0
+
+
 def test_steps_keep_to_the_budget_and_decode_goes_on_beside_prompts(model: Transformer) -> None:
     server = engine(model, token_budget=8)
     server.submit(Request([1, 2], greedy(30)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.cli.compress import engine_decoder
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import compress, read_target, weight_formats
+from ironlaw.numerics.awq import balance
+from ironlaw.numerics.compression import _watching, compress, read_target, weight_formats
 from ironlaw.numerics.pruning import Sparse
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
@@ -86,6 +90,32 @@ def test_gptq_changes_the_output_less_than_rounding_to_nearest(to: str) -> None:
     assert output_error("gptq", to) < 0.8 * output_error("rtn", to)
 
 
+@pytest.mark.parametrize("fields", [TINY_GPT, TINY_LLAMA | {"kv_heads": 4}, TINY_GPT | {"parallel_norms": 1}])
+def test_awq_scales_channels_and_leaves_the_function(fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**fields)).eval()
+    with torch.no_grad():  # few channels carry most
+        for block in model.blocks:
+            (block.ffn_norm or block.attention_norm).weight[:4] = 30.0
+    tokens = torch.randint(0, 40, (16, 16))
+    with torch.no_grad():
+        before = model(tokens)
+    errors = []
+    for method in ("rtn", "awq"):
+        other = copy.deepcopy(model)
+        compress(other, read_target("int4"), method=method, batches=[tokens])  # type: ignore[arg-type]
+        errors.append(float((other(tokens) - before).detach().square().mean()))
+    assert errors[1] < 0.85 * errors[0]
+    moments: dict[torch.nn.Module, torch.Tensor] = {}
+    with torch.no_grad(), _watching([m for m in model.modules() if isinstance(m, Linear)], moments):
+        model(tokens)
+    weights = [block.ffn.up.weight.clone() for block in model.blocks]
+    for block, weight in zip(model.blocks, weights, strict=True):
+        balance(block, moments, number_format("int4"))
+        assert not torch.equal(block.ffn.up.weight, weight)
+    assert torch.allclose(model(tokens), before, atol=2e-4)
+
+
 def test_wanda_prunes_by_what_a_weight_is_multiplied_with() -> None:
     torch.manual_seed(0)
     model = random_model()
@@ -107,6 +137,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     stored = next((tmp_path / "small" / "checkpoints").glob("*/quantized.safetensors"))
     assert found["bytes_after"] <= stored.stat().st_size < found["bytes_after"] + 8192
     assert 0 < abs(found["loss_after"] - found["loss_before"]) < 0.01
+    assert sum(found["kernels"].values()) == 4 * config.layers + config.layers  # qkv, out, gate, up and down
+    assert 0 < abs(found["loss_served"] - found["loss_after"]) < 0.01
     logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
     assert found["loss_before"] == pytest.approx(logged, rel=1e-5)
     assert found["tokens_per_second_before"] > 0 and found["tokens_per_second_after"] > 0
@@ -121,6 +153,35 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     tokens = torch.randint(0, 300, (2, 16))
     with torch.no_grad():
         assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
+
+
+def test_a_sweep_finds_what_nothing_beats(
+    run: Path, ironlaw_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [("int8", "rtn", True), ("fp8_block", "gptq", False), ("mxfp4", "rtn", False), ("mxfp4", "awq", False)]
+    monkeypatch.setattr("ironlaw.train.sweep.candidates", lambda: known)
+    code, out, err = ironlaw_here("compress", run, "--sweep", "--budget", "60s", "--json", "--out", "sweep.html")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [point["name"] for point in found["points"][1:]] == ["int8 rtn, all layers", "mxfp4 rtn", "mxfp4 awq"]
+    whole, int8, rtn, awq = found["points"]
+    assert (
+        whole["bytes"] > rtn["bytes"] > int8["bytes"]
+        and int8["kernels"]
+        and not rtn["kernels"]
+        and rtn["bytes"] == awq["bytes"]
+    )
+    assert int8["bytes_read"] < 0.5 * whole["bytes_read"]
+    assert int8["frontier"] and rtn["frontier"] + awq["frontier"] < 2
+    page = (tmp_path / "sweep.html").read_text()
+    assert page.count("<circle") == 8 and "mxfp4 awq" in page
+    code, out, _ = ironlaw_here("compress", run, "--sweep", "--budget", "1s", "--out", "sweep.html")
+    assert code == 0 and "Not tried" in out
+    assert (
+        ironlaw_here("compress", run, "--to", "int8")[0]
+        == ironlaw_here("compress", run, "--sweep", "--to", "int8")[0]
+        == 2
+    )
 
 
 def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
@@ -182,7 +243,8 @@ REFUSED = [
     (["--to", "fp8", "--method", "gptq"], "use rtn"),
     (["--to", "fp8_block", "--method", "gptq"], "use rtn"),
     (["--to", "2:4", "--method", "gptq"], "use rtn"),
-    (["--to", "int4", "--method", "awq"], "rtn or gptq"),
+    (["--to", "int4", "--method", "hqq"], "rtn, gptq, awq"),
+    (["--to", "bf16", "--method", "awq"], "8 bits or fewer"),
     (["--to", "int4", "--prune-by", "wanda"], "2:4"),
     (["--to", "int4", "--data", "nowhere"], "nowhere"),
 ]

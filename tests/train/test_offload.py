@@ -17,8 +17,8 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.cluster.system import Host
 from ironlaw.plan.offload import blocks_of, on_device, saved_by
+from ironlaw.plan.recipe import check_supported
 from ironlaw.plan.step import plan_run
-from ironlaw.plan.supported import check_supported
 from ironlaw.train.lane import Arrival
 from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload

@@ -18,8 +18,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_available, use_onednn
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
+from ironlaw.plan.decisions import choices, solve
 from ironlaw.plan.memory_walk import highest
-from ironlaw.plan.recompute import choices, solve
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.operations import Operation

@@ -11,10 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.serve.loading import Served
+from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.runner import Runner, Work
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import Program
 from ironlaw.workload.recipe import Batch
-from ironlaw.workload.serving import Chunk, cache_bytes, decode, forward_pass, prefill, scores
+from ironlaw.workload.serving import Chunk, cache_bytes, decode, forward_pass, kept_elements, prefill, scores
 
 SIZES: dict[str, Any] = {
     "name": "llama", "layers": 3, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn": 72, "vocab": 101, "context": 128,
@@ -110,8 +114,43 @@ def test_tensor_parallel_ranks_divide_a_pass_and_add_up_their_parts() -> None:
     assert sent["tp", "all_reduce"] == (7, 7 * 8 * LLAMA.hidden * 2)
 
 
-def test_what_is_not_served_yet_says_so() -> None:
-    with pytest.raises(UserError, match="experts"):
-        decode(ModelConfig(**SIZES | {"moe": {"experts": 4, "experts_per_token": 2}}), 1, 8)
+LATENT = {"query_rank": 20, "key_value_rank": 12, "plain_size": 8, "rotary_size": 6, "value_size": 10}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"moe": {"experts": 4, "experts_per_token": 2}}, {"kv_heads": 4, "latent": LATENT}],
+    ids=["dense", "experts", "latent"],
+)
+def test_our_own_engine_computes_what_is_planned(more: dict[str, Any]) -> None:
+    """Pages and rows are full, so that nothing is computed twice or for nobody."""
+    model = ModelConfig(**SIZES | more)
+    cpu = torch.device("cpu")
+    runner = Runner(Served("", Transformer(model).eval(), cpu, "fp32", "fp32", 1), 40, 8, compiles=False)
+    for tokens, cached, sequences in ((1, 47, 4), (16, 16, 2), (64, 16, 2), (16, 0, 2)):
+        work = [
+            Work(Request([0], Sampling(), blocks=list(range(10 * n + 1, 10 * n + 11))), [1] * tokens, cached, 1)
+            for n in range(sequences)
+        ]
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            runner.run(work)
+        planned = forward_pass(model, [Chunk(tokens, cached)] * sequences, precision="fp32")
+        seen, every = scores(Chunk(tokens, cached), None), tokens * (tokens + cached)
+        attention = sum((op.flops or 0) * times for op, times in planned.operations() if op.attention is not None)
+        assert planned.flops() - attention + attention * every // seen == counter.get_total_flops()
+    kept = {t.component: t.bytes for t in planned.tensors[0]}["cache"]
+    assert kept == 2 * 16 * model.layers * kept_elements(model) * 4
+
+
+def test_a_small_batch_reads_the_experts_that_it_touches() -> None:
+    model = ModelConfig(**SIZES | {"moe": {"experts": 64, "experts_per_token": 2}})
+    few, many = (
+        next(op for op, _ in decode(model, sequences, 8).operations() if op.name == "expert_up")
+        for sequences in (1, 1000)
+    )
+    assert (few.batch, few.matmul[0], many.batch) == (2, 1, 64) and few.bytes_moved < many.bytes_moved / 20
+
+
+def test_other_layouts_are_refused() -> None:
     with pytest.raises(UserError, match="tp ranks"):
         forward_pass(LLAMA, [Chunk(1, 8)], Layout(dp=2))

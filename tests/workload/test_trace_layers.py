@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ironlaw.errors import UserError
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.request import Options, plan_request
-from ironlaw.plan.work import Wishes
+from ironlaw.plan.work import WorkOptions
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import Trace, trace
@@ -114,7 +114,7 @@ def hybrid(tmp_path: Path) -> Path:
 
 
 def test_a_hybrid_config_is_planned_by_tracing(hybrid: Path) -> None:
-    answer = plan_request(str(hybrid / "config.json"), on="h200", options=Options(Wishes(sequence=32)))
+    answer = plan_request(str(hybrid / "config.json"), on="h200", options=Options(WorkOptions(sequence=32)))
     assert answer.fits
     assert answer.ledger.totals["parameters"].value == sum(p.numel() for p in decoder("bamba").parameters())
     assert [one["name"] for one in answer.more["assumed"]] == ["planned by", "global batch"]

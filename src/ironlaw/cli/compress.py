@@ -11,27 +11,36 @@ from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
     from ironlaw.model.transformer import Transformer
+    from ironlaw.numerics.compression import Held
+    from ironlaw.train.compression import Decoder
 
-METHODS, SCORES = ("rtn", "gptq"), ("magnitude", "wanda")
+METHODS, SCORES = ("rtn", "gptq", "awq"), ("magnitude", "wanda")
 
 
 def compress(
     source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or a Hugging Face model's directory.")],
-    to: Annotated[str, typer.Option(help="A format of `ironlaw formats`, 2:4, pruned=50%, or one of each: int4,2:4.")],
-    out: Annotated[Path, typer.Option(help="The run directory to write.")],
-    method: Annotated[str, typer.Option(help="rtn: each weight to nearest. gptq: by the layers' inputs.")] = "rtn",
+    to: Annotated[str | None, typer.Option(help="A format of `ironlaw formats`, 2:4, pruned=50%, or int4,2:4.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory to write; of --sweep a page, .html.")] = None,
+    method: Annotated[str, typer.Option(help="rtn: to nearest. gptq, awq: by the layers' inputs.")] = "rtn",
     prune_by: Annotated[str, typer.Option(help="magnitude, or wanda: times the norm of the input.")] = "magnitude",
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Embedding and output layer too.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Every format: loss against bytes and speed.")] = False,
+    budget: Annotated[str, typer.Option(help="Time for --sweep: 90s, 10min, 1h.")] = "10min",
     data: Annotated[str | None, typer.Option(help="Text to measure on; a run's own unless given.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     if method not in METHODS:
-        raise UserError(f"--method {method!r} is not known: write {' or '.join(METHODS)}")
+        raise UserError(f"--method {method!r} is not known: write {', '.join(METHODS)}")
     if prune_by not in SCORES:
         raise UserError(f"--prune-by {prune_by!r} is not known: write {' or '.join(SCORES)}")
+    if sweep:
+        _sweep(source, to, out, budget, data, json)
+        return
+    if to is None or out is None:
+        raise UserError("give --to FORMAT and --out DIRECTORY, or --sweep")
 
     from dataclasses import asdict
 
@@ -52,13 +61,41 @@ def compress(
         show(compression_view(str(source), str(out), asdict(result)))
 
 
-def engine_decoder(model: Transformer) -> Callable[[int], int]:
+def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: str | None, json: bool) -> None:
+    if to is not None:
+        raise UserError("--sweep tries every format: leave --to out")
+    if out is not None and (out.suffix != ".html" or out.is_dir()):
+        raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
+
+    from ironlaw.cli.tune import seconds_of
+    from ironlaw.report.page import write
+    from ironlaw.report.sweep_view import FOOTER, sweep_view
+    from ironlaw.train.sweep import sweep_formats
+
+    found = sweep_formats(source, engine_decoder, seconds_of(budget), data=data, say=messages().print)
+    view = sweep_view(found)
+    if out is not None:
+        write(out, view, f"Formats of {found['source']}", FOOTER)
+    if json:
+        print_json(found)
+    else:
+        show(view)
+        if out is not None:
+            messages().print(f"drawn in {out}", markup=False)
+
+
+def engine_decoder(model: Transformer, held: Mapping[str, Held]) -> Decoder:
     """Single-stream decoding as `generate` does it: so many tokens after one, the likeliest each."""
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import prepare
     from ironlaw.serve.request import Sampling
+    from ironlaw.train.compression import Decoder
 
     config = ServeConfig(batch=1)
-    engine = Engine(prepare(model, config, model.config.name), config)
-    return lambda count: len(engine.continued([0], Sampling(max_tokens=count, temperature=0.0)))
+    served = prepare(model, config, model.config.name, held)
+    engine = Engine(served, config)
+    run = lambda count: len(engine.continued([0], Sampling(max_tokens=count, temperature=0.0)))  # noqa: E731
+    embedding = model.embedding.weight if model.embedding is not None else None
+    looked_up = 0 if embedding is None or embedding is model.head._parameters.get("weight") else embedding.nbytes
+    return Decoder(run, served.weight_bytes - looked_up, served.kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,16 @@ def output() -> Console:
 def messages() -> Console:
     """Progress and remarks, on stderr."""
     return _console(stderr=True)
+
+
+def recorder() -> Console:
+    """Keeps what is written to it, for export as text or HTML."""
+    console = Console(
+        record=True, file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, markup=False, emoji=False,
+        force_terminal=False, force_jupyter=False, color_system=None,
+    )  # fmt: skip
+    console.push_render_hook(_PrintableOnly())
+    return console
 
 
 def show(*views: Document) -> None:

@@ -29,7 +29,7 @@ def generate(
 
     config = ServeConfig(batch=1)
     served = load_served(run, config, needs_text=True)
-    for message in served.passed_over:
+    for message in (*served.passed_over, *([served.note] if served.note else [])):
         messages().print(message, markup=False)
     text = text_of(served)
     if text is None:

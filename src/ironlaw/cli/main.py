@@ -40,6 +40,7 @@ VERBS = {
     "bench": "Load any OpenAI-compatible server: times to first token and per token, throughput, goodput.",
     "generate": "Continue a prompt with a trained run.",
     "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
+    "doctor": "Versions, devices, what is measured, optional parts and what each missing one would give.",
     "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
 }
 

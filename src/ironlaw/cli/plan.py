@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ironlaw.config import RunConfig
-    from ironlaw.plan.answer import Answer
+    from ironlaw.plan.request_types import PlanOutcome
+    from ironlaw.report.document import Document
     from ironlaw.workload.layout import Layout
 
 
@@ -69,10 +70,10 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.answer import Options
     from ironlaw.plan.budget import Prices
     from ironlaw.plan.request import plan_request
-    from ironlaw.plan.work import Wishes
+    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.work import WorkOptions
 
     if serve is not None:
         _plan_serving(what, on, set_ or [], serve, (weights, kv, engine, layout, emit, price_per_hour), json)
@@ -80,7 +81,7 @@ def plan(
     if weights or kv:
         raise UserError('--weights and --kv are of serving: add --serve "input=1024 output=256 rate=10/s"')
     options = Options(
-        Wishes(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
+        WorkOptions(tokens, seq, global_batch, steps), precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), inputs=tuple(input_ or ()), real=real, network=network, per_node=per_node,
         ranks=ranks, runnable=_runnable() if ranks else None,
     )  # fmt: skip
@@ -90,7 +91,7 @@ def plan(
     elif answer.fits and "emit" in answer.more:
         _print_emitted(answer.more)
     else:
-        _show(answer, why)
+        show(*views(answer, why))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -109,10 +110,7 @@ def _plan_serving(
     elif "emit" in answer.more:
         print(answer.more["emit"]["text"], end="")
     else:
-        from ironlaw.report.cluster_view import assumed_view
-        from ironlaw.report.serving_view import serving_view
-
-        show(serving_view(answer.ledger, answer.fits, answer.more), assumed_view(answer.more["assumed"]))
+        show(*views(answer))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -133,13 +131,16 @@ def _print_emitted(more: dict[str, Any]) -> None:
     print(more["emit"]["text"], end="")
 
 
-def _show(answer: Answer, why: bool) -> None:
+def views(answer: PlanOutcome, why: bool = False) -> list[Document]:
+    """Of a plan of training here or on a cluster, or of serving."""
     from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view, ranks_view
     from ironlaw.report.plan_view import plan_view, why_view
+    from ironlaw.report.serving_view import serving_view
 
     ledger, more = answer.ledger, answer.more
+    assumed = assumed_view(more.get("assumed", []))
+    if "served" in more:
+        return [serving_view(ledger, more), assumed]
     if "cluster" in more:
-        show(cluster_view(ledger, answer.fits, more), *([cluster_why_view(ledger, more)] if why else []))
-        return
-    views = [plan_view(ledger, answer.fits), ranks_view(ledger, more), assumed_view(more.get("assumed", []))]
-    show(*views, *([why_view(ledger)] if why else []))
+        return [cluster_view(ledger, answer.fits, more), *([cluster_why_view(ledger, more)] if why else [])]
+    return [plan_view(ledger, answer.fits), ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

@@ -17,12 +17,13 @@ def rehearse(
     layout: Annotated[str | None, typer.Option(help='Such as "dp=8 tp=8"; else the best planned one.')] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    from ironlaw.plan.answer import Options
     from ironlaw.plan.request import plan_request, resolve
+    from ironlaw.plan.request_types import Options
     from ironlaw.workload.layout import Layout
 
     # What is searched is what this trainer runs; a layout that is given, it refuses in its own words.
-    answer = plan_request(what, on=on, options=Options(layout=layout, emit=None if layout else "ironlaw"))
+    options = Options(layout=layout, engine="ironlaw", emit=None if layout else "ironlaw", precision="bf16")
+    answer = plan_request(what, on=on, options=options)
     if "layout" not in answer.more:
         raise UserError(f"no layout of {what} fits on {on}: `ironlaw plan` shows what does not")
     chosen = Layout(**{key: value for key, value in answer.more["layout"].items() if key != "text"})

@@ -24,7 +24,7 @@ def tune(
     out: Annotated[Path, typer.Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    settings, seconds = load_config(config, set_ or []), _seconds(budget)
+    settings, seconds = load_config(config, set_ or []), seconds_of(budget)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
 
@@ -51,7 +51,8 @@ def tune(
         raise KeyboardInterrupt(result.signal)
 
 
-def _seconds(text: str) -> float:
+def seconds_of(text: str) -> float:
+    """A time to spend: `90s`, `15min`, `1h`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|m|h)?\s*", text)
     seconds = float(found[1]) * {"s": 1, "sec": 1, None: 1, "min": 60, "m": 60, "h": 3600}[found[2]] if found else 0.0
     if not 0 < seconds <= LONGEST_SECONDS:

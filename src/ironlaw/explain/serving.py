@@ -1,11 +1,12 @@
 """A measured server beside its plan: where the time of an engine step went, what binds, and what to change.
 
 The run is what `ironlaw bench --out` wrote: `ledger.json` and `steps.jsonl`. The plan has the phases that an engine of
-ours has on this machine (`plan/serving/here.py`); what it does not know (host, sampling) is absent, never 0.
+ours has on this machine (`plan/serving/here.py`); what it does not know is absent, never 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.here import MeasuredClock
 
+_PARTS = {"prompts": Phase.PREFILL, "decode": Phase.DECODE, "sample": Phase.SAMPLING, "host": Phase.HOST}
 PHASES = (Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST, Phase.IDLE)
 
 FULL = 0.9  # of the cache, above which requests wait for room
@@ -88,23 +90,24 @@ def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplan
 def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | None) -> tuple[dict[Phase, float], str]:
     """The mean step's passes by the plan; nothing where the model or the machine cannot be planned, and why."""
     try:
-        profile = profile or load_profile()
-        facts = run.facts
-        if facts.get("threads") not in (None, profile.threads):
-            return {}, f"this machine was measured with {profile.threads} threads, the server had {facts['threads']}"
-        weights = str(facts.get("weights", "fp32"))
-        clock = MeasuredClock(ModelConfig(**facts["model"]), profile, weights)
-        sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE), 0.0)
+        profile, facts = profile or load_profile(), run.facts
+        passes, weights = facts.get("passes") or (), str(facts.get("weights", "fp32"))
+        clock = MeasuredClock(ModelConfig(**facts["model"]), profile, weights, passes)
+        sums = dict.fromkeys(_PARTS.values(), 0.0)
         for step in steps:
-            decoding, running = int(step["decode_tokens"]), max(1, int(step.get("running", step["decode_tokens"])))
-            length = step["kv_usage"] * facts.get("kv_tokens", 0) / running
-            parts = clock.parts(decoding, length, int(step["prefill_tokens"]), 0.0)
-            sums[Phase.PREFILL] += parts["prompts"]
-            sums[Phase.DECODE] += parts["weights"] + parts["cache"] + parts["launches"]
+            length = step["kv_tokens"] / max(1, int(step["requests"]))
+            parts = clock.parts(int(step["decode_tokens"]), length, int(step["prefill_tokens"]), 0.0)
+            for part, phase in _PARTS.items():
+                sums[phase] += parts.get(part, math.nan)
     except (UserError, KeyError, TypeError, ValueError) as error:
         return {}, f"not planned: {error}"
-    note = "" if weights in profile.matmul else f"planned in {clock.precision}: {weights} products were not measured"
-    return {phase: seconds / len(steps) for phase, seconds in sums.items()}, note
+    notes = []
+    if facts.get("threads") not in (None, profile.threads) and not passes:
+        ratio = f"the server had {facts['threads']}: it may be off by their ratio"
+        notes.append(f"planned for {profile.threads} threads, {ratio}")
+    if weights not in profile.matmul and not passes:
+        notes.append(f"{weights} products were not measured: {clock.precision}'s, by the bytes read")
+    return {p: s / len(steps) for p, s in sums.items() if not math.isnan(s)}, "; ".join(notes)
 
 
 # -- what binds --------------------------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ def _bandwidth(run: Ledger) -> Finding | None:
         return None
     told = f"{2 * pairs[0][0]} requests at once take {pairs[0][1]:.2f} times as long as {pairs[0][0]}: weights are read"
     gain = share * (1 - pairs[0][1] / 2)
-    return Finding("bandwidth", told, "more requests at once, weights of fewer bits (serve.weights=int8), speculation",
+    return Finding("bandwidth", told, "more requests at once, fewer bits (serve.weights=int8 or int4), speculation",
                    share, gain, "measured: twice the batch, time per token")  # fmt: skip
 
 

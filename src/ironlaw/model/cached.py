@@ -8,6 +8,7 @@ tokens that the pages of a group's longest sequence hold, A heads, K key/value h
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ironlaw.kernels.native import Layer, Native, Step, address
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.rotary import turn
 from ironlaw.model.scores import alibi_slopes, capped
 
 FP8_LARGEST = 448.0  # of e4m3 (arXiv 2209.05433)
@@ -119,26 +122,88 @@ def scaled_down(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
+class Few:
+    """The step's first `count` tokens: of sequences with few new ones each, attended to in place by compiled code."""
+
+    count: int
+    table: Tensor  # (P, pages of the longest), int32
+    sequence: Tensor  # (count,), int32: row of the table
+    positions: Tensor  # (count,), int32
+
+    def __post_init__(self) -> None:
+        at = (address(self.table), address(self.sequence), address(self.positions))
+        step = Step(*at, self.count, self.table.shape[1], torch.get_num_threads())
+        self.step = ctypes.byref(step)
+
+
+@dataclass(frozen=True)
+class Now:
+    """One step's tokens: the first ones in `few`, if there are such, the others in groups."""
+
+    rows: Tensor | None  # (N x K,): where the new tokens go; None: `few` are all
+    few: Few | None
+    groups: Sequence[Group] = ()
+
+
 class LayerCache:
-    """One layer's pages in one step: given to a block where training gives a mask."""
+    """One layer's pages: given to a block where training gives a mask."""
 
-    config: ModelConfig
-    pages: Pages
-    rows: Tensor  # (N x K,): where the new tokens go
-    groups: Sequence[Group]
-    windowed: bool
+    now: Now
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """(N, A, W) from new queries (N, A, D), keys (N, K, D) and values (N, K, W), which are kept."""
-        self.pages.write(self.rows, key, value)
-        mixed = []
-        for group in self.groups:
+    def __init__(self, config: ModelConfig, pages: Pages, windowed: bool, native: Native | None = None,
+                 sinks: Tensor | None = None) -> None:  # fmt: skip
+        self.config, self.pages, self.windowed, self.native = config, pages, windowed, native
+        self.scale = config.score_scale or 1 / math.sqrt(config.size_of_head)
+        if native is not None:
+            device = pages.parts[0].device
+            slopes = alibi_slopes(config.heads, device) if config.positions == "alibi" else None
+            self.sinks, self.slopes = None if sinks is None else sinks.detach().float().contiguous(), slopes
+            window = config.sliding_window if windowed else None
+            scales = [address(scale) for scale in pages.scales] or [None]
+            self.layer = ctypes.byref(Layer(
+                address(pages.parts[0]), address(pages.parts[-1]), scales[0], scales[-1], address(slopes),
+                address(self.sinks), self.scale, config.attention_cap or 0.0, window or 0,
+            ))  # fmt: skip
+
+    def attend(
+        self, heads: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None, sinks: Tensor | None
+    ) -> Tensor:
+        """(N, A, W) from new queries and keys, `heads` (N, A + K, D), and values (N, K, W), which are kept.
+
+        `rotary`: as `turning` gives them, (N, 1, D) each, for queries and keys; `heads` may be changed.
+        """
+        config, now = self.config, self.now
+        query, key = heads.split((config.heads, config.key_value_heads), dim=1)
+        if now.rows is None:
+            assert self.native is not None
+            if rotary is not None:
+                self.native.turn(heads, *rotary, config.size_of_rotary)
+            self.keep(key, value)
+            return self.few(query)
+        if rotary is not None:
+            query, key = turn(heads, *rotary, config.size_of_rotary).split((config.heads, config.key_value_heads), 1)
+        self.keep(key, value)
+        mixed = [self.few(query)] if now.few is not None else []
+        for group in now.groups:
             if group.blocks is None:
                 keys, values = (t[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2) for t in (key, value))
             else:
                 keys, values = self.pages.read(group.blocks, group.sequences, query.dtype)
             mixed.append(self.mix(group, query[group.rows], keys, values, sinks))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def keep(self, *parts: Tensor) -> None:
+        """Write the new tokens' parts, (N, K, size) each, to their pages."""
+        if self.now.rows is not None:
+            self.pages.write(self.now.rows, *parts)
+        else:
+            assert self.native is not None and self.now.few is not None
+            self.native.keep(self.layer, self.now.few.step, *parts)
+
+    def few(self, query: Tensor) -> Tensor:
+        """(count, A, W) of the queries (N, A, D) of the first tokens."""
+        assert self.native is not None and self.now.few is not None
+        return self.native.attend(self.layer, self.now.few.step, query[: self.now.few.count])
 
     def mix(self, group: Group, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
         """(P x S, A, W) of a group's queries (P x S, A, D) over keys (P, K, T, D) and values (P, K, T, W)."""

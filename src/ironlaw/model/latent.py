@@ -7,6 +7,8 @@ W the value's size. `workload/latent.py` lists what is computed here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,9 +68,12 @@ class LatentAttention(nn.Module):
         """As `forward` of new tokens (1, N, H). What is kept of a token is the narrow vector and the rotated key."""
         narrow, turned = self.narrow(x, rotary)
         kept = torch.cat((narrow.to(turned.dtype), turned[:, :, 0]), dim=-1).transpose(0, 1)  # (N, 1, rank + R)
-        cache.pages.write(cache.rows, kept)
+        cache.keep(kept)
         query, mixed = self.query(x, rotary)[0], []
-        for group in cache.groups:
+        if cache.now.few is not None:
+            of_key, of_value = self.absorbing(query.dtype)
+            mixed.append(torch.einsum("nar,avr->nav", cache.few(self.absorbed(query, of_key)), of_value))
+        for group in cache.now.groups:
             if group.blocks is None:
                 keys = kept[group.rows].unflatten(0, (group.sequences, -1)).transpose(1, 2)
             else:
@@ -83,22 +88,26 @@ class LatentAttention(nn.Module):
         Few queries are taken to the narrow space, where one key serves all heads (the absorbed form of section 2.1.2);
         for many it takes less work to make keys and values of all heads, as in training.
         """
-        latent, heads = self.latent, query.shape[1]
-        rank = latent.key_value_rank
+        latent, rank = self.latent, self.latent.key_value_rank
         narrow, turned = kept.split((rank, latent.rotary_size), dim=-1)
         absorbed = 2 * rank + latent.rotary_size  # multiplications per head, query and key
         made = latent.head_size + latent.value_size + rank * (latent.plain_size + latent.value_size) / group.queries
         if absorbed > made:
             keys, values = self.expanded(narrow[:, 0], turned.transpose(1, 2))
             return cache.mix(group, query, keys.transpose(1, 2), values.transpose(1, 2))
-        of_key, of_value = (
-            self.latent_up.weight.to(query.dtype)
-            .view(heads, -1, rank)
-            .split((latent.plain_size, latent.value_size), dim=1)
-        )  # (A, N, rank) and (A, W, rank)
-        plain, rotated = query.split((latent.plain_size, latent.rotary_size), dim=-1)
-        query = torch.cat((torch.einsum("nap,apr->nar", plain, of_key), rotated), dim=-1)
-        return torch.einsum("nar,avr->nav", cache.mix(group, query, kept, narrow), of_value)
+        of_key, of_value = self.absorbing(query.dtype)
+        mixed = cache.mix(group, self.absorbed(query, of_key), kept, narrow)
+        return torch.einsum("nar,avr->nav", mixed, of_value)
+
+    def absorbing(self, dtype: torch.dtype) -> Sequence[Tensor]:
+        """What takes queries to the narrow space, (A, N, rank), and what takes values from it, (A, W, rank)."""
+        weight = self.latent_up.weight.to(dtype).unflatten(0, (-1, self.latent.plain_size + self.latent.value_size))
+        return weight.split((self.latent.plain_size, self.latent.value_size), dim=1)
+
+    def absorbed(self, query: Tensor, of_key: Tensor) -> Tensor:
+        """Queries (N, A, D) in the narrow space, (N, A, rank + R)."""
+        plain, rotated = query.split((self.latent.plain_size, self.latent.rotary_size), dim=-1)
+        return torch.cat((torch.einsum("nap,apr->nar", plain, of_key), rotated), dim=-1)
 
     def pads(self, x: Tensor, dropout: float) -> bool:
         """Whether values get zeros to be as wide as keys: the CPU's fused attention wants that, and so do ranks that

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ironlaw.kernels.native import Native
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
@@ -19,13 +20,25 @@ _ROWS = 16  # that the packed layout is chosen for
 _FUSED = {"silu": ("swish", ""), "relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
 
 
-class PackedLinear(nn.Module):
-    """A linear layer without gradients; its weight is oneDNN's."""
+class ReadOnlyLinear(nn.Module):
+    """A linear layer without gradients, whose weight a library keeps in a layout of its own.
+
+    bytes: of that layout.
+    """
+
+    bytes: int
+
+
+class PackedLinear(ReadOnlyLinear):
+    """Its weight is oneDNN's."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self.product = torch.ops.mkldnn._linear_pointwise.default
+        self.product_times = torch.ops.mkldnn._linear_pointwise.binary
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), _ROWS)
+        self.bytes = _bytes(self.packed)
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
     def forward(self, x: Tensor, name: str = "none", algorithm: str = "", times: Tensor | None = None) -> Tensor:
@@ -33,9 +46,8 @@ class PackedLinear(nn.Module):
         by."""
         x = x if x.dtype is self.dtype else x.to(self.dtype)
         if times is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, times, self.packed, self.bias, "mul")
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, name, [], algorithm)
-        return product
+            return self.product_times(x, times, self.packed, self.bias, "mul")
+        return self.product(x, self.packed, self.bias, name, [], algorithm)
 
 
 class PackedFeedForward(nn.Module):
@@ -56,67 +68,52 @@ class PackedFeedForward(nn.Module):
 
 
 class PackedNorm(nn.Module):
-    """RMSNorm in five operations: on a CPU PyTorch composes it from ten, which for a few rows is all it costs."""
+    """RMSNorm in one compiled operation, or in five: on a CPU PyTorch composes it from ten, which for a few rows is all
+    it costs."""
+
+    native: Native | None = None
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__()
         size = norm.normalized_shape[-1]
         self.weight = None if norm.weight is None else norm.weight.detach()
         self.share = 1.0 / size
-        self.register_buffer("eps", torch.tensor(torch.finfo(torch.float32).eps if norm.eps is None else norm.eps))
+        self.eps_value = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+        self.register_buffer("eps", torch.tensor(self.eps_value))
 
     eps: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
+        if self.native is not None:
+            return self.native.norm(x.contiguous(), self.weight, self.eps_value)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         x = x * torch.addcmul(self.eps, length, length, value=self.share).rsqrt_()
         return x if self.weight is None else x.mul_(self.weight)
 
 
-class Int8Linear(nn.Module):
-    """Weights in int8 with one scale per output; products in bf16 (PyTorch's kernel for CPUs has no other)."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        weight = linear.weight.detach().float()
-        scale = (weight.abs().amax(1).clamp(min=1e-12) / 127).to(torch.bfloat16)
-        self.register_buffer("scale", scale)
-        self.register_buffer("weight", (weight / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8))
-        self.bias = None if linear.bias is None else linear.bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2).to(torch.bfloat16)
-        product = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1).to(x.dtype)
-        return product if self.bias is None else product + self.bias.to(x.dtype)
-
-
 def pack(model: Transformer, weights: str) -> int:
-    """Replace the linear layers of a model in place; `weights`: fp32, bf16 or int8. Returns the bytes it holds then.
+    """Replace the linear layers of a model in place; `weights`: fp32 or bf16. Returns the bytes it holds then.
 
-    A packed model is left as it is.
+    Layers that are packed or quantised already are left as they are.
     """
     dtype = torch.float32 if weights == "fp32" else torch.bfloat16
     on_cpu = next(model.parameters()).device.type == "cpu"
-    packs = on_cpu and torch.backends.mkldnn.is_available() and weights != "int8"
+    packs = on_cpu and torch.backends.mkldnn.is_available()
     for parent in list(model.modules()):
-        if packs and isinstance(parent, FeedForward) and parent.activation in _FUSED:
+        if packs and _fuses(parent):
             continue  # replaced as a whole
         for name, child in list(parent.named_children()):
             if isinstance(child, ExpertLinear | nn.Embedding) and weights == "bf16":
                 child.to(dtype)
             if on_cpu and isinstance(child, nn.RMSNorm):
                 setattr(parent, name, PackedNorm(child))
-            if packs and isinstance(child, FeedForward) and child.activation in _FUSED:
+            if packs and _fuses(child):
+                assert isinstance(child, FeedForward)
                 setattr(parent, name, PackedFeedForward(child, dtype))
             if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
                 continue
-            if weights == "int8":
-                setattr(parent, name, Int8Linear(child))
-            elif packs and isinstance(child, Linear):
+            if packs and isinstance(child, Linear):
                 setattr(parent, name, PackedLinear(child, dtype))
             else:
                 child.to(dtype)
@@ -125,10 +122,16 @@ def pack(model: Transformer, weights: str) -> int:
             if isinstance(module, nn.Linear):
                 module.to(dtype)
     modules = list(model.modules())
-    packed = sum(_bytes(m.packed) for m in modules if isinstance(m, PackedLinear))
-    return packed + sum(
-        _bytes(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
-    )
+    own = sum(m.bytes for m in modules if isinstance(m, ReadOnlyLinear))
+    others = [
+        t for m in modules if not isinstance(m, ReadOnlyLinear) for t in (*m.parameters(False), *m.buffers(False))
+    ]
+    return own + sum(map(_bytes, others))
+
+
+def _fuses(module: nn.Module) -> bool:
+    """Whether the whole of a network can be oneDNN's."""
+    return isinstance(module, FeedForward) and module.activation in _FUSED and isinstance(module.up, Linear)
 
 
 def _bytes(tensor: Tensor) -> int:

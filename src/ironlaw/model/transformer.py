@@ -27,7 +27,7 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.place import WHOLE, Place
-from ironlaw.model.rotary import rotary_tables, rotate, turn, turning
+from ironlaw.model.rotary import rotary_tables, rotate, turning
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
@@ -97,14 +97,11 @@ class Attention(nn.Module):
             query, key = (part.unflatten(-1, (-1, config.size_of_head)) for part in (query, key))
             if not config.qk_norm_whole:
                 query, key = self.normed(query, key, value.dtype)
-            turned, value = torch.cat((query, key), dim=1), value.unflatten(-1, (-1, config.size_of_head))
+            heads, value = torch.cat((query, key), dim=1), value.unflatten(-1, (-1, config.size_of_head))
         else:
-            heads = together.view(together.shape[0], -1, config.size_of_head)
-            turned, value = heads.split((config.heads + config.key_value_heads, config.key_value_heads), dim=1)
-        if rotary is not None:
-            turned = turn(turned, *rotary, config.size_of_rotary)
-        query, key = turned.split((config.heads, config.key_value_heads), dim=1)
-        return self.out(cache.attend(query, key, value, self.sinks).flatten(1)[None])
+            together = together.view(together.shape[0], -1, config.size_of_head)
+            heads, value = together.split((config.heads + config.key_value_heads, config.key_value_heads), dim=1)
+        return self.out(cache.attend(heads, value, rotary, self.sinks).flatten(1)[None])
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""

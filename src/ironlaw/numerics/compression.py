@@ -22,11 +22,13 @@ from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.awq import balance, can_balance
 from ironlaw.numerics.gptq import check_gptq, gptq
 from ironlaw.numerics.pruning import Pruning, Score, Sparse, kept_weights, sparse
 from ironlaw.numerics.quantized import Quantized, quantize
 
-Method = Literal["rtn", "gptq"]
+Method = Literal["rtn", "gptq", "awq"]
+MEASURING = ("gptq", "awq")  # methods that look at the layers' inputs
 Held = Quantized | Sparse
 TWO_OF_FOUR, SHARE = "2:4", "pruned="
 
@@ -83,9 +85,13 @@ def check_method(model: nn.Module, target: Target, method: Method) -> None:
     """UserError where a method and a format, or a model, do not go together."""
     if method == "gptq":
         check_gptq(target.format)
+    if method == "awq" and not any(can_balance(module) for module in model.modules()):
+        raise UserError("awq scales norms before layers, and this model has none: use --method gptq or rtn")
+    if method == "awq" and target.format.bits > 8:
+        raise UserError(f"awq has nothing to gain in {target.format.name}: give a format of 8 bits or fewer")
     if any(isinstance(module, ExpertLinear) for module in model.modules()):
-        if method == "gptq":
-            raise UserError("gptq does not reach experts, each of which sees few tokens: use --method rtn")
+        if method in MEASURING:
+            raise UserError(f"{method} does not reach experts, each of which sees few tokens: use --method rtn")
         if target.pruning is not None:
             raise UserError("pruning does not reach experts: give a format only")
 
@@ -97,19 +103,22 @@ def compress(
 ) -> dict[str, Held]:  # fmt: skip
     """Compress `model` in place; returns what its weights are held as, by their names.
 
-    method:   "rtn" rounds each to nearest; "gptq" takes the inputs of the layers into account.
+    method:   "rtn" rounds each to nearest; "gptq" puts errors right in later columns, "awq" scales input channels,
+              both by the inputs of the layers.
     score:    by which weights are pruned: "wanda" needs inputs too.
     whole:    the embedding and the output layer too, rounded to nearest and not pruned.
     batches:  tokens (B, S) that the inputs are measured on. Block by block: a layer's inputs are those that the
               compressed blocks before it give, as they will be in use.
     """
     check_method(model, target, method)
-    measured = method == "gptq" or (target.pruning is not None and score == "wanda")
+    measured = method in MEASURING or (target.pruning is not None and score == "wanda")
     seen = _Seen(model, batches) if measured else None
     held: dict[str, Held] = {}
     for number, block in enumerate(model.blocks):
         layers = {name: module for name, module in block.named_modules() if isinstance(module, Linear | ExpertLinear)}
         moments = seen.moments(number, block, layers.values()) if seen is not None else {}
+        if method == "awq":
+            balance(block, moments, target.format)
         for name, module in layers.items():
             made = _compressed(module.weight, target, method, score, moments.get(module))
             held[f"blocks.{number}.{name}.weight"] = made

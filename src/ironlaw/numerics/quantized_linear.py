@@ -1,75 +1,185 @@
-"""Frozen linear layers whose matrix is held in few bits and dequantised for each product (QLoRA, arXiv 2305.14314).
+"""Linear layers that are only read, whose weights stay in codes: the kernel is chosen by format and device.
 
-Scales are held in 8 bits themselves: their mean is taken off, and 256 of the rest share an fp32 scale (the paper's
-double quantisation; its 8 bits are a float, ours int8). With nf4 that is 4 + 8/64 + 32/(64 x 256) = 4.127 bits each.
+    int8, a scale a row    fbgemm's integer products; inputs in 8 bits too, with a scale a token
+    int4, a scale per 32   PyTorch's kernel that widens the weights in registers; inputs in bf16, and a bf16 scale
+
+Where no kernel has a format, `quantized_linear` gives None: the layer is dequantised when it is read, and multiplies as
+it did. With many rows products are bound by arithmetic, not by reading: int4 is widened to bf16 for all rows at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import warnings
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ironlaw.model.adapters import AdaptedLinear
-from ironlaw.model.linear import Linear
+from ironlaw.model.packed import ReadOnlyLinear
+from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.compression import Held
+from ironlaw.numerics.packing import unpack
+from ironlaw.numerics.pruning import Sparse
 from ironlaw.numerics.quantized import Quantized, quantize
 
-SCALES_BLOCK = (1, 256)
+OUTPUT_FORMAT = {"int4": "int8"}  # of the output layer, the most sensitive matrix, where it differs from the others'
+ROWS_WIDENED = 32  # from here on: 16 rows took the kernel 1.4 to 1.6 times as long as bf16's products (AMD EPYC)
+TILE = 64  # outputs whose codes the int4 kernel keeps together on AVX-512
 
 
-class _Product(torch.autograd.Function):
-    """Keeps nothing: the matrix is dequantised again on the way back, and no gradient needs x."""
+class QuantizedLinear(ReadOnlyLinear):
+    """x (..., K) to (..., N), in the type of x."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, bias: Tensor | None) -> Tensor:
-        ctx.layer, ctx.dtype = layer, x.dtype
-        return F.linear(x, layer.frozen(), bias)
+    kernel: str
+    format: str
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient @ ctx.layer.frozen().to(gradient.dtype)).to(ctx.dtype), None, None
+    @classmethod
+    def takes(cls, held: Quantized, device: torch.device) -> bool:
+        raise NotImplementedError
+
+    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bias = None if bias is None else bias.detach()
+
+    def product(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.product(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
+        return product if self.bias is None else product + self.bias.to(x.dtype)
 
 
-class QuantizedLinear(AdaptedLinear):
-    """`AdaptedLinear` without `weight`: codes and scales are its buffers, which no checkpoint holds."""
+class Int8Linear(QuantizedLinear):
+    kernel, format = "fbgemm int8", "int8"
 
-    codes: Tensor
-    scale_codes: Tensor
-    scale_scales: Tensor
-    scale_mean: Tensor
-    _blocks: torch.Size  # rows and columns of the scales
-    _form: tuple[Quantized, Quantized]  # of codes and of scales, without their tensors
+    @classmethod
+    def takes(cls, held: Quantized, device: torch.device) -> bool:
+        has = "fbgemm" in torch.backends.quantized.supported_engines and hasattr(torch.cpu, "_is_vnni_supported")
+        return _is_rowwise_int8(held) and device.type == "cpu" and has
 
-    def frozen(self) -> Tensor:
-        form, scales_form = self._form
-        scales = replace(scales_form, codes=self.scale_codes, scales=self.scale_scales).dequantize() + self.scale_mean
-        return replace(form, codes=self.codes, scales=scales.reshape(self._blocks)).dequantize()
+    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
+        super().__init__(held, bias)
+        assert held.scales is not None
+        torch.backends.quantized.engine = "fbgemm"
+        # Two inputs more, of weight 0, hold a token's largest magnitude and its negative: the range that fbgemm gives
+        # the 8 bits is then a token's own and symmetric, and no answer depends on the tokens that come beside it.
+        codes = nn.functional.pad(held.codes.view(torch.int8), (0, 2))
+        zeros = torch.zeros(len(codes), dtype=torch.int64)
+        with warnings.catch_warnings():  # quantised tensors are to leave PyTorch; `WideInt8Linear` does without
+            warnings.simplefilter("ignore")
+            weight = torch._make_per_channel_quantized_tensor(codes, held.scales.flatten().double(), zeros, 0)
+            self.packed = torch.ops.quantized.linear_prepack(weight, None)
+        self.bytes = codes.numel() + held.scales.numel() * held.scales.element_size()
+        # Without VNNI two products of 8 bits are added up in 16, which ends at half of the range.
+        self.halved = not torch.cpu._is_vnni_supported()
+        self.ends = torch.tensor([[1.0, -1.0]])
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = _Product.apply(x, self, bias)
+    def product(self, rows: Tensor) -> Tensor:
+        rows = rows.float()
+        largest = torch.linalg.vector_norm(rows, torch.inf, dim=-1, keepdim=True).clamp_(min=1e-30)
+        ranged = torch.cat((rows / largest, self.ends.expand(len(rows), 2)), 1)
+        product: Tensor = torch.ops.quantized.linear_dynamic(ranged, self.packed, self.halved)
+        return product.mul_(largest)
+
+
+class WideInt8Linear(QuantizedLinear):
+    """The same weights, inputs in bf16: for a PyTorch without fbgemm."""
+
+    kernel, format = "PyTorch int8", "int8"
+
+    @classmethod
+    def takes(cls, held: Quantized, device: torch.device) -> bool:
+        return _is_rowwise_int8(held) and device.type == "cpu"
+
+    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
+        super().__init__(held, bias)
+        assert held.scales is not None
+        self.codes, self.scales = held.codes.view(torch.int8), held.scales.flatten().to(torch.bfloat16)
+        self.bytes = self.codes.numel() + 2 * self.scales.numel()
+
+    def product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int8pack_mm(rows.to(torch.bfloat16), self.codes, self.scales)
         return product
 
 
+def _is_rowwise_int8(held: Quantized) -> bool:
+    return held.format.name == "int8" and held.block == (1, held.matrix_shape[1])
+
+
+class Int4Linear(QuantizedLinear):
+    kernel, format = "PyTorch int4", "int4"
+    packed: Tensor
+    scales: Tensor
+
+    @classmethod
+    def takes(cls, held: Quantized, device: torch.device) -> bool:
+        outputs, inputs = held.matrix_shape
+        known = held.format.name == "int4" and held.block is not None and held.block[0] == 1
+        return known and device.type == "cpu" and outputs % 16 == 0 and inputs % held.block[1] == 0  # type: ignore[index]
+
+    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
+        super().__init__(held, bias)
+        assert held.block is not None and held.scales is not None
+        self.group = held.block[1]
+        codes = unpack(held.codes, 4, held.row_codes)
+        raised = ((codes + 8) & 15).int()  # two's complement to 0 .. 15, of which the kernel subtracts 8
+        self.register_buffer("packed", torch._convert_weight_to_int4pack_for_cpu(raised, 1))
+        scales = held.scales.float().t()
+        pairs = torch.stack((scales, torch.zeros_like(scales)), -1)  # (groups, N, scale and what is added)
+        self.register_buffer("scales", pairs.to(torch.bfloat16).contiguous())
+        self.bytes = self.packed.numel() + 2 * self.scales.numel()
+        self.tiled = len(raised) % TILE == 0 and torch.equal(self._raised().int(), raised)
+
+    def _raised(self) -> Tensor:
+        """(N, K) from the kernel's layout with AVX-512: of 64 outputs the lower 32 in low bits, input by input."""
+        tiles = self.packed.view(-1, self.packed.shape[1] * 2, TILE // 2)
+        return torch.cat((tiles & 15, tiles >> 4), -1).transpose(1, 2).reshape(self.packed.shape[0], -1)
+
+    def _widened(self) -> Tensor:
+        """The weights in bf16, transposed: (K, N)."""
+        tiles = self.packed.view(-1, self.packed.shape[1] * 2, TILE // 2)
+        raised = torch.cat((tiles & 15, tiles >> 4), -1).transpose(0, 1).reshape(tiles.shape[1], -1)
+        groups = (raised.view(torch.int8) - 8).to(torch.bfloat16).unflatten(0, (-1, self.group))
+        return (groups * self.scales[:, None, :, 0]).flatten(0, 1)
+
+    def product(self, rows: Tensor) -> Tensor:
+        rows = rows.to(torch.bfloat16)
+        if len(rows) >= ROWS_WIDENED and self.tiled:
+            return rows @ self._widened()
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
+        return product
+
+
+KERNELS = (Int8Linear, WideInt8Linear, Int4Linear)
+
+
+def quantized_linear(held: Held, bias: Tensor | None, device: torch.device) -> QuantizedLinear | None:
+    """None where no kernel multiplies this format here."""
+    dense = held.dense() if isinstance(held, Sparse) else held
+    return next((kernel(dense, bias) for kernel in KERNELS if kernel.takes(dense, device)), None)
+
+
 @torch.no_grad()
-def hold_quantized(module: Linear, name: str = "nf4") -> QuantizedLinear:
-    """The module itself, with its matrix in the block format `name`, which must have fp32 scales."""
-    whole = quantize(module.weight, name)
-    assert whole.scales is not None
-    mean = whole.scales.mean()
-    scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=SCALES_BLOCK)
-    module.__class__ = QuantizedLinear
-    assert isinstance(module, QuantizedLinear)
-    module.adapters = nn.ModuleDict()
-    del module._parameters["weight"]
-    tensors = {"codes": whole.codes, "scale_codes": scales.codes, "scale_scales": scales.scales, "scale_mean": mean}
-    for part, tensor in tensors.items():
-        module.register_buffer(part, tensor, persistent=False)
-    module._blocks = whole.scales.shape
-    nothing = torch.empty(0)
-    module._form = replace(whole, codes=nothing, scales=None), replace(scales, codes=nothing, scales=None)
-    return module
+def quantize_layers(model: Transformer, held: Mapping[str, Held], format: str | None = None) -> dict[str, int]:
+    """Replace linear layers of a model in place, by the codes that `held` has under their names.
+
+    format: of the layers that `held` has not, the output layer too; None: they stay as they are.
+    Returns how many layers have which kernel; "" counts those that have a format and no kernel, and stay wide.
+    """
+    found: Counter[str] = Counter()
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
+                continue
+            weight = held.get(f"{path}.{name}.weight".lstrip("."))
+            if weight is None and format is not None:
+                chosen = OUTPUT_FORMAT.get(format, format) if child is model.head else format
+                weight = quantize(child.weight, chosen)
+            if weight is None:
+                continue
+            made = quantized_linear(weight, child.bias, child.weight.device)
+            found[made.kernel if made is not None else ""] += 1
+            if made is not None:
+                setattr(parent, name, made)
+    return dict(found)

@@ -20,16 +20,27 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from ironlaw.ledger import Kind, Line, Origin, Phase
-from ironlaw.model.packed import Int8Linear, PackedLinear, PackedNorm
+from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
 RECOMPUTE_SCOPE = "ironlaw.recompute"
+NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
-    Kind.MATMUL: ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_linear_pointwise"),
+    Kind.MATMUL: (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "_int_mm",
+        "_scaled_mm",
+        "_linear_pointwise",
+        "linear_dynamic",
+        "_weight_int4pack_mm_for_cpu",
+    ),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
@@ -59,7 +70,7 @@ _NODE_SCOPES = {
     ("Transformer", "SliceBackward0"): "positions",
 }
 
-_NAMED = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, PackedLinear, PackedNorm, Int8Linear)
+_NAMED = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, PackedNorm, ReadOnlyLinear)
 # Where a module computes something itself, outside its named children.
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
     "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
@@ -150,6 +161,10 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
                 name = f"shared_ffn_{leaf}"
             names[module] = name
     return names
+
+
+def native_scope(name: str) -> Any:
+    return record_function(NATIVE + name)
 
 
 @contextmanager
@@ -248,7 +263,9 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 
 def _classify(span: Span) -> tuple[Kind, str]:
     """Kind and operation name of one span, as the plan names them."""
-    operation = span.name.removeprefix("aten::").removeprefix("mkldnn::")
+    operation = (
+        span.name.removeprefix("aten::").removeprefix("mkldnn::").removeprefix("quantized::").removeprefix(NATIVE)
+    )
     if span.phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views

@@ -104,9 +104,12 @@ class _Rank:
         mine = [p for stage in self.stages for p in self.program.stages[stage].shards]
         for tensor in self.program.tensors[self.position]:
             walk.now[tensor.component] = tensor.bytes
+        first = (op for layer in self.layers.get(0, ()) for op in layer.forward)
+        if walk.now["gradients"] + sum(op.gradient_bytes for op in first) > 0:
+            self.has_gradients.add(0)  # a user's loop keeps them from step to step
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
-        self._savers(mine)
+        self._communication_state(mine)
         walk.look("start")
         if self.layout.pp > 1:
             self._pipelined()
@@ -118,7 +121,7 @@ class _Rank:
                 self._forward(0)
                 self._backward(0, last=last, piped=False)
         self._finish()
-        update = 0
+        update = max((op.temporary_bytes for s in self.stages for op in self.program.stages[s].update), default=0)
         if mine and not recipe.offloads_optimizer:
             update = update_temporary_bytes(mine, recipe.optimizer, cuda=recipe.cuda)
         walk.add("temporaries", update, f"update, {Phase.OPTIMIZER}")
@@ -128,7 +131,7 @@ class _Rank:
             self._meeting(mine)
         return walk.peak
 
-    # -- what savers of communication hold -----------------------------------------------------------------------
+    # -- what compression and local updates hold -----------------------------------------------------------------------
 
     def _resident(self, layers: Sequence[Layer]) -> list[Layer]:
         """What of them the device sees; the rest is offloaded."""
@@ -136,14 +139,14 @@ class _Rank:
             return list(layers)
         return on_device(layers, stream_bytes(self.program))
 
-    def _savers(self, mine: list[Parameter]) -> None:
+    def _communication_state(self, mine: list[Parameter]) -> None:
         """Common weights and their momentum; what PowerSGD left out of the last step, and its matrices."""
         communication, walk = self.recipe.communication, self.walk
         if communication.local_steps:
-            walk.now["savers"] = 2 * sum(p.elements for p in mine) * FP32
+            walk.now["communication"] = 2 * sum(p.elements for p in mine) * FP32
         if self.ddp and communication.gradients == "powersgd":
             matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.parameters[0])
-            walk.now["savers"] = self.whole(0) + matrices * FP32
+            walk.now["communication"] = self.whole(0) + matrices * FP32
 
     def _meeting(self, mine: list[Parameter]) -> None:
         """Differences to the common weights, put together and reduced some at a time, and the outer gradient."""
@@ -153,11 +156,11 @@ class _Rank:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
                 chunk += sizes.pop(0)
-            self.walk.add("savers", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
-            self.walk.now["savers"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            self.walk.add("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
+            self.walk.now["communication"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
             held += chunk
-            self.walk.add("savers", 2 * chunk, "sites meet")
-            self.walk.now["savers"] -= chunk
+            self.walk.add("communication", 2 * chunk, "sites meet")
+            self.walk.now["communication"] -= chunk
 
     def _buckets(self, ready: float, reduced: int) -> int:
         """DDP's hook for the buckets that are full once gradients of so many bytes are ready: copies it makes. Returns
@@ -167,8 +170,8 @@ class _Rank:
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
-            self.walk.add("savers", copies * buckets[reduced], f"bucket {reduced} reduced")
-            self.walk.now["savers"] -= copies * buckets[reduced]
+            self.walk.add("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
+            self.walk.now["communication"] -= copies * buckets[reduced]
             reduced += 1
         return reduced
 

@@ -15,7 +15,8 @@ from ironlaw.ledger import MemoryLine
 from ironlaw.workload.operations import Operation
 
 COMPONENTS = (
-    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages", "savers",
+    "weights", "gradients", "optimizer", "activations", "temporaries", "gathered", "reducing", "messages",
+    "communication",
 )  # fmt: skip
 ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations", "temporaries", "batch")
 NOTES = {"activations": "saved for the backward pass"}
@@ -43,7 +44,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Rise:
+class MemoryDelta:
     """Operations in a row, in bytes above where they start: what they leave, and their highest moment."""
 
     saved: float
@@ -53,7 +54,7 @@ class Rise:
     where: str
 
     @classmethod
-    def of(cls, operations: Iterable[Operation], keeps_gradients: bool) -> Rise:
+    def of(cls, operations: Iterable[Operation], keeps_gradients: bool) -> MemoryDelta:
         """`keeps_gradients`: new ones stay; else they are freed again, once added to those that are there."""
         saved = temporary = gradients = 0
         highest, most, where = (0, 0, 0), -math.inf, ""
@@ -75,7 +76,7 @@ class Walk:
 
     now: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COMPONENTS, 0))
     peak: Peak = Peak("start", {})
-    known: dict[tuple[int, bool], tuple[Sequence[Operation], Rise]] = field(default_factory=dict)
+    known: dict[tuple[int, bool], tuple[Sequence[Operation], MemoryDelta]] = field(default_factory=dict)
 
     def add(self, component: str, size: float, where: str) -> None:
         self.now[component] += size
@@ -91,7 +92,10 @@ class Walk:
             return
         known = self.known.get((id(operations), keeps_gradients))
         if known is None:  # kept with the operations, whose identity is the key
-            known = self.known[id(operations), keeps_gradients] = operations, Rise.of(operations, keeps_gradients)
+            known = self.known[id(operations), keeps_gradients] = (
+                operations,
+                MemoryDelta.of(operations, keeps_gradients),
+            )
         rise, now = known[1], self.now
         saved, temporary, gradients = rise.highest
         if sum(now.values()) + saved + temporary + gradients > self.peak.total:

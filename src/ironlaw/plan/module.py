@@ -17,11 +17,9 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.plan.cluster.allocator import UNUSABLE_BYTES
-from ironlaw.plan.cluster.system import hardware_of
+from ironlaw.plan.cluster.system import UNUSABLE_BYTES, hardware_of
 from ironlaw.plan.engines.named import engine_of_framework
-from ironlaw.plan.fold import fold
-from ironlaw.plan.machines import Machine, MeasuredMachine
+from ironlaw.plan.machines import Machine, MeasuredMachine, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
 from ironlaw.plan.totals import System, add_totals, fits

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.config import LayoutConfig, RunConfig, build_config
+from ironlaw.errors import UserError
+from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Precision
-from ironlaw.workload.layout import Layout
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, budget_bytes, undivided
 from ironlaw.workload.recipe import Batch, Recipe
 from ironlaw.workload.recompute import policies
+from ironlaw.workload.sharding import expert_holders
+from ironlaw.workload.sizes import Size, larger, smaller
 
 FULL_LOGITS_BYTES = 64 * 2**20  # above, the three copies of the logits rule the peak of a small machine
 CHUNK_BYTES = 128 * 2**20
@@ -64,4 +68,88 @@ def loss_chunk(config: RunConfig) -> int:
         return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)
-    return max(64, min(-(-tokens // 8), CHUNK_BYTES // row)) if wanted else 0
+    return chunk_of(tokens, config.model.vocab) if wanted else 0
+
+
+def chunk_of(tokens: Size, vocab: int) -> Size:
+    """Tokens of a chunk, where the loss takes so many in several."""
+    return larger(64, smaller(-(-tokens // 8), CHUNK_BYTES // (vocab * FP32)))
+
+
+NOT_ON_THE_HOST = ("adam8bit", "galore", "muon")
+
+
+def check_supported(config: RunConfig, device: str) -> None:
+    """UserError for what needs CUDA on a device without it. What a CUDA device itself lacks is found when it trains."""
+    train = config.train
+    if train.offloads_optimizer and config.optimizer.name in NOT_ON_THE_HOST:
+        raise UserError(
+            f'train.offload = "{train.offload}" updates on the host, which {config.optimizer.name} does not: use '
+            'optimizer.name = "adamw"'
+        )
+    if train.offloads_optimizer and train.precision == "fp16":
+        raise UserError(
+            f'train.offload = "{train.offload}" updates on the host, where no loss scale is undone: use '
+            'train.precision = "bf16"'
+        )
+    if device == "cuda":
+        return
+    if train.precision == "tf32":
+        raise UserError('train.precision = "tf32" needs an NVIDIA GPU; a CPU computes fp32 in full: use "fp32"')
+    if train.compile == "graphs":
+        raise UserError('train.compile = "graphs" needs CUDA graphs, which a CPU has not: use train.compile = "on"')
+    if train.offload != "none":
+        raise UserError(
+            f'train.offload = "{train.offload}" moves memory from a GPU to the host, and there is no GPU: use "none"'
+        )
+
+
+def not_trained_here(layout: Layout, model: ModelConfig) -> str | None:
+    """Why Ironlaw's own trainer cannot run this, or None."""
+    if layout.offload != "none" and layout.accelerators > 1:
+        return "Ironlaw's own trainer offloads on one device only so far: use offload=none"
+    if layout.cp > 1 and layout.cp_kind not in (None, "all_gather"):
+        return f"Ironlaw's own trainer gathers keys and values: use cp_kind=all_gather, not {layout.cp_kind}"
+    if layout.schedule in SPLIT_BACKWARD and (layout.zero == 3 or layout.recompute != "none"):
+        return f"Ironlaw's own trainer has {layout.schedule} with neither ZeRO 3 nor recomputation: use schedule=1f1b"
+    if model.moe is not None and layout.accelerators > 1:
+        if layout.etp not in (None, layout.tp):
+            return "Ironlaw's own trainer splits experts over tp like the rest: leave out etp"
+        if layout.ep > 1 and layout.shard is not None:
+            return "Ironlaw's own trainer has no expert parallelism inside hybrid sharding: leave out shard"
+        holders = expert_holders(layout.dp, layout.cp, layout.ep)
+        if layout.ep > 1 and layout.zero and model.hidden % holders:
+            return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {holders} ranks"
+    if reason := undivided(model, layout.tp, layout.cp, layout.ep):
+        return reason
+    if model.key_value_heads % layout.tp:
+        return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"
+    return None
+
+
+def recomputation(layout: Layout) -> dict[str, Any]:
+    """A layout's recomputation as a section of a config, or nothing."""
+    if layout.recompute == "selective":
+        return {"recompute": {"mode": "selective"}}
+    if layout.recompute.startswith("budget:"):
+        return {"recompute": {"mode": "budget", "budget": str(int(budget_bytes(layout.recompute)))}}
+    if layout.recompute == "full":
+        return {"recompute": {"mode": "full"}}
+    return {"recompute": {"mode": "every", "every": layout.every}} if layout.recompute.startswith("every") else {}
+
+
+def recipe_of_layout(
+    model: ModelConfig, layout: Layout, sequence: int, global_batch: int, precision: str, optimizer: str,
+    config: RunConfig | None = None,
+) -> tuple[Batch, Recipe]:  # fmt: skip
+    """What our trainer does on accelerators in this layout; what it does not say is as in the config, if any."""
+    document: dict[str, Any] = config.model_dump(exclude_none=True, exclude={"layout"}) if config else {}
+    document["train"] = document.get("train", {}) | {
+        "sequence": sequence, "global_batch": global_batch, "micro_batch": layout.micro_batch,
+        "precision": precision, "offload": layout.offload,
+    }  # fmt: skip
+    document["optimizer"] = document.get("optimizer", {}) | {"name": optimizer}
+    document |= {"recompute": {"mode": "none"}} | recomputation(layout)
+    document["model"] = model.model_dump(mode="json", exclude_none=True)
+    settled = build_config(document)
+    return batch_of(settled), recipe_of(settled, precision, cuda=True, gloo=False)

@@ -17,46 +17,56 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
-from ironlaw.plan.answer import Answer, Options
+from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
 from ironlaw.plan.step import plan_run
-from ironlaw.plan.subject import Subject
 from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption, settle
 
-__all__ = ["Answer", "Options", "plan_on_this", "plan_request"]
+__all__ = ["Options", "PlanOutcome", "plan_on_this", "plan_request"]
 
 
 def plan_request(
-    what: str, *, on: str, overrides: Sequence[str] = (), layout: str | None = None, options: Options | None = None
-) -> Answer:
+    what: str | RunConfig,
+    *,
+    on: str,
+    overrides: Sequence[str] = (),
+    layout: str | None = None,
+    options: Options | None = None,
+) -> PlanOutcome:
     """The planned answer. UserError for whatever cannot be planned."""
     options = options or Options()
     options = replace(options, layout=layout or options.layout)
+    if isinstance(what, RunConfig):
+        return _planned(RequestedModel(what.model, what), on, options)
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.module import plan_traced
 
         ledger, enough = plan_traced(what, options.inputs, on, real=options.real or None)
-        return Answer(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
+        return PlanOutcome(ledger, enough, {"assumed": [Assumption(*one).to_json() for one in ledger.facts["assumed"]]})
     try:
-        subject = resolve(what, overrides)
+        requested = resolve(what, overrides)
     except UserError as refusal:
         if overrides or not is_config_file(Path(what)):
             raise
         return _by_tracing(Path(what), refusal, on, options)
+    return _planned(requested, on, options)
+
+
+def _planned(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
     if on == "this":
-        return _on_this(subject, options)
+        return _on_this(requested, options)
     if options.ranks:
         raise UserError("--ranks are processes of this machine: for a cluster write --on COUNTxACCELERATOR")
-    from ironlaw.plan.answers.cluster_request import plan_on_cluster
+    from ironlaw.plan.requests.cluster import plan_on_cluster
 
-    return plan_on_cluster(subject, on, options)
+    return plan_on_cluster(requested, on, options)
 
 
 TRACED_SEQUENCE = 2048
 """Tokens, where nobody says: recurrent layers are traced step by step."""
 
 
-def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> Answer:
+def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> PlanOutcome:
     """A decoder that is not ours, built by transformers and traced; the refusal where that cannot be."""
     from ironlaw.plan.module import plan_module
     from ironlaw.plan.totals import fits as traced_fits
@@ -85,20 +95,20 @@ def _by_tracing(path: Path, refusal: UserError, on: str, options: Options) -> An
     ):
         if said is None:
             assumed.append(Assumption(name, value, "a first try on one device", flag))
-    return Answer(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+    return PlanOutcome(ledger, traced_fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
 
-def resolve(what: str, overrides: Sequence[str] = ()) -> Subject:
+def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
     """The model behind WHAT."""
     path = Path(what)
     holds_run = path.is_dir() and (path / "config.toml").is_file()
     if path.suffix == ".toml" or holds_run:
         config = load_config(path, overrides)
-        return Subject(config.model, config)
+        return RequestedModel(config.model, config)
     if is_config_file(path):
-        return Subject(_overridden(read_config(path), overrides), left_out=left_out(path))
+        return RequestedModel(_overridden(read_config(path), overrides), left_out=left_out(path))
     if is_model(what):
-        return Subject(_overridden(ModelConfig.named(what), overrides))
+        return RequestedModel(_overridden(ModelConfig.named(what), overrides))
     if path.suffix == ".json" or path.is_dir() or "/" in what:
         raise UserError(f"no config at {what}: give a .toml run config, a config.json, or a directory that holds one")
     raise UserError(f"unknown model '{what}': {did_you_mean(what, [*model_names(), *released_names()])}")
@@ -117,28 +127,28 @@ def _overridden(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
     return build_config(document, where="--set").model
 
 
-def plan_on_this(config: RunConfig) -> Answer:
+def plan_on_this(config: RunConfig) -> PlanOutcome:
     """The plan of a config on the measured machine."""
     ledger = plan_run(config, load_profile())
-    return Answer(ledger, fits(ledger))
+    return PlanOutcome(ledger, fits(ledger))
 
 
 THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 """Assumed on this machine, where a model comes without a config: small enough to be tried."""
 
 
-def _on_this(subject: Subject, options: Options) -> Answer:
+def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
     of_clusters = ("engine", "emit", "network", "per_node", *(() if options.ranks else ("layout",)))
     for name in of_clusters:
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} is for clusters: add --on, for example --on 8xh100-sxm-80gb")
     if options.precision not in (None, "fp32", "bf16"):
         raise UserError(f"--precision {options.precision}: this machine is measured in fp32 and bf16")
-    config, assumed = subject.config, []
+    config, assumed = requested.config, []
     if config is None:
-        sequence = min(subject.model.context, THIS_SEQUENCE)
+        sequence = min(requested.model.context, THIS_SEQUENCE)
         train = TrainConfig(sequence=sequence, global_batch=THIS_BATCH, steps=THIS_STEPS)
-        config = RunConfig(model=subject.model, train=train)
+        config = RunConfig(model=requested.model, train=train)
         given = options.work
         wanted = (
             ("sequence", given.sequence, f"{sequence:,} tokens", "--seq"),
@@ -147,7 +157,7 @@ def _on_this(subject: Subject, options: Options) -> Answer:
         )
         reason = "a first try on one machine"
         assumed = [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
-    work = settle(subject.model, options.work, 1, config)
+    work = settle(requested.model, options.work, 1, config)
     changed = {"sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps}
     if options.precision:
         changed["precision"] = options.precision  # type: ignore[assignment]
@@ -157,9 +167,9 @@ def _on_this(subject: Subject, options: Options) -> Answer:
         document["optimizer"]["name"] = options.optimizer
     settled = build_config(document, where="the options")
     if options.ranks:
-        from ironlaw.plan.answers.ranks import answer_on_ranks
+        from ironlaw.plan.requests.ranks import result_on_ranks
 
-        answer = answer_on_ranks(settled, options)
+        answer = result_on_ranks(settled, options)
     else:
         answer = plan_on_this(settled)
     return replace(answer, more=answer.more | {"assumed": [assumption.to_json() for assumption in assumed]})

@@ -1,6 +1,6 @@
 """A pipeline played pass by pass: who computes when, who waits for whose message.
 
-played = play(passes("1f1b", pp=2, virtual=1, micro_batches=4), seconds, message, cores)
+played = simulate_pipeline(passes("1f1b", pp=2, virtual=1, micro_batches=4), seconds, message, cores)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ironlaw.workload.schedule import Pass
 
 
 @dataclass(frozen=True)
-class Played:
+class PipelineTimes:
     """Per rank: seconds it computes, when its last pass ends, and how long it waited for messages until then."""
 
     busy: list[float]
@@ -20,14 +20,14 @@ class Played:
     waited: list[float]
 
 
-def play(
+def simulate_pipeline(
     orders: list[list[Pass]],
     seconds: Callable[[Pass], float],
     message_seconds: Callable[[int, int], float],
     *,
     latency_seconds: float = 0.0,
     cores: Callable[[int], tuple[int, float]] = lambda rank: (0, float("inf")),
-) -> Played:
+) -> PipelineTimes:
     """`message_seconds(from_rank, to_rank)`: how long a message holds their link; `latency_seconds` on top of it.
 
     As on gloo, measured (benchmarks/results/shaped_links.md): a message is on its way from when its receiver waits for
@@ -101,7 +101,7 @@ def play(
                 ends[rank] = now
                 finished(rank, p)
     assert all(position[rank] == len(order) for rank, order in enumerate(orders)), "a pipeline that never ends"
-    return Played(busy, ends, [end - work for end, work in zip(ends, busy, strict=True)])
+    return PipelineTimes(busy, ends, [end - work for end, work in zip(ends, busy, strict=True)])
 
 
 def _speed(rank: int, active: list[int], cores: Callable[[int], tuple[int, float]]) -> float:

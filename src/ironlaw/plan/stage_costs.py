@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.plan.communication import CollectiveCost, Links
-from ironlaw.plan.fold import fold
-from ironlaw.plan.machines import SharedMachine
-from ironlaw.plan.schedule import play
+from ironlaw.plan.machines import SharedMachine, fold
+from ironlaw.plan.schedule import simulate_pipeline
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import rank_of_last
 from ironlaw.workload.program import EMBEDDING, HEAD, Program
@@ -145,7 +144,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> t
     if links.fabric.between and local < links.ranks:
         latency = links.fabric.between.latency_seconds
     room = links.fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
-    played = play(
+    played = simulate_pipeline(
         orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip

@@ -27,18 +27,14 @@ from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.model.huggingface.configs import names_of
-from ironlaw.plan.attention import AttentionChoice, choose_attention
 from ironlaw.plan.communication import CollectiveCost, Links
-from ironlaw.plan.fold import fold
-from ironlaw.plan.machines import MeasuredMachine, SharedMachine, is_emulated, measured_precision
+from ironlaw.plan.decisions import AttentionChoice, choose_attention, solve
+from ironlaw.plan.machines import MeasuredMachine, SharedMachine, fold, is_emulated, measured_precision
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
-from ironlaw.plan.recipe import batch_of, recipe_of
-from ironlaw.plan.recompute import solve
+from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
-from ironlaw.plan.supply import data_supply
-from ironlaw.plan.supported import check_supported
-from ironlaw.plan.totals import System, add_run_totals, add_totals
+from ironlaw.plan.totals import System, add_run_totals, add_totals, data_supply
 from ironlaw.workload.adapted import finetuned
 from ironlaw.workload.finetune import Target, targets_of
 from ironlaw.workload.kinds import is_block

@@ -1,6 +1,6 @@
 """How much training a plan is for: sequence, batch, tokens, and which of them nobody said.
 
-    work = settle(model, Wishes(tokens="1T"), accelerators=64)
+    work = settle(model, WorkOptions(tokens="1T"), accelerators=64)
     work.steps, work.total_tokens
     work.assumed[0].name, work.assumed[0].how_to_set
 
@@ -45,7 +45,7 @@ class Assumption:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class WorkOptions:
     """What the user said of the work; None: not said."""
 
     tokens: str | None = None  # in all: "1T", "500B", "2e12"
@@ -83,7 +83,7 @@ def tokens_of(text: str, option: str = "--tokens") -> float:
     return number
 
 
-def settle(model: ModelConfig, wishes: Wishes, accelerators: int, config: RunConfig | None = None) -> Work:
+def settle(model: ModelConfig, wishes: WorkOptions, accelerators: int, config: RunConfig | None = None) -> Work:
     """The work that is planned: what was said, then what a config file says, then stated assumptions."""
     if wishes.tokens is not None and wishes.steps is not None:
         raise UserError("--tokens and --steps say the same thing twice: give one of them")

@@ -1,4 +1,4 @@
-"""The catalogue and the number formats, each figure with its source; and what a compression saved and cost."""
+"""The catalogue and the number formats, each figure with its source; what a compression saved; what is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ironlaw import units
-from ironlaw.report.document import Cell, Document, Names, Print, dim
+from ironlaw.report.document import Cell, Document, Names, Print, bad, dim, good
 
 # How a figure is printed, by how its key ends.
 _PRINT: tuple[tuple[str, Print], ...] = (
@@ -109,7 +109,43 @@ def compression_view(source: str, out: str, found: Mapping[str, Any]) -> Documen
         ["", "weights", "loss, nats per token", "tokens per second here"], rows,
         caption=f"{found['to']} by {found['method']}: {share:.0%} of the weights, the others in "
         f"{found['precision_before']}. Loss of {found['held_out_tokens']:,} held-out tokens, in fp32 arithmetic. "
-        "Weights are dequantised when they are read, so speed and memory in use are those of the model before; the "
-        "file is smaller.",
+        f"{_decoding(found)}",
     )  # fmt: skip
+    return made
+
+
+def _decoding(found: Mapping[str, Any]) -> str:
+    if not found["kernels"]:
+        return "No kernel here multiplies this format: weights are dequantised when they are read, the file is smaller."
+    kernels = ", ".join(f"{name} ({count} layers)" for name, count in found["kernels"].items())
+    return f"Decoded by {kernels}, whose loss is {found['loss_served'] - found['loss_before']:+.4f}."
+
+
+def checkup_view(found: Mapping[str, Any]) -> Document:
+    """What `ironlaw doctor` found."""
+    made = Document()
+    made.title(", ".join(f"{name} {version}" for name, version in found["versions"].items() if version))
+    for device in found["devices"]:
+        more = f"{device['threads']} threads" if "threads" in device else f"capability {device['capability']}"
+        made.text(f"{device['device']}: {device['name']} ({more}, {units.bytes_(device['memory_bytes'])})")
+    measured = found["measured"]
+    if measured is not None:
+        when = measured["created"][:16].replace("T", " ")
+        made.text(f"Measured {when}: {measured['name']} ({measured['device']}), {measured['path']}")
+    made.heading("Optional parts")
+    rows = []
+    for extra in found["extras"]:
+        have = ", ".join(f"{name} {version}" for name, version in extra["versions"].items() if version)
+        missing = ""
+        if extra["missing"]:
+            missing = f"missing: {', '.join(extra['missing'])}; pip install 'ironlaw[{extra['name']}]'"
+        here = Cell("\n".join(filter(None, [have, missing])), "caution" if missing else "good")
+        rows.append([extra["name"], here, extra["gives"]])
+    made.table(["extra", "<here", "<gives"], rows)
+    for problem in found["problems"]:
+        made.text(bad("Problem: "), problem)
+    for advice in found["advice"]:
+        made.text(Cell("Advice: ", "caution"), advice)
+    if not found["problems"]:
+        made.text(good("Everything that Ironlaw needs is here."))
     return made

@@ -221,7 +221,7 @@ def _advice(made: Document, more: More) -> None:
     made.text(f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", indent=2)
     for change in first["tried"]:
         made.text(f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", indent=2)
-    for saver in more.get("savers", ()):
+    for saver in more.get("communication_savings", ()):
         saved, exposed = units.seconds(saver["saves_seconds"]), units.seconds(saver["exposed_seconds"])
         costs = f"costs {units.seconds(saver['costs_seconds'])} per step"
         verdict = "" if saver["pays"] else ": it does not pay"

@@ -40,7 +40,7 @@ _RECORDED = {
 MOST_LISTED = 8
 
 
-def serving_view(ledger: Ledger, fits: bool, more: dict[str, Any]) -> Document:
+def serving_view(ledger: Ledger, more: dict[str, Any]) -> Document:
     made, served = Document(), more["served"]
     asked = ", ".join(f"{key} {_asked(key, value)}" for key, value in ledger.facts["request"].items() if value)
     title = f"{ledger.facts['name']} served by {served['engine']} on {served['devices']} x {served['product']}"

@@ -115,8 +115,9 @@ def _names(block: Names, console: Console) -> bool:
 @_print.register
 def _chart(block: Chart, console: Console) -> bool:
     if block.line:
-        console.print(Text(f"  {block.line}", no_wrap=True))
-        console.print(Padding(_wrapped(Text(block.key, style="dim")), (0, 0, 0, 2)))
+        console.print(Padding(Text(block.line, no_wrap=True), (0, 0, 0, 2)))
+        if block.key:
+            console.print(Padding(_wrapped(Text(block.key, style="dim")), (0, 0, 0, 2)))
     return bool(block.line)
 
 

@@ -15,10 +15,11 @@ from ironlaw.serve.request import Request
 
 
 class Blocks:
-    """`count` pages of `size` tokens. Page 0 is nobody's: rows that only fill up a batch write there."""
+    """`count` pages of `size` tokens. Page 0 is nobody's: rows that only fill up a batch write there, and it stands
+    where a request had pages that are behind its `window`: of all layers, None where one sees everything."""
 
-    def __init__(self, count: int, size: int, share: bool = True) -> None:
-        self.count, self.size, self.share = count, size, share
+    def __init__(self, count: int, size: int, share: bool = True, window: int | None = None) -> None:
+        self.count, self.size, self.share, self.window = count, size, share, window
         self._users = [0] * count
         self._digest: list[bytes | None] = [None] * count
         self._known: dict[bytes, int] = {}
@@ -74,7 +75,7 @@ class Blocks:
             if self._users[page] == 0:
                 del self._unused[page]
             self._users[page] += 1
-        request.blocks = list(found)
+        request.blocks, request.remembered = list(found), len(found)
 
     def extend(self, request: Request, count: int) -> None:
         """Add `count` pages, which `free` says are there."""
@@ -97,19 +98,32 @@ class Blocks:
         full = computed // self.size
         if len(request.digests) < full:
             request.digests = self.digests(request.tokens[: full * self.size], request.digests, request.salt)
-        for page, digest in zip(request.blocks[:full], request.digests, strict=False):
-            if self._digest[page] is None and digest not in self._known:
+        start, request.remembered = request.remembered, full
+        for page, digest in zip(request.blocks[start:full], request.digests[start:full], strict=True):
+            if page and self._digest[page] is None and digest not in self._known:
                 self._digest[page] = digest
                 self._known[digest] = page
 
     def release(self, request: Request) -> None:
         """Last pages first: beginnings are shared more often, and so live longer."""
-        for page in reversed(request.blocks):
+        self._give_back(request.blocks)
+        request.blocks = []
+        request.computed = 0
+
+    def forget(self, request: Request) -> None:
+        """Give back the pages that no token to come can see."""
+        if self.window is None:
+            return
+        unseen = max(0, request.computed - self.window + 1) // self.size
+        if unseen and request.blocks[unseen - 1]:
+            self._give_back(request.blocks[:unseen])
+            request.blocks[:unseen] = [0] * unseen
+
+    def _give_back(self, pages: Sequence[int]) -> None:
+        for page in filter(None, reversed(pages)):
             self._users[page] -= 1
             if self._users[page] == 0:
                 if self._digest[page] is None:
                     self._empty.append(page)
                 else:
                     self._unused[page] = None
-        request.blocks = []
-        request.computed = 0

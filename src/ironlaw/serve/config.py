@@ -22,9 +22,11 @@ class ServeConfig(BaseModel):
     name: str | None = None  # of the model in the API; the directory's unless given
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    weights: Literal["auto", "fp32", "bf16", "int8"] = "auto"  # auto: bf16 on CUDA, fp32 on a CPU
+    # auto: as a compressed run holds them where a kernel has that format; else bf16 on CUDA, fp32 on a CPU
+    weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
     kv: Literal["auto", "fp32", "bf16", "fp8", "int8"] = "auto"  # auto: as the weights' products
     threads: int | None = Field(None, gt=0)  # of a CPU; auto: one for small models, else all cores
+    compiled: bool = True  # attention and norms of a CPU's decode step in C, where there is a compiler
     context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given
 
     block: int = Field(16, gt=0)  # tokens per page of keys and values

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -58,18 +59,20 @@ class Engine:
             raise UserError(
                 f"no memory for keys and values: {per_token * config.block:,} bytes a page; raise serve.kv_memory"
             )
-        self.blocks = Blocks(count, config.block, config.share_prefixes)
+        layers = [(m.model.config, layer) for m in models for layer in range(m.model.config.layers)]
+        windows = [model.sliding_window if model.is_windowed(layer) else None for model, layer in layers]
+        seen = None if None in windows else max(window for window in windows if window is not None)
+        self.blocks = Blocks(count, config.block, config.share_prefixes, seen)
         self.scheduler = Scheduler(config, self.blocks)
-        self.runner = Runner(served.model, count, config.block, served.kv, served.device, served.autocast)
+        self.runner = Runner(served, count, config.block, config.compiled)
         self.proposer: Proposer | None = None
         if config.speculation == "ngram":
             self.proposer = NGram(config.ngram, config.drafted)
         elif served.draft is not None:
-            draft = served.draft
-            runner = Runner(draft.model, count, config.block, draft.kv, served.device, draft.autocast)
-            self.proposer = DraftModel(runner, config.drafted)
+            self.proposer = DraftModel(Runner(served.draft, count, config.block, config.compiled), config.drafted)
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
+        self.passes: list[dict[str, Any]] = []  # timed by `warmup.py`
         self.is_draining = False
         self.failure: str | None = None
         self.after_step: Callable[[], None] = lambda: None  # by whoever passes on what requests were told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from ironlaw.errors import UserError
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.compression import Held
+from ironlaw.numerics.pruning import Sparse
+from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
 
 _SMALL = 30_000_000  # parameters: products of fewer take longer to divide among threads than to compute, one token's
@@ -26,7 +30,7 @@ class Served:
     name: str
     model: Transformer
     device: torch.device
-    weights: str  # fp32, bf16 or int8
+    weights: str  # fp32, bf16, or the format that linear layers are held and multiplied in
     kv: str
     threads: int
     weight_bytes: int = 0
@@ -38,6 +42,8 @@ class Served:
     draft: Served | None = None
     about: dict[str, Any] = field(default_factory=dict)  # which checkpoint of a run
     passed_over: tuple[str, ...] = ()  # newer ones that are damaged
+    kernels: dict[str, int] = field(default_factory=dict)  # of layers in few bits, how many have which
+    note: str = ""  # what was asked for, or is held so, and cannot be multiplied so here
 
     @property
     def autocast(self) -> bool:
@@ -60,7 +66,7 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Se
 
     trained = load_trained(path, needs_text)
     folder = path if path.is_dir() else path.parent
-    served = prepare(trained.model, config, name=folder.resolve().name)
+    served = prepare(trained.model, config, name=folder.resolve().name, held=trained.held)
     served.about, served.passed_over = trained.about(), trained.passed_over
     tokenizer = trained.tokenizer
     if tokenizer is not None:
@@ -84,19 +90,31 @@ def _read_chat(served: Served, folder: Path) -> None:
     served.chat_template = template.read_text("utf-8") if template.is_file() else _template(fields)
 
 
-def prepare(model: Transformer, config: ServeConfig, name: str) -> Served:
-    """Put a model on its device, in the formats that it is served in."""
+def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[str, Held] | None = None) -> Served:
+    """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("serve.device = cuda, but PyTorch sees no CUDA device: use serve.device = cpu")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    weights = ("bf16" if device.type == "cuda" else "fp32") if config.weights == "auto" else config.weights
-    kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
     cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
     threads = config.threads or (1 if model.config.parameters < _SMALL else cores)
     torch.set_num_threads(threads)
-    model.requires_grad_(False)
-    held = pack(model.to(device), weights)
-    return Served(config.name or name, model, device, weights, kv, threads, held)
+    model.requires_grad_(False).to(device)
+    wide = "bf16" if device.type == "cuda" else "fp32"
+    asked = config.weights if config.weights in ("int8", "int4") else None
+    held = held if held and (config.weights == "auto" or asked) else {}
+    kernels = quantize_layers(model, {n: w for n, w in held.items() if asked in (None, _format(w))}, asked)
+    unknown = kernels.pop("", 0)
+    formats = sorted({asked} if asked else {_format(weight) for weight in held.values()})
+    wide = config.weights if config.weights in ("fp32", "bf16") else wide
+    weights = "+".join(formats) if kernels else wide
+    note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
+    kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
+    size = pack(model, wide)
+    return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
+
+
+def _format(held: Held) -> str:
+    return (held.held if isinstance(held, Sparse) else held).format.name
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def facts(engine: Engine) -> dict[str, Any]:
         "speculation": config.speculation, "share_prefixes": config.share_prefixes, "context": engine.context,
         "preemptions": engine.scheduler.preemptions, "prefix_queried": engine.blocks.queried,
         "prefix_hits": engine.blocks.hits, "drafted": engine.drafted_tokens, "accepted": engine.accepted_tokens,
+        "passes": engine.passes,
         "versions": {"ironlaw": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }  # fmt: skip
 
@@ -86,7 +87,7 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
         sums[Phase.DECODE] += decode
         sums[Phase.PREFILL] += model - decode
         sums[Phase.SAMPLING] += step["sample_seconds"]
-        sums[Phase.HOST] += step["seconds"] - model - step["sample_seconds"]
+        sums[Phase.HOST] += step["schedule_seconds"] + step["output_seconds"]
     span = steps[-1]["start"] + steps[-1]["seconds"] - steps[0]["start"]
     sums[Phase.IDLE] = max(0.0, span - sum(step["seconds"] for step in steps))  # nobody asked for anything
     ledger.phase_seconds = {phase: seconds / count for phase, seconds in sums.items()}
@@ -103,7 +104,8 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     )
     ledger.totals["waiting"] = Estimate(float(np.mean([s["waiting"] for s in steps])), measured, "mean over steps")
     ledger.facts["steps"] = {
-        "count": count, "prefill_tokens": sum(s["prefill_tokens"] for s in steps),
+        "count": count, "mean_seconds": float(seconds.mean()),
+        "prefill_tokens": sum(s["prefill_tokens"] for s in steps),
         "decode_tokens": sum(s["decode_tokens"] for s in steps), "accepted": sum(s["accepted"] for s in steps),
         "produced": sum(s["produced"] for s in steps), "mixed": sum(s["phase"] == "mixed" for s in steps),
         "decode_seconds_by_batch": {str(batch): value for batch, value in sorted(beside.items())},

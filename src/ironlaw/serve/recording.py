@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
+from ironlaw.kernels.native import Native
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.cached import LayerCache, Pages
-from ironlaw.observe.profile import named_modules_recorded, operation_scope, phase_scope, read_profile, step_scope
+from ironlaw.observe.profile import (
+    named_modules_recorded,
+    native_scope,
+    operation_scope,
+    phase_scope,
+    read_profile,
+    step_scope,
+)
 
-_SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"))
+_SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"),
+           (Native, "attend", "attention"), (Native, "keep", "cache"))  # fmt: skip
+_OPERATIONS = ("attend", "keep", "turn", "norm")  # of Native: no operations of PyTorch, which the profiler sees
 
 
 class Recording:
@@ -38,8 +48,10 @@ class Recording:
         with ExitStack() as stack:
             recorded = stack.enter_context(torch.profiler.profile())
             stack.enter_context(named_modules_recorded(model))
+            for name in _OPERATIONS:
+                _scoped(stack, Native, name, partial(native_scope, name))
             for owner, name, scope in _SCOPES:
-                _scoped(stack, owner, name, scope)
+                _scoped(stack, owner, name, partial(operation_scope, True, scope))
             stack.enter_context(step_scope(True))
             stack.enter_context(phase_scope(True, Phase(phase)))
             yield
@@ -54,12 +66,12 @@ class Recording:
         return [self._lines[key] for key in sorted(self._lines)]
 
 
-def _scoped(stack: ExitStack, owner: type, name: str, scope: str) -> None:
+def _scoped(stack: ExitStack, owner: type, name: str, scope: Callable[[], Any]) -> None:
     original: Any = getattr(owner, name)
 
     @wraps(original)
     def call(*arguments: Any, **named: Any) -> Any:
-        with operation_scope(True, scope):
+        with scope():
             return original(*arguments, **named)
 
     setattr(owner, name, call)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ironlaw.model.cached import Group, LayerCache, Pages
+from ironlaw.kernels.native import Shapes, compiled
+from ironlaw.machine.host import cache_folder
+from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import Transformer
-from ironlaw.serve.request import Request
+from ironlaw.model.packed import PackedNorm
+from ironlaw.serve.loading import Served
+from ironlaw.serve.request import Request, Sampling
 
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 # Pages that a group may read for nothing, because its sequences are not equally long, before it is divided in two:
@@ -22,6 +25,8 @@ _SPARE_PAGES = 64
 # Of more tokens than this there are only multiples: oneDNN makes a kernel for every number of rows that it has not
 # multiplied yet, which takes about a millisecond and stays in memory (`model/grouped.py`).
 _ROWS = 16
+# Up to so many new tokens of a sequence, compiled code attends to its pages as they are; beyond, products do.
+_FEW = 8
 
 
 def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
@@ -49,61 +54,70 @@ class Work:
 
 
 class Runner:
-    def __init__(self, model: Transformer, pages: int, page: int, store: str, device: torch.device,
-                 autocast: bool = False) -> None:  # fmt: skip
-        self.model, self.config, self.device, self.page = model, model.config, device, page
-        heads, sizes = kv_heads_and_sizes(model.config)
-        kept = KV_TYPES[store]
-        self.pages = [Pages(pages, page, heads, sizes, kept, device) for _ in range(model.config.layers)]
-        self.autocast = autocast
-        self.windowed = [windowed for windowed, _ in model.kinds()]
+    def __init__(self, served: Served, pages: int, page: int, compiles: bool = True) -> None:
+        model, config, device, kept = served.model, served.model.config, served.device, KV_TYPES[served.kv]
+        self.model, self.config, self.device, self.page = model, config, device, page
+        heads, sizes = kv_heads_and_sizes(config)
+        self.autocast = served.autocast
+        shapes = Shapes(config.heads, heads, sizes[0], sizes[-1], sizes[-1], page)
+        if config.latent is not None:  # values are the beginnings of keys
+            shapes = replace(shapes, value=config.latent.key_value_rank)
+        activation = torch.bfloat16 if self.autocast else torch.float32
+        self.native = None
+        if compiles and device.type == "cpu":
+            self.native = compiled(shapes, kept, activation, cache_folder() / "kernels")
+        for module in model.modules():
+            if isinstance(module, PackedNorm):
+                module.native = self.native
+        self.caches = []
+        for block, (windowed, _) in zip(model.blocks, model.kinds(), strict=True):
+            store = Pages(pages, page, heads, sizes, kept, device)
+            sinks = getattr(block.attention, "sinks", None)
+            self.caches.append(LayerCache(config, store, windowed, self.native, sinks))
+        self.nobody = Request([0], Sampling(), blocks=[0])  # rows that fill up a step write to page 0
 
     @property
     def kv_bytes(self) -> int:
-        return sum(pages.bytes for pages in self.pages)
+        return sum(cache.pages.bytes for cache in self.caches)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> tuple[Tensor | None, list[Work]]:
         """Logits (R, V) of the wanted rows, and `work` in the order that they have."""
-        ordered, parts = self.arrange(work)
-        tokens: list[int] = []
-        places: list[int] = []
-        held: list[int] = []  # page of each token
+        count = sum(len(w.tokens) for w in work)
+        spare = -count % _ROWS if count > _ROWS and self.device.type == "cpu" else 0
+        few, many = self.arrange([*work, *[Work(self.nobody, [0], 0, 0)] * spare])
+        ordered = few + [w for part in many for w in part]
+        tokens = [token for w in ordered for token in w.tokens]
+        places = [place for w in ordered for place in range(w.start, w.start + len(w.tokens))]
         wanted: list[int] = []
+        row = 0
         for w in ordered:
-            end = w.start + len(w.tokens)
-            tokens += w.tokens
-            places += range(w.start, end)
-            blocks, page = w.request.blocks, self.page
-            held += [blocks[place // page] for place in range(w.start, end)]
-            wanted += range(len(tokens) - w.wanted, len(tokens))
-        spare = -len(tokens) % _ROWS if len(tokens) > _ROWS and self.device.type == "cpu" else 0
-        if spare:  # they see nothing but themselves, and write to the page that is nobody's
-            parts.append((len(tokens), [Work(ordered[0].request, [0], 0, 0)] * spare))
-            tokens, places, held = tokens + [0] * spare, places + [0] * spare, held + [0] * spare
+            row += len(w.tokens)
+            wanted += range(row - w.wanted, row)
         # A chunk in the middle of a prompt wants none: the least that the model gives is one token's.
         rows = None if len(wanted) == len(tokens) else self._tensor(wanted or [len(tokens) - 1])
         long = None
         if self.config.rope_long:
-            long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens] + [False] * spare, torch.bool)
+            long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
         positions = self._tensor(places)
-        at = self.pages[0].rows(self._tensor(held), positions % self.page)
-        groups = [self._group(part, positions) for part in parts]
-        caches = [LayerCache(self.config, p, at, groups, w) for p, w in zip(self.pages, self.windowed, strict=True)]
+        now = self._now(few, many, positions)
+        for cache in self.caches:
+            cache.now = now
         with self.precision():
-            logits = self.model.continued(self._tensor(tokens), positions, caches, rows, long)
-        return (logits if wanted else None), ordered
+            logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long)
+        return (logits if wanted else None), [w for w in ordered if w.request is not self.nobody]
 
     def precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
-    def arrange(self, work: Sequence[Work]) -> tuple[list[Work], list[tuple[int, list[Work]]]]:
-        """Work in the order of its groups; of each group the first row and its members."""
-        ordered = sorted(work, key=lambda w: (len(w.tokens), w.start == 0 and len(w.tokens) > 1, len(w.request.blocks)))
-        parts: list[tuple[int, list[Work]]] = []
-        row = spare = 0
-        for w in ordered:
-            last = parts[-1][1] if parts else []
+    def arrange(self, work: Sequence[Work]) -> tuple[list[Work], list[list[Work]]]:
+        """Those for compiled code, and the others by group: each has equally many new tokens."""
+        few = [w for w in work if len(w.tokens) <= _FEW] if self.native is not None else []
+        many = [w for w in work if len(w.tokens) > _FEW] if self.native is not None else work
+        parts: list[list[Work]] = []
+        spare = 0
+        for w in sorted(many, key=lambda w: (len(w.tokens), w.start == 0, len(w.request.blocks))):
+            last = parts[-1] if parts else []
             fits = bool(last) and len(last[0].tokens) == len(w.tokens) and (last[0].start == 0) == (w.start == 0)
             if fits and w.start:
                 # Ordered by length: those before become as long as this one.
@@ -112,21 +126,35 @@ class Runner:
             if fits:
                 last.append(w)
             else:
-                parts.append((row, [w]))
+                parts.append([w])
                 spare = 0
-            row += len(w.tokens)
-        return ordered, parts
+        return few, parts
 
-    def _group(self, part: tuple[int, list[Work]], places: Tensor) -> Group:
-        row, members = part
-        count, each = len(members), len(members[0].tokens)
-        rows = slice(row, row + count * each)
-        positions = places[rows].view(count, each)
-        if members[0].start == 0:
-            return Group(rows, count, each, positions, None)
-        width = max(-(-(w.start + each) // self.page) for w in members)
-        table = [w.request.blocks[:width] + [0] * (width - len(w.request.blocks)) for w in members]
-        return Group(rows, count, each, positions, self.pages[0].blocks(self._tensor(table)))
+    def _now(self, few: Sequence[Work], many: Sequence[Sequence[Work]], positions: Tensor) -> Now:
+        keeps = self.native is not None and self.native.keeps and not many
+        some, row = None, sum(len(w.tokens) for w in few)
+        if few:
+            sequence = [number for number, w in enumerate(few) for _ in w.tokens]
+            some = Few(row, self._table(few, torch.int32), self._tensor(sequence, torch.int32), positions[:row].int())
+        groups = []
+        for part in many:
+            count, each = len(part), len(part[0].tokens)
+            rows = slice(row, row + count * each)
+            row = rows.stop
+            blocks = None if part[0].start == 0 else self.caches[0].pages.blocks(self._table(part))
+            groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
+        return Now(None if keeps else self._rows([*few, *(w for part in many for w in part)], positions), some, groups)
+
+    def _rows(self, ordered: Sequence[Work], positions: Tensor) -> Tensor:
+        page = self.page
+        held = [w.request.blocks[p // page] for w in ordered for p in range(w.start, w.start + len(w.tokens))]
+        return self.caches[0].pages.rows(self._tensor(held), positions % page)
+
+    def _table(self, part: Sequence[Work], dtype: torch.dtype = torch.int64) -> Tensor:
+        """(sequences, pages of the longest)"""
+        width = max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
+        table = [w.request.blocks[:width] + [0] * (width - len(w.request.blocks)) for w in part]
+        return self._tensor(table, dtype)
 
     def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)

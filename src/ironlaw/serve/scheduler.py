@@ -54,6 +54,8 @@ class Scheduler:
         """`propose`: drafted tokens of a request that decodes, taken as far as budget and pages go."""
         budget = self.config.token_budget
         step: list[Scheduled] = []
+        for request in self.running:
+            self.blocks.forget(request)
         left = len(self.running)  # of which each that decodes goes before what is only drafted
         for request in list(self.running):
             left -= 1

@@ -28,7 +28,16 @@ def text_of(served: Served) -> Text | None:
 
 
 def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
-    """Until SIGINT or SIGTERM; `on_ready` gets the URL. What runs by then is finished, what comes is refused."""
+    """Until SIGINT or SIGTERM. What runs by then is finished, what comes is refused."""
+    try:
+        build_server(engine, on_ready).run()
+    except SystemExit:  # uvicorn has said why
+        config = engine.config
+        raise UserError(f"cannot listen on {config.host}:{config.port}: use another serve.port, or 0") from None
+
+
+def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
+    """A `uvicorn.Server`; `on_ready` gets the URL."""
     import uvicorn
 
     from ironlaw.serve.api import create_app
@@ -56,7 +65,4 @@ def serve(engine: Engine, on_ready: Callable[[str], None]) -> None:
         timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=30,
         limit_concurrency=config.batch + config.waiting + 1024, backlog=2048,
     )  # fmt: skip
-    try:
-        Server(settings).run()
-    except SystemExit:  # uvicorn has said why
-        raise UserError(f"cannot listen on {config.host}:{config.port}: use another serve.port, or 0") from None
+    return Server(settings)

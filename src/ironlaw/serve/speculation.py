@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ironlaw.serve.request import Request
 from ironlaw.serve.runner import Runner, Work
+from ironlaw.serve.sampler import likeliest
 
 
 class Proposer(Protocol):
@@ -81,7 +82,7 @@ class DraftModel:
             logits, ordered = self.runner.run(work)
             assert logits is not None
             work = []
-            for w, token in zip(ordered, logits.argmax(-1).tolist(), strict=True):
+            for w, token in zip(ordered, likeliest(logits).tolist(), strict=True):
                 w.request.drafted[number] = token
                 w.request.drafted_for = w.start + len(w.tokens)
                 if number + 1 < len(w.request.drafted):

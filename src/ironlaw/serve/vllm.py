@@ -20,7 +20,9 @@ def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[st
     if not is_config_file(folder):
         raise UserError(f"vLLM reads Hugging Face directories: export it with `ironlaw export {folder} --out DIR`")
     if config.weights not in _WEIGHTS or config.kv not in _KV:
-        raise UserError("serve.weights = int8 and serve.kv = int8 are this engine's: leave them out with --engine vllm")
+        raise UserError(
+            "serve.weights and serve.kv in int8 and int4 are this engine's: leave them out with --engine vllm"
+        )
     words = [program, "serve", str(folder), "--host", config.host, "--port", str(config.port)]
     words += ["--served-model-name", config.name or folder.resolve().name]
     words += ["--dtype", _WEIGHTS[config.weights], "--kv-cache-dtype", _KV[config.kv]]

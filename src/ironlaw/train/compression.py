@@ -1,7 +1,7 @@
 """`ironlaw compress`: a trained model into one in fewer bits, with what that costs and what it saves.
 
 Loss is the mean over held-out text in fp32 arithmetic, as the run's own validation computes it; speed is that of
-`ironlaw generate`, one sequence at a time, both models in turns.
+`ironlaw generate`, one sequence at a time, both models in turns: by the kernels of `numerics/quantized_linear.py`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import write_json
 from ironlaw.model.huggingface.weights import stored_type
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import Method, Target, check_method, compress
+from ironlaw.numerics.compression import Held, Method, Target, check_method, compress
 from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.evaluation import evaluate
@@ -44,85 +44,141 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True)
 class Compressed:
-    """Before and after. Loss in nats per token, bytes of all weights, tokens per second of one sequence."""
+    """Before and after. Loss in nats per token, bytes of all weights, tokens per second of one sequence.
+
+    loss_after:   of the weights, in fp32 arithmetic.
+    loss_served:  of the same weights by the kernels that decode, which may round inputs too; None where no kernel
+                  has the format, and decoding is as before.
+    """
 
     to: str
     method: str
     loss_before: float
     loss_after: float
+    loss_served: float | None
     bytes_before: int
     bytes_after: int
     tokens_per_second_before: float
     tokens_per_second_after: float
+    bytes_read: int  # of weights for each token decoded, after
+    kernels: dict[str, int]  # that decode the layers in few bits: name and how many layers
     held_out_tokens: int
     precision_before: str
     compressed_weights: int  # how many of the model's
     weights: int
 
 
-Decoder = Callable[[Transformer], Callable[[int], int]]
+@dataclass(frozen=True)
+class Decoder:
+    """A model ready to decode. run: so many tokens, says how many it made; kernels: of its layers in few bits;
+    bytes_read: of weights for each token."""
+
+    run: Callable[[int], int]
+    bytes_read: int
+    kernels: dict[str, int] = field(default_factory=dict)
+
+
+MakeDecoder = Callable[[Transformer, Mapping[str, Held]], Decoder]  # may repack the model in place
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run or a Hugging Face directory that is compressed: its model as it is, and the text it is measured on."""
+
+    path: Path
+    config: RunConfig
+    found: disk.Checkpoint | None
+    model: Transformer
+    wide: torch.dtype
+    dataset: Dataset
+    loss: float
+
+    @property
+    def bytes(self) -> int:
+        return self.config.model.parameters * self.wide.itemsize
+
+    def copy(self) -> Transformer:
+        model = Transformer(self.config.model)
+        model.load_state_dict(self.model.state_dict())
+        return model.eval()
+
+
+def open_source(
+    path: Path, data: str | None, say: Callable[[str], None], check: Callable[[Transformer], None]
+) -> Source:
+    """UserError, before anything is computed, where the source and `data` do not go together or `check` has one."""
+    config = _config(path, data)
+    found = disk.newest_of(path) if RunDirectory(path).is_run else None
+    if found is not None:
+        check_resumable(found)
+    else:
+        check_first_weights(str(path), config.model)
+    with torch.device("meta"):
+        check(Transformer(config.model))
+    dataset = prepare(config.data, config.model.vocab, say=say)
+    model = Transformer(config.model)
+    _load(found, path, model, config)
+    say(f"loss of {path} on held-out text")
+    wide = stored_type(path) if found is None else torch.float32
+    return Source(path, config, found, model, wide, dataset, _loss(model, config, dataset))
 
 
 def compress_run(
-    source: Path, target: Target, out: Path, decoder: Decoder, *, method: Method = "rtn", score: Score = "magnitude",
+    path: Path, target: Target, out: Path, decoder: MakeDecoder, *, method: Method = "rtn", score: Score = "magnitude",
     whole: bool = False, data: str | None = None, say: Callable[[str], None] | None = None,
 ) -> Compressed:  # fmt: skip
-    """Compress the run or Hugging Face directory `source` into the run directory `out`.
+    """Compress the run or Hugging Face directory `path` into the run directory `out`.
 
-    decoder: what makes of a model a function that decodes so many tokens, and says how many it made.
     data: text to measure on, tokenised as the model's; of a Hugging Face directory it must be given.
     UserError, before anything is written, where source, target, method and data do not go together.
     """
     say = say or (lambda message: None)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists: give --out a new directory")
-    config = _config(source, data)
-    found = disk.newest_of(source) if RunDirectory(source).is_run else None
-    if found is not None:
-        check_resumable(found)
-    else:
-        check_first_weights(str(source), config.model)
-    with torch.device("meta"):
-        check_method(Transformer(config.model), target, method)
-    dataset = prepare(config.data, config.model.vocab, say=say)
-    before, model = Transformer(config.model), Transformer(config.model)
-    _load(found, source, before, config)
-    model.load_state_dict(before.state_dict())
-    wide = stored_type(source) if found is None else torch.float32
-    say(f"loss of {source} on held-out text")
-    loss_before = _loss(before, config, dataset)
+    source = open_source(path, data, say, lambda model: check_method(model, target, method))
     say(f"compressing to {target} by {method}")
-    held = compress(
-        model.eval(), target, method=method, score=score, whole=whole, batches=_calibration(config, dataset)
-    )
-    loss_after = _loss(model, config, dataset)
-    store = QuantizedFiles(held, wide)
-    taken = store.take(model, {})
-    speeds = decode_speeds(decoder, before.eval(), model.eval())  # last: an engine may pack the weights
-    bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
-    result = Compressed(
-        to=str(target), method=method, loss_before=loss_before, loss_after=loss_after,
-        bytes_before=config.model.parameters * wide.itemsize,
-        bytes_after=bytes_wide + sum(weight.bytes for weight in held.values()),
-        tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[1],
-        held_out_tokens=sum(batch.targets.numel() for batch in _held_out(config, dataset)),
-        precision_before=_NAMES[wide],
-        compressed_weights=sum(weight.shape.numel() for weight in held.values()),
-        weights=config.model.parameters,
-    )  # fmt: skip
-    _write(out, config, dataset, store, taken, found, result, source)
+    before = decoder(source.copy(), {})
+    result, store, taken = compressed(source, target, before, decoder, method, score, whole)
+    _write(out, source, store, taken, result)
     return result
 
 
-def decode_speeds(decoder: Decoder, *models: Transformer) -> tuple[float, ...]:
-    """Tokens per second of each model continuing a short prompt; medians of rounds in which they take turns."""
-    seconds: list[list[float]] = [[] for _ in models]
-    count = min(DECODED_TOKENS, models[0].config.context - 1)
-    decoders = [decoder(model) for model in models]
+def compressed(
+    source: Source, target: Target, before: Decoder, decoder: MakeDecoder, method: Method, score: Score = "magnitude",
+    whole: bool = False,
+) -> tuple[Compressed, QuantizedFiles, dict[str, Tensor]]:  # fmt: skip
+    """Compress a copy of the source's model and measure it; with what is to be written of it."""
+    config, dataset, model = source.config, source.dataset, source.copy()
+    held = compress(model, target, method=method, score=score, whole=whole, batches=_calibration(config, dataset))
+    loss_after = _loss(model, config, dataset)
+    store = QuantizedFiles(held, source.wide)
+    taken = store.take(model, {})
+    model.eval()
+    after = decoder(model, held)  # from here on the model may be packed
+    # Without a kernel of its own the copy multiplies as the model before does, so that one timing is both's.
+    speeds = decode_speeds(*((before, after) if after.kernels else (before,)), context=config.model.context)
+    bytes_wide = sum(tensor.numel() * tensor.element_size() for tensor in taken.values())
+    result = Compressed(
+        to=str(target), method=method, loss_before=source.loss, loss_after=loss_after,
+        loss_served=_loss(model, config, dataset) if after.kernels else None,
+        bytes_before=source.bytes, bytes_after=bytes_wide + sum(weight.bytes for weight in held.values()),
+        tokens_per_second_before=speeds[0], tokens_per_second_after=speeds[-1],
+        bytes_read=after.bytes_read, kernels=after.kernels,
+        held_out_tokens=sum(batch.targets.numel() for batch in _held_out(config, dataset)),
+        precision_before=_NAMES[source.wide],
+        compressed_weights=sum(weight.shape.numel() for weight in held.values()), weights=config.model.parameters,
+    )  # fmt: skip
+    return result, store, taken
+
+
+def decode_speeds(*decoders: Decoder, context: int) -> tuple[float, ...]:
+    """Tokens per second of each continuing a short prompt; medians of rounds in which they take turns."""
+    seconds: list[list[float]] = [[] for _ in decoders]
+    count = min(DECODED_TOKENS, context - 1)
     for _ in range(ROUNDS):
-        for decode, taken in zip(decoders, seconds, strict=True):
+        for decoder, taken in zip(decoders, seconds, strict=True):
             began = time.perf_counter()
-            tokens = decode(count)
+            tokens = decoder.run(count)
             taken.append((time.perf_counter() - began) / tokens)
     return tuple(1 / statistics.median(taken) for taken in seconds)
 
@@ -174,15 +230,13 @@ def _calibration(config: RunConfig, dataset: Dataset) -> Iterator[Tensor]:
         yield torch.cat([torch.from_numpy(source.batch(4 * step + number).inputs) for number in range(4)])
 
 
-def _write(
-    out: Path, config: RunConfig, dataset: Dataset, store: QuantizedFiles, taken: dict[str, Tensor],
-    found: disk.Checkpoint | None, result: Compressed, source: Path,
-) -> None:  # fmt: skip
+def _write(out: Path, source: Source, store: QuantizedFiles, taken: dict[str, Tensor], result: Compressed) -> None:
+    config, found = source.config, source.found
     with complete_or_nothing(out) as partial:
         run = RunDirectory(partial)
         create_run(run, config)
-        if dataset.tokenizer_path is not None:
-            shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+        if source.dataset.tokenizer_path is not None:
+            shutil.copyfile(source.dataset.tokenizer_path, run.tokenizer_file)
         step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
         folder = run.checkpoints / f".{disk.name_of(step)}.partial"
         folder.mkdir()
@@ -192,4 +246,4 @@ def _write(
         }  # fmt: skip
         disk.write_index(folder, about)
         disk.publish(folder, run.checkpoints / disk.name_of(step))
-        write_json(run.compression_file, {"schema": 1, "source": str(source), **asdict(result)})
+        write_json(run.compression_file, {"schema": 1, "source": str(source.path), **asdict(result)})

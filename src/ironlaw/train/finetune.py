@@ -23,7 +23,7 @@ from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.linear import Linear
-from ironlaw.numerics.quantized_linear import hold_quantized
+from ironlaw.numerics.frozen_linear import hold_quantized
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, newest_of
 from ironlaw.train.peft import check_adapter, read_adapter, write_adapter
 from ironlaw.train.precision import AUTOCAST

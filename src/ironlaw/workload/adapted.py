@@ -27,7 +27,7 @@ NAMES = {
     "attention.qkv": "qkv", "attention.out": "attention_out", "ffn.up": "ffn_up", "ffn.gate": "ffn_gate",
     "ffn.down": "ffn_down",
 }  # fmt: skip
-NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/quantized_linear.py
+NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/frozen_linear.py
 DEQUANTISING_BYTES = 17  # a number at the highest moment: codes apart, as indices, their values, times their scales
 
 

@@ -158,7 +158,14 @@ def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None)
     """
     operations = trace.operations
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
-    layer = Layer(trace.name, "module", tuple(operations[:turn]), tuple(operations[turn:]))
+    forward: list[Operation] = [*operations[:turn]]
+    found = loop.gradients if loop else "none"
+    if found == "forward" and accumulation > 1:  # forward passes find gradients of the micro-batch before anyway
+        found = "none"
+    if found == "forward":
+        cleared = -trace.trained_bytes
+        forward.append(Operation("zero_grad", Kind.OTHER, Phase.OPTIMIZER, "", "", repeat=0, gradient_bytes=cleared))
+    layer = Layer(trace.name, "module", tuple(forward), tuple(operations[turn:]))
     if loop is None:
         update = adamw_operations(trace.trained_parameters, trace.trained_tensors, accumulation=accumulation)
         state, whose = 2 * trace.trained_bytes, "two moments of AdamW"
@@ -169,6 +176,7 @@ def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None)
         Tensor("weights", trace.parameter_bytes + trace.buffer_bytes, "parameters and buffers"),
         Tensor("optimizer", state, whose),
         Tensor("batch", trace.input_bytes, "inputs"),
+        Tensor("gradients", trace.trained_bytes if found != "none" else 0, "of the step before"),
     )
     return Program(Layout(), (Stage((layer,), update=tuple(update)),), accumulation, tensors=(tensors,))
 

@@ -59,7 +59,7 @@ def layout_word(config: RecomputeConfig) -> str:
 
 
 def policies(config: RecomputeConfig, model: ModelConfig) -> tuple[Policy, ...]:
-    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/recompute.py`)."""
+    """One policy per layer. Nothing is recomputed for a budget until it is solved (`plan/decisions.py`)."""
     match config.mode:
         case "full":
             return (frozenset(),) * model.layers

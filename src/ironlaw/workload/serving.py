@@ -13,6 +13,7 @@ cache as its window holds; scores are counted one by one, not as half a square.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -60,10 +61,10 @@ def forward_pass(
 ) -> Program:  # fmt: skip
     """One pass over `chunks`; logits of the last token of each, or of all tokens.
 
-    `layout` divides it over `tp` ranks, no other way. UserError for models whose cache is not of keys and values.
+    `layout` divides it over `tp` ranks, no other way.
     """
     layout = layout or Layout()
-    _check(model, layout)
+    _check(layout)
     tokens = sum(chunk.tokens for chunk in chunks)
     whole = Shape(model, 1, tokens, precision, fused_rmsnorm=cuda, conventions=INFERENCE)
     shape = replace(local_shape(whole, layout), division=whole.division)
@@ -92,7 +93,12 @@ def cache_bytes(model: ModelConfig, lengths: Iterable[int], element_bytes: float
     for layer in range(model.layers):
         window = model.sliding_window if model.is_windowed(layer) else None
         held += sum(length if window is None else min(window, length) for length in lengths)
-    return 2 * model.key_value_size * held * element_bytes
+    return kept_elements(model) * held * element_bytes
+
+
+def kept_elements(model: ModelConfig) -> int:
+    """Of a token in one layer: keys and values, or the narrow vector and the rotated key of latent attention."""
+    return 2 * model.key_value_size if model.latent is None else model.latent.down_size
 
 
 def scores(chunk: Chunk, window: int | None) -> int:
@@ -104,10 +110,7 @@ def scores(chunk: Chunk, window: int | None) -> int:
     return short * chunk.cached + short * (short + 1) // 2 + (chunk.tokens - short) * window
 
 
-def _check(model: ModelConfig, layout: Layout) -> None:
-    what = "latent attention" if model.latent is not None else "experts" if model.moe is not None else None
-    if what is not None:
-        raise UserError(f"serving is planned for dense models with keys and values: {model.name} has {what}")
+def _check(layout: Layout) -> None:
     if layout.accelerators != layout.tp:
         raise UserError(f"serving is planned over tp ranks, not in layout '{layout}': write for example tp=2")
 
@@ -116,21 +119,67 @@ def _block(shape: Shape, kind: str, chunks: Sequence[Chunk]) -> list[Operation]:
     """A block's forward pass with attention to the cache, which it first adds its keys and values to."""
     operations: list[Operation] = []
     for op in forward_of(shape, kind):
-        if op.attention is None:
+        if op.attention is not None:
+            attend = _attention if shape.model.latent is None else _latent_attention
+            operations += attend(op, shape_of(shape, kind), chunks)
+        elif op.batch > 1 and op.kind is Kind.MATMUL and op.name.startswith("expert"):
+            operations.append(_touched(op, shape))
+        elif shape.model.latent is None or (op.name != "latent_up" and op.kernel not in ("pad", "copy")):
             operations.append(op)
-        else:
-            operations += _attention(op, shape_of(shape, kind), chunks)
     return _kept_none(operations)
+
+
+def _touched(op: Operation, shape: Shape) -> Operation:
+    """Of the experts' products those of experts that some token has chosen, where all choose independently."""
+    moe = shape.model.moe
+    assert moe is not None and op.matmul is not None
+    rows, outputs, inputs = op.matmul
+    share = 1.0 - (1.0 - moe.experts_per_token / moe.experts) ** shape.tokens
+    batch = max(1, min(op.batch, round(moe.experts * share)))
+    unread = (moe.experts - batch) * inputs * outputs * shape.matmul_bytes
+    matmul = (max(1, round(rows * op.batch / batch)), outputs, inputs)
+    return replace(op, batch=batch, matmul=matmul, bytes_moved=op.bytes_moved - unread)
+
+
+def _cache_write(op: Operation, shape: Shape) -> Operation:
+    new = shape.tokens * kept_elements(shape.model)
+    moved = 2 * new * shape.matmul_bytes
+    return Operation("cache", Kind.ELEMENTWISE, Phase.FORWARD, op.group, "copy", elements=new, bytes_moved=moved)
+
+
+def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Operation]:
+    """Few queries are taken to the narrow space, for many the keys and values of all heads are made anew, whichever
+    multiplies less (`LatentAttention.mixed`); both go through the weights of `latent_up`."""
+    model, w = shape.model, shape.matmul_bytes
+    latent = model.latent
+    assert latent is not None
+    rank, up = latent.key_value_rank, latent.up_size(model.heads)
+    operations = [_cache_write(op, shape)]
+    for chunk, count in Counter(chunks).items():
+        keys, pairs = chunk.cached + chunk.tokens, count * scores(chunk, model.sliding_window)
+        absorbed = rank + latent.down_size
+        made = latent.head_size + latent.value_size + rank * up // model.heads / chunk.tokens
+        rows, width = (chunk.tokens, absorbed) if absorbed <= made else (keys, latent.head_size + latent.value_size)
+        rows *= count
+        operations += linear(shape, "latent_up", op.group, 1, rank, up, keep=False, bias=False, rows=rows)
+        read = count * (chunk.tokens * model.query_size + keys * latent.down_size) * w
+        heads = (model.heads, 1, latent.down_size)
+        operations.append(
+            replace(
+                op, kernel="attention_decode" if chunk.tokens == 1 else "attention_forward",
+                flops=2 * pairs * model.heads * width, elements=pairs * model.heads,
+                attention=(count, chunk.tokens, *heads), bytes_moved=read + count * chunk.tokens * model.mixed_size * w,
+                saved_bytes=0, temporary_bytes=count * chunk.tokens * model.mixed_size * w, frees_temporary_bytes=0,
+            )
+        )  # fmt: skip
+    return operations
 
 
 def _attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Operation]:
     """One call for sequences that have several new tokens and one for those with a single one."""
     model, w, window = shape.model, shape.matmul_bytes, shape.model.sliding_window
     heads = (model.heads, model.key_value_heads, model.size_of_head)
-    new = 2 * shape.tokens * model.key_value_size
-    operations = [
-        Operation("cache", Kind.ELEMENTWISE, Phase.FORWARD, op.group, "copy", elements=new, bytes_moved=2 * new * w)
-    ]
+    operations = [_cache_write(op, shape)]
     several, single = [c for c in chunks if c.tokens > 1], [c for c in chunks if c.tokens == 1]
     for kernel, some in (("attention_forward", several), ("attention_decode", single)):
         if not some:

@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import tomli_w
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.estimate import plan_cluster
-from ironlaw.train.parallel.planning import plan_on_accelerators
+from ironlaw.plan.request import plan_request
+from ironlaw.plan.request_types import Options
+from ironlaw.train.parallel.planning import choose_layout, plan_on_accelerators, with_layout
+from ironlaw.train.parallel.rehearse import at_scale
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Batch, Recipe
@@ -64,3 +68,30 @@ def test_gradients_sent_in_16_bits_are_half_as_many(accelerators, user_cache):
 def test_an_accelerator_that_nobody_catalogued_is_said_to_be_unknown(accelerators, user_cache):
     with pytest.raises(UserError, match="unknown accelerator"):
         plan_on_accelerators(config_of(), replace(accelerators, device="Acme Turbo"), 8, 8)
+
+
+@pytest.mark.parametrize("text", ["dp=8", "dp=8 zero=3", "dp=4 tp=2 sp=1", "dp=2 pp=4 zero=1", "dp=4 cp=2 zero=2"])
+def test_a_job_has_one_figure_wherever_it_is_planned(accelerators, user_cache, tmp_path, text):
+    """`plan CONFIG --on`, the rehearsal at scale and the plan of the run itself: the same memory and time."""
+    layout = parse_layout(f"{text} micro_batch=2")
+    config = with_layout(config_of(), layout)
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude={"layout"})))
+    asked = Options(engine="ironlaw", layout=str(layout))
+    planned = plan_request(str(path), on="8xh100-sxm-80gb", options=asked).ledger
+    run = plan_on_accelerators(config, accelerators, 8, 8)
+    _, peaks = at_scale(config.model, layout, 1024, 32)
+    for name in ("step_seconds", "peak_bytes"):
+        assert planned.totals[name].value == run.totals[name].value, name
+    assert planned.totals["peak_bytes"].value == max(peak.total for peak in peaks)
+    assert {line.component for line in planned.memory} == {line.component for line in run.memory}
+
+
+def test_the_layout_of_accelerators_is_searched_with_their_planner(accelerators, user_cache, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    choice = choose_layout(config_of(), accelerators, 8)
+    planned = plan_on_accelerators(with_layout(config_of(), choice.best.layout), accelerators, 8, 8)
+    assert planned.facts["fits"] and str(choice.best.layout) in choice.reason
+    for text in ("dp=8 micro_batch=2", "tp=8 micro_batch=4", "dp=2 pp=4 micro_batch=2"):
+        other = plan_on_accelerators(with_layout(config_of(), parse_layout(text)), accelerators, 8, 8)
+        assert planned.totals["step_seconds"].value <= other.totals["step_seconds"].value

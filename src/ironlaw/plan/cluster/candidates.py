@@ -10,8 +10,8 @@ besides (accelerator, fabric, engine, precision) is in a `System`. Lengths are i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,38 +22,44 @@ from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.launches import extra_launches
+from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
+from ironlaw.workload.backward import block_backward
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.division import local_shape
+from ironlaw.workload.forward import block
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import rows_of_a_rank
+from ironlaw.workload.moe import moe_block, moe_block_backward, rows_of_a_rank
+from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.sizes import Size, divided, is_array, larger
 
 Array = npt.NDArray[np.float64]
-RECOMPUTE = {"none": 0, "selective": 1, "full": 2}
-SCHEDULES = {"1f1b": 0, "gpipe": 1, "zb": 2, "zbv": 3, "dualpipe": 4}
-"""Order of forward and backward passes in a pipeline; `stages.py` and `bubbles.py` say what each one costs."""
 
-OFFLOAD = {"none": 0, "optimizer": 1, "activations": 2, "both": 3}
-CP_KINDS = {"ring": 1, "all_gather": 2, "all_to_all": 3}
-"""How context parallel ranks see all keys (`context_parallel.py`); 0: as the engine does."""
 
-FLAGS = ("gated", "tied", "biased", "flash", "shared_ffn", "experts", "latent_rank", "query_rank")
-"""Columns of a measured run whose being zero or not makes another structure of model."""
+@dataclass(frozen=True)
+class Job:
+    """One training step: what it computes and how it is laid out."""
 
-LAYOUT_DEFAULTS = {
-    "schedule": 0.0, "shard": 0.0, "every": 1.0, "offload": 0.0, "ep": 1.0, "etp": 0.0, "cp_kind": 0.0,
-    "imbalance": 0.0,
-}  # fmt: skip
-"""Columns of a layout that a measured run need not have."""
+    model: ModelConfig
+    layout: Layout
+    sequence: float  # tokens
+    global_batch: float  # sequences per step
+    flash: bool = True  # else attention's scores are materialised
+    imbalance: float = 0.0  # rows of the busiest expert parallel rank over the mean; 0: as in training
+    every: float | None = None  # full recomputation of one block in so many; None: as the layout says
+
+
+MODEL_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "context")
+MOE_SIZES = ("experts", "experts_per_token", "expert_ffn", "shared_ffn", "groups", "groups_per_token")
+LATENT_SIZES = ("key_value_rank", "query_rank", "rotary_size", "plain_size", "value_size")
+"""Fields of a model that may differ between the jobs of one `Candidates`."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """One entry per candidate in every array. Booleans are 0 or 1, `recompute` is 0 none, 1 selective, 2 full."""
+    """One entry per candidate in every array; those of the layout are as in `layout_table.py`."""
 
     model: ModelConfig  # whole; sizes are numbers, or arrays
     kinds: Mapping[str, Size]  # groups of layers (`workload/kinds.py`) and the share of each
@@ -70,20 +76,25 @@ class Candidates:
     tp: Array
     sp: Array
     pp: Array
-    virtual: Array
+    virtual_stages: Array
+    schedule: Array
     cp: Array
-    cp_kind: Array  # a value of CP_KINDS; 0: the engine's own
-    recompute: Array
-    schedule: Array  # a value of SCHEDULES
-    shard: Array  # data parallel replicas that share one sharded copy; 0: all of them
-    every: Array  # full recomputation of one block in so many
-    offload: Array  # a value of OFFLOAD
+    cp_kind: Array
     ep: Array
-    etp: Array  # ranks that an expert is split over; 0: tp
+    etp: Array
+    shard: Array
+    recompute: Array
+    every: Array  # full recomputation of one block in so many
+    offload: Array
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: what training is taken to have
 
     def __len__(self) -> int:
         return int(self.dp.size)
+
+    def has(self, field: str, *words: str) -> npt.NDArray[np.bool_]:
+        """Where a field of the layout is one of these words."""
+        column = getattr(self, field)
+        return np.logical_or.reduce([column == code(field, word) for word in words])
 
     def take(self, index: Any) -> Candidates:
         columns = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -187,20 +198,20 @@ class Candidates:
     @property
     def recomputed_share(self) -> Array:
         """Share of the blocks that are recomputed in full."""
-        return np.where(self.recompute == RECOMPUTE["full"], 1 / self.every, 0.0)
+        return np.where(self.has("recompute", "full"), 1 / self.every, 0.0)
 
     @property
     def offloads_optimizer(self) -> npt.NDArray[np.bool_]:
-        return np.asarray((self.offload == OFFLOAD["optimizer"]) | (self.offload == OFFLOAD["both"]))
+        return self.has("offload", "optimizer", "both")
 
     @property
     def offloads_activations(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.offload >= OFFLOAD["activations"])
+        return self.has("offload", "activations", "both")
 
     @property
     def v_shaped(self) -> npt.NDArray[np.bool_]:
         """Whether a rank holds the chunks i and 2 pp - 1 - i, so that the first one has both ends of the model."""
-        return np.asarray((self.schedule == SCHEDULES["zbv"]) | (self.schedule == SCHEDULES["dualpipe"]))
+        return self.has("schedule", *V_SHAPED)
 
     @property
     def stream_shards(self) -> Array:
@@ -296,7 +307,7 @@ class Candidates:
             widths = self.model.query_size + self.model.mixed_size
             attention = 2 * self.model.layers * widths * self.sequence**2
         again = self.recomputed_share
-        attention_again = np.where(self.recompute == RECOMPUTE["selective"], 1.0, again)
+        attention_again = np.where(self.has("recompute", "selective"), 1.0, again)
         blocks = linear * (3 + again) + attention * (3 + attention_again)
         return np.asarray((blocks + 3 * head) * self.global_batch)
 
@@ -307,88 +318,66 @@ def of_no_shape(columns: frozenset[str], engine: Engine) -> frozenset[str]:
 
 
 def candidates_of(
-    model: ModelConfig, layouts: list[Layout], *, sequence: int, global_batch: int, flash: bool = True
+    model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True
 ) -> Candidates:
     """One model under several layouts."""
-    rows = [layout_columns(layout) for layout in layouts]
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    return candidates_of_table(model, columns, sequence=sequence, global_batch=global_batch, flash=flash)
+    table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
+    kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model)).items()}
+    columns, batch = _columns(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
+    columns |= {name: np.full(len(table), float(value)) for name, value in batch.items()}
+    return Candidates(model, kinds, flash, *extra_launches(model), **columns)
 
 
-def layout_columns(layout: Layout) -> dict[str, float]:
-    """The columns that a layout sets."""
-    return {
-        "dp": float(layout.dp), "zero": float(layout.zero), "shard": float(layout.shard or 0),
-        "tp": float(layout.tp), "sp": float(layout.sp), "pp": float(layout.pp),
-        "virtual": float(layout.virtual_stages), "schedule": float(SCHEDULES[layout.schedule]),
-        "cp": float(layout.cp), "cp_kind": float(CP_KINDS.get(layout.cp_kind or "", 0)),
-        "micro_batch": float(layout.micro_batch),
-        "recompute": float(RECOMPUTE.get(layout.recompute, RECOMPUTE["full"])), "every": float(layout.every),
-        "offload": float(OFFLOAD[layout.offload]), "ep": float(layout.ep), "etp": float(layout.etp or 0),
-    }  # fmt: skip
-
-
-def candidates_of_table(
-    model: ModelConfig, columns: Mapping[str, Array], *, sequence: int, global_batch: int, flash: bool = True
-) -> Candidates:
-    """One model under layouts whose columns are given (those of `layout_columns`)."""
-    count = len(columns["dp"])
-    groups = Counter(layer_groups(model))
-    batch = {"sequence": sequence, "global_batch": global_batch, "imbalance": 0}
-    arrays: dict[str, Any] = {name: np.full(count, float(value)) for name, value in batch.items()} | dict(columns)
-    kinds = {group: layers / model.layers for group, layers in groups.items()}
-    return Candidates(model, kinds, flash, *extra_launches(model), **arrays)
-
-
-def structure(row: Mapping[str, float]) -> tuple[bool, ...]:
-    """What measured runs of one `Candidates` have in common."""
-    return tuple(row.get(name, 0.0) > 0 for name in FLAGS)
-
-
-def candidates_of_rows(rows: Sequence[Mapping[str, float]]) -> Candidates:
-    """One candidate for each mapping of column to number, all of one `structure`."""
-    assert len({structure(row) for row in rows}) == 1
-    columns = {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
-    ones = np.ones(len(rows))
-    layout: dict[str, Any] = {name: columns.get(name, default * ones) for name, default in LAYOUT_DEFAULTS.items()}
-    layout |= {f.name: columns[f.name] for f in fields(Candidates) if f.name in columns and f.name != "flash"}
-    base = model_of(structure(rows[0]))
-    sizes: dict[str, Any] = {name: columns[name] for name in ("layers", "hidden", "heads", "ffn", "vocab")}
-    sizes["context"] = columns["sequence"]
-    kinds: dict[str, Size] = {"block": 1.0}
-    if base.latent is not None:
-        of = {"key_value_rank": "latent_rank", "query_rank": "query_rank", "rotary_size": "rotary_size",
-              "value_size": "value_size"}  # fmt: skip
-        latent: dict[str, Any] = {name: columns[column] for name, column in of.items() if column in columns}
-        if base.latent.query_rank is None:
-            latent["query_rank"] = None
-        latent["plain_size"] = columns["head_size"] - columns["rotary_size"]
-        sizes["latent"] = base.latent.model_copy(update=latent)
-    else:
-        sizes |= {"kv_heads": columns["kv_heads"], "head_size": columns["head_size"]}
-    if base.moe is not None:
-        of = {"experts": "experts", "experts_per_token": "experts_per_token", "expert_ffn": "expert_ffn",
-              "groups": "expert_groups", "groups_per_token": "groups_per_token"}  # fmt: skip
-        moe = {name: columns[column] for name, column in of.items() if column in columns}
-        if base.moe.shared_experts:
-            moe["shared_ffn"] = columns["shared_ffn"]
-        sizes["moe"] = base.moe.model_copy(update=moe)
-        share = columns["expert_layers"] / columns["layers"]
+def candidates_of_jobs(jobs: Sequence[Job]) -> Candidates:
+    """Several models of one `structure`, each in a layout of its own."""
+    first = structure(jobs[0])
+    assert len({structure(job) for job in jobs}) == 1
+    columns: dict[str, Any] = _columns(layout_table(job.layout for job in jobs))
+    columns["every"] = np.array([job.layout.every if job.every is None else job.every for job in jobs], dtype=float)
+    for name in ("sequence", "global_batch", "imbalance"):
+        columns[name] = np.array([getattr(job, name) for job in jobs], dtype=float)
+    model, kinds = _stacked([job.model for job in jobs], MODEL_SIZES), dict[str, Size](block=1.0)
+    if model.moe is not None:
+        share = np.array([job.model.moe_layers / job.model.layers for job in jobs])
         kinds = {"block": 1 - share, MOE_GROUP: share}
-    return Candidates(base.model_copy(update=sizes), kinds, rows[0]["flash"] > 0, *extra_launches(base), **layout)
+        moe = _stacked([job.model.moe for job in jobs], MOE_SIZES)
+        moe = moe.model_copy(update={"dense_layers": 0, "every": 1})  # which layers have them is in `kinds`
+        model = model.model_copy(update={"moe": moe})
+    if model.latent is not None:
+        model = model.model_copy(update={"latent": _stacked([job.model.latent for job in jobs], LATENT_SIZES)})
+    return Candidates(model, kinds, jobs[0].flash, *extra_launches(plain_model(first[1:])), **columns)
+
+
+def _columns(table: Table) -> dict[str, Any]:
+    return {name: table[name].astype(float) for name in COLUMNS}
+
+
+def _stacked(tables: Sequence[Any], sizes: Sequence[str]) -> Any:
+    """The first table with sizes as arrays, one entry per table; what the first leaves open all do."""
+    given = [name for name in sizes if getattr(tables[0], name) is not None]
+    arrays = {name: np.array([getattr(table, name) for table in tables], dtype=float) for name in given}
+    return tables[0].model_copy(update=arrays)
+
+
+def structure(job: Job) -> tuple[bool, ...]:
+    """What jobs of one `Candidates` have in common: flash, and the arguments of `plain_model`."""
+    model, moe, latent = job.model, job.model.moe, job.model.latent
+    experts = moe is not None, moe is not None and moe.shared_experts > 0
+    queries = latent is not None and latent.query_rank is not None
+    return job.flash, model.gated_ffn, model.tied, *experts, latent is not None, queries
 
 
 @lru_cache(maxsize=64)
-def model_of(flags: tuple[bool, ...]) -> ModelConfig:
+def plain_model(structure: tuple[bool, ...]) -> ModelConfig:
     """A model of that structure whose sizes stand for others."""
-    is_ = dict(zip(FLAGS, flags, strict=True))
-    biased = is_["biased"] and not is_["latent_rank"] and not is_["experts"]
-    moe = MoEConfig(experts=2, experts_per_token=1, shared_experts=int(is_["shared_ffn"])) if is_["experts"] else None
-    latent = LatentConfig(query_rank=32 if is_["query_rank"] else None) if is_["latent_rank"] else None
+    gated, tied, experts, shared, narrow, narrow_queries = structure
+    biased = not (gated or narrow or experts)
     return ModelConfig(
-        layers=1, hidden=64, heads=2, vocab=64, context=64, gated_ffn=is_["gated"], tied=is_["tied"], bias=biased,
-        activation="silu" if is_["gated"] else "gelu", norm="layernorm" if biased else "rmsnorm",
-        positions="learned" if biased else "rope", moe=moe, latent=latent,
+        layers=1, hidden=64, heads=2, vocab=64, context=64, gated_ffn=gated, tied=tied, bias=biased,
+        activation="silu" if gated else "gelu", norm="layernorm" if biased else "rmsnorm",
+        positions="learned" if biased else "rope",
+        moe=MoEConfig(experts=2, experts_per_token=1, shared_experts=int(shared)) if experts else None,
+        latent=LatentConfig(query_rank=32 if narrow_queries else None) if narrow else None,
     )  # fmt: skip
 
 
@@ -412,3 +401,20 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
         if table is not None:
             update[name] = table.model_copy(update=taken(table))
     return model.model_copy(update=update)
+
+
+def extra_launches(model: ModelConfig) -> tuple[float, float]:
+    """Kernels that experts, and that latent attention, add to a block, over those of a dense one with neither."""
+    return (0.0, 0.0) if model.moe is None and model.latent is None else _launches(model.model_dump_json())
+
+
+@lru_cache(maxsize=16)
+def _launches(document: str) -> tuple[float, float]:
+    model = ModelConfig.model_validate_json(document)  # not hashable itself
+    shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
+    dense = usual = len(block(shape)) + len(block_backward(shape))
+    if model.latent is not None:
+        plain = replace(shape, model=model.model_copy(update={"latent": None, "head_size": model.size_of_head}))
+        usual = len(block(plain)) + len(block_backward(plain))
+    experts = len(moe_block(shape)) + len(moe_block_backward(shape)) if model.moe is not None else dense
+    return (experts - dense) / usual, dense / usual - 1

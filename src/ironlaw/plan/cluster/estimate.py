@@ -18,25 +18,29 @@ import numpy as np
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
-from ironlaw.plan.cluster.context_parallel import SAYS, default_kind
+from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.operation_costs import operation_costs
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
-from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.system import System, system_of, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import Times, assemble
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.memory import peak_memory as walked_peak
+from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
 from ironlaw.workload.conventions import StorageFormat
 from ironlaw.workload.layout import Layout, budget_bytes
+from ironlaw.workload.program import step
+from ironlaw.workload.recipe import Batch, Recipe
 
 DEFAULT_ENGINE = "nemo"
 """The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
@@ -93,10 +97,14 @@ def plan_cluster(
     engine: str | Engine = DEFAULT_ENGINE,
     attention: str = "flash",
     optimizer: str = "adamw",
+    config: RunConfig | None = None,
+    recipe: tuple[Batch, Recipe] | None = None,
 ) -> Ledger:
     """The ledger of one training step. UserError when the layout cannot run or the cluster lacks a figure.
 
-    `attention` is "flash" or "standard" (scores materialised); `engine` a name of `plan/engines/` or an Engine.
+    `attention` is "flash" or "standard" (scores materialised); `engine` a name of `plan/engines/` or an Engine. The
+    memory of our own trainer is that of its program, walked pass by pass; `config` is the run around the model, where
+    there is one, and `recipe` what has been decided of it.
     """
     if attention not in ("flash", "standard"):
         raise UserError(f"attention is flash or standard, not '{attention}'")
@@ -111,17 +119,35 @@ def plan_cluster(
     candidates = candidates_of(model, [layout], sequence=sequence, global_batch=global_batch, flash=flash)
     if layout.offload != "none":
         check_host(cluster, where)
-    outcome = plan_candidates(candidates, where)
+    outcome, memory = plan_candidates(candidates, where), list[MemoryLine]()
+    peak_at = _peak_at(candidates, where, outcome)
+    if not chosen.fused and not_trained_here(layout, model) is None:
+        known = recipe or recipe_of_layout(model, layout, sequence, global_batch, precision, optimizer, config)
+        outcome, memory, peak_at = _walked(model, layout.filled(global_batch), known, where, outcome)
     ledger = Ledger(
-        "plan", lines=_lines(candidates, where, outcome), memory=_memory(outcome.peak, where.engine.storage)
+        "plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where.engine.storage)
     )
-    ledger.totals = _totals(model, cluster, layout, candidates, where, outcome, tokens=sequence * global_batch)
+    ledger.totals = _totals(model, cluster, candidates, where, outcome, sequence * global_batch, peak_at)
     ledger.facts = _facts(model, cluster, layout, where, outcome, sequence, global_batch, attention)
-    ledger.facts["peak_at"] = _peak_at(candidates, where, outcome)
+    ledger.facts["peak_at"] = peak_at
     ledger.facts["products"] = _products(candidates, where)
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ledger
+
+
+def _walked(
+    model: ModelConfig, layout: Layout, recipe: tuple[Batch, Recipe], where: System, outcome: Outcome
+) -> tuple[Outcome, list[MemoryLine], str]:
+    """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
+    program = step(model, recipe[0], layout, recipe[1])
+    peaks = [walked_peak(program, position) for position in range(layout.pp)]
+    position = max(range(layout.pp), key=lambda index: peaks[index].total)
+    highest, notes = peaks[position], {t.component: t.note for t in program.tensors[position]}
+    total = np.array([highest.total])
+    peak = replace(outcome.peak, total=total, stage=np.array([position]))
+    seconds = under_pressure(outcome.times.step_seconds, total, where)
+    return replace(outcome, peak=peak, step_seconds=seconds), highest.lines(notes), f"stage {position}, {highest.where}"
 
 
 def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) -> str:
@@ -195,7 +221,7 @@ def _facts(
         "engine": where.engine.name,
         "engine_source": where.engine.source,
         "low_precision": where.engine.storage.description or None,
-        "context_parallel": SAYS[layout.cp_kind] if layout.cp_kind else None,
+        "context_parallel": DESCRIPTIONS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "memory_limit_bytes": outcome.limit_bytes,
         "peak_stage": int(outcome.peak.stage[0]),
@@ -233,14 +259,9 @@ def _peak_at(candidates: Candidates, where: System, outcome: Outcome) -> str:
 
 
 def _totals(
-    model: ModelConfig,
-    cluster: Cluster,
-    layout: Layout,
-    candidates: Candidates,
-    where: System,
-    outcome: Outcome,
-    tokens: int,
-) -> dict[str, Estimate]:
+    model: ModelConfig, cluster: Cluster, candidates: Candidates, where: System, outcome: Outcome, tokens: int,
+    peak_at: str,
+) -> dict[str, Estimate]:  # fmt: skip
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(candidates.model_flops()[0]))
     engine, generation = where.engine.name, cluster.accelerator.generation
@@ -256,14 +277,7 @@ def _totals(
     exact = Origin.CALCULATED
     return {
         "step_seconds": step,
-        "peak_bytes": bounded(
-            peak_bytes,
-            "memory",
-            engine,
-            cluster,
-            model,
-            f"sum of the memory lines, on {_peak_at(candidates, where, outcome)}",
-        ),
+        "peak_bytes": bounded(peak_bytes, "memory", engine, cluster, model, f"sum of the memory lines, on {peak_at}"),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
         "tokens_per_second": _inverse(step, tokens, f"{tokens:,} tokens per step over step time"),

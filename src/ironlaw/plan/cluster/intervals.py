@@ -25,7 +25,7 @@ from typing import Any
 from ironlaw.catalog.formats import number_format
 from ironlaw.files import read_toml
 from ironlaw.plan.cluster.system import matmul_is_assumed
-from ironlaw.plan.engines.named import GENERIC, engines
+from ironlaw.plan.engines.named import GENERIC, engine, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
 
@@ -108,3 +108,28 @@ def interval_factors(
     """The same for a plan of one engine on so many accelerators of one generation."""
     where = distance(quantity, engine, generation, accelerators, parameters, experts, precision)
     return spread_factors(factors()[quantity], where)
+
+
+def checked_runs() -> dict[str, dict[str, int]]:
+    """Timed runs by engine and generation, of the public runs that docs/accuracy.md reports on."""
+    checked = factors()["time"]["checked"]
+    return {
+        name: {generation: sum(group[3] for group in groups) for generation, groups in generations.items()}
+        for name, generations in checked.items()
+    }
+
+
+DEFAULT_ON = {"ampere": "composer-fsdp", "cdna3": "torchtitan-2025"}
+"""The engine that is assumed on generations where the usual default was never checked, but this one was."""
+
+
+def evidence(name: str, generation: str) -> dict[str, Any]:
+    """What an answer says of its engine: where it comes from, runs checked on this generation, and by which others."""
+    others = {other: runs[generation] for other, runs in checked_runs().items() if generation in runs and other != name}
+    return {
+        "name": name,
+        "source": engine(name).source,
+        "generation": generation,
+        "checked_runs": checked_runs().get(name, {}).get(generation, 0),
+        "checked_there": dict(sorted(others.items(), key=lambda item: -item[1])),
+    }

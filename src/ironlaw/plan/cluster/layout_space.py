@@ -1,34 +1,27 @@
-"""Every layout whose numbers divide: what a search plans, as rows of numbers, and why the others cannot be formed.
+"""Every layout whose numbers divide: what a search plans, and why the others cannot be formed.
 
     constraints = {}
-    table = layout_table(model, 64, sequence=8192, global_batch=1024, ruled_out=constraints)
-    layout_of(table[0])                 # the row as a Layout
-    savings(model, offload=False)       # what may be put in place of a row's end to save memory for time
+    table = possible_layouts(model, 64, sequence=8192, global_batch=1024, ruled_out=constraints)
+    saving(table, savings(model, offload=False)[0])     # the same layouts, saving memory for time
 
-A row has the columns `COLUMNS`; whether it fits, and how long it takes, is found out later.
+Whether a layout fits, and how long it takes, is found out later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import CP_KINDS, OFFLOAD, RECOMPUTE, SCHEDULES
-from ironlaw.workload.layout import Layout
+from ironlaw.plan.cluster.layout_table import ROW, Table, code
+from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
 from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64
 MAX_MICRO_BATCH = 64
-COLUMNS = (
-    "dp", "zero", "shard", "tp", "sp", "pp", "virtual", "schedule", "cp", "cp_kind", "ep", "etp", "micro_batch",
-    "recompute", "every", "offload",
-)  # fmt: skip
-
 GRID_CONSTRAINTS = (
     "tensor parallelism across the network",
     "heads or feed-forward width not divisible by tp",
@@ -85,7 +78,7 @@ def grids(
         _count(ruled_out, reason, 1)
 
 
-def layout_table(
+def possible_layouts(
     model: ModelConfig,
     count: int,
     sequence: int,
@@ -94,11 +87,11 @@ def layout_table(
     widest_tp: int = MAX_TP,
     groups: bool = True,
     cp_kinds: tuple[str, ...] = ("ring",),
-) -> npt.NDArray[np.int64]:
-    """Rows of `COLUMNS`: every combination that can run, without what saves memory for time (`savings`).
+) -> Table:
+    """Every combination that can run, without what saves memory for time (`savings`).
 
     `cp_kinds`: ways of context parallel attention that are tried."""
-    parts = [np.zeros((0, len(COLUMNS)), dtype=np.int64)]
+    parts = [np.zeros(0, dtype=ROW)]
     for dp, tp, pp, cp in grids(model, count, sequence, global_batch, ruled_out, widest_tp):
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
@@ -121,23 +114,23 @@ def layout_table(
             _count(ruled_out, SCHEDULE_CONSTRAINT, (len(chunks) - len(allowed)) * len(ways))
             if ways and allowed:
                 fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}
-                parts.append(_rows(fixed | dict(zip(COLUMNS[-3:], NO_SAVING, strict=True)), ways, allowed))
+                parts.append(_rows(fixed, ways, allowed))
     return np.concatenate(parts)
 
 
 _WAY = ("zero", "shard", "sp", "cp_kind", "ep", "etp")
-_PIPELINE = ("virtual", "schedule")
+_PIPELINE = ("virtual_stages", "schedule")
 
 
-def _rows(
-    fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.int64]:
+def _rows(fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, int]]) -> Table:
     """Every way with every pipeline, the columns of `fixed` the same in all rows."""
-    rows = np.empty((len(ways) * len(pipelines), len(COLUMNS)), dtype=np.int64)
-    for name, value in fixed.items():
-        rows[:, COLUMNS.index(name)] = value
-    rows[:, [COLUMNS.index(name) for name in _WAY]] = np.repeat(np.array(ways), len(pipelines), axis=0)
-    rows[:, [COLUMNS.index(name) for name in _PIPELINE]] = np.tile(np.array(pipelines), (len(ways), 1))
+    rows = np.empty(len(ways) * len(pipelines), dtype=ROW)
+    for name, value in (fixed | NO_SAVING).items():
+        rows[name] = value
+    for name, values in zip(_WAY, np.array(ways).T, strict=True):
+        rows[name] = np.repeat(values, len(pipelines))
+    for name, values in zip(_PIPELINE, np.array(pipelines).T, strict=True):
+        rows[name] = np.tile(values, len(ways))
     return rows
 
 
@@ -171,20 +164,34 @@ def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict
 def _context_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, usable: tuple[str, ...]) -> list[int]:
     """Those of the usable ways that can run; the engine's own (0) where none is needed or known to."""
     tried = [Layout(cp=cp, tp=tp, cp_kind=kind) for kind in usable] if cp > 1 else []
-    return [CP_KINDS[t.cp_kind] for t in tried if t.cp_kind and t.reason_context(model, sequence) is None] or [0]
+    return [code("cp_kind", t.cp_kind) for t in tried if t.reason_context(model, sequence) is None] or [0]
 
 
-NO_SAVING = (RECOMPUTE["none"], 1, OFFLOAD["none"])
+Saving = dict[str, int]
+"""Columns of a layout that save memory for time."""
+
+NO_SAVING: Saving = {"recompute": code("recompute", "none"), "every": 1, "offload": code("offload", "none")}
 MOST_EVERY = 8  # sparser recomputation saves less than the interval of the memory
 
 
-def savings(model: ModelConfig, offload: bool) -> list[tuple[int, int, int]]:
-    """(recompute, every, offload) of what saves memory for time."""
-    full = RECOMPUTE["full"]
-    partly = [(full, k, 0) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
-    again = [NO_SAVING, (RECOMPUTE["selective"], 1, 0), *partly, (full, 1, 0)]
-    kinds = [OFFLOAD[name] for name in ("optimizer", "activations", "both")] if offload else [0]
-    return [(r, k, kind) for kind in kinds for r, k, _ in again if (r, k, kind) != NO_SAVING]
+def savings(model: ModelConfig, offload: bool) -> list[Saving]:
+    """Columns of what saves memory for time."""
+    partly = [("full", k) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
+    again = [("none", 1), ("selective", 1), *partly, ("full", 1)]
+    found = [
+        {"recompute": code("recompute", word), "every": every, "offload": code("offload", kind)}
+        for kind in (OFFLOAD[1:] if offload else OFFLOAD[:1])
+        for word, every in again
+    ]
+    return [one for one in found if one != NO_SAVING]
+
+
+def saving(table: Table, columns: Saving) -> Table:
+    """The same layouts, saving memory so."""
+    result = table.copy()
+    for name, value in columns.items():
+        result[name] = value
+    return result
 
 
 def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
@@ -198,35 +205,16 @@ def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
 def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
     """(virtual stages, schedule) of a pipeline; GPipe takes as long as 1F1B and never holds less, so it is left out."""
     if pp == 1:
-        return [(1, SCHEDULES["1f1b"])]
+        return [(1, code("schedule", "1f1b"))]
     most = layers // pp + 1
     even = [v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None]
-    found = [(v, SCHEDULES[name]) for v in even for name in ("1f1b", "zb")]
-    return found + [(2, SCHEDULES[name]) for name in V_SHAPED if 2 in even]
+    found = [(v, code("schedule", name)) for v in even for name in ("1f1b", "zb")]
+    return found + [(2, code("schedule", name)) for name in V_SHAPED if 2 in even]
 
 
 def _fills(pair: tuple[int, int], accumulation: int, pp: int) -> bool:
     """Whether there are as many micro-batches as the schedule wants."""
     virtual, schedule = pair
-    if schedule in (SCHEDULES["zbv"], SCHEDULES["dualpipe"]):
+    if SCHEDULES[schedule] in V_SHAPED:
         return accumulation >= 2 * pp
     return virtual == 1 or accumulation % pp == 0
-
-
-_RECOMPUTE_NAMES = {number: word for word, number in RECOMPUTE.items()}
-_OFFLOAD_NAMES = {number: word for word, number in OFFLOAD.items()}
-_CP_KIND_NAMES = {number: word for word, number in CP_KINDS.items()}
-_SCHEDULE_NAMES = {number: word for word, number in SCHEDULES.items()}
-
-
-def layout_of(row: Iterable[float]) -> Layout:
-    """The layout of a row of `COLUMNS`."""
-    dp, zero, shard, tp, sp, pp, virtual, schedule, cp, kind, ep, etp, micro_batch, recompute, every, offload = (
-        int(value) for value in row
-    )
-    return Layout(
-        dp=dp, zero=zero, shard=shard or None, tp=tp, sp=bool(sp), pp=pp, virtual_stages=virtual,
-        schedule=_SCHEDULE_NAMES[schedule], cp=cp, cp_kind=_CP_KIND_NAMES.get(kind), ep=ep, etp=etp or None,
-        micro_batch=micro_batch, recompute=f"every:{every}" if every > 1 else _RECOMPUTE_NAMES[recompute],
-        offload=_OFFLOAD_NAMES[offload],
-    )  # fmt: skip

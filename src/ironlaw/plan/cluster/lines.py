@@ -14,8 +14,9 @@ import numpy as np
 
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import CP_KINDS, RECOMPUTE, Array, Candidates
-from ironlaw.plan.cluster.context_parallel import kinds
+from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.collective_costs import context_kinds
+from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.operation_costs import OperationCost, end_costs, operation_costs
 from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.cluster.system import System
@@ -98,9 +99,9 @@ def block_seconds(candidates: Candidates, system: System, costs: StepCosts) -> I
 def _times_again(cost: OperationCost, candidates: Candidates) -> float:
     """How often an operation of the forward pass is run again, per time that it is run."""
     full, selective = cost.again
-    if _at(candidates.recompute) == RECOMPUTE["full"]:
+    if candidates.has("recompute", "full")[0]:
         return _at(candidates.recomputed_share) * full
-    return selective if _at(candidates.recompute) == RECOMPUTE["selective"] else 0.0
+    return selective if candidates.has("recompute", "selective")[0] else 0.0
 
 
 def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tuple[Operation, float, str]]:
@@ -126,7 +127,7 @@ def exposed_collectives(
         yield "tp reduce_scatter", tp / 2
     elif _at(candidates.tp) > 1:
         yield "tp all_reduce", tp
-    for name, seconds in costs.told.items():
+    for name, seconds in costs.small_collectives.items():
         if _at(seconds):
             yield name, _at(seconds)
     if _at(candidates.cp) > 1:
@@ -156,10 +157,10 @@ def exposed_collectives(
 
 def _of_context(candidates: Candidates, system: System, seconds: float) -> Iterator[tuple[str, float]]:
     """Gathered for every pass, and gradients scattered once; blocks and their gradients of a ring are sent."""
-    kind = _at(kinds(candidates, system.engine))
-    if kind == CP_KINDS["ring"]:
+    kind = _at(context_kinds(candidates, system.engine))
+    if kind == code("cp_kind", "ring"):
         yield "cp send", seconds
-    elif kind == CP_KINDS["all_to_all"]:
+    elif kind == code("cp_kind", "all_to_all"):
         yield "cp all_to_all", seconds
     else:
         gathers = 2 + _at(candidates.recomputed_share)

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Array, Candidates, of_no_shape
-from ironlaw.plan.cluster.context_parallel import buffer_bytes
+from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
+from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.blocks import attention_core_bytes
+from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
+from ironlaw.workload.blocks import FP32, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
@@ -56,7 +57,19 @@ def layer_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Arra
 
 
 OF_NO_BLOCK = frozenset(
-    ("dp", "zero", "shard", "pp", "virtual", "schedule", "recompute", "every", "offload", "global_batch", "cp_kind")
+    (
+        "dp",
+        "zero",
+        "shard",
+        "pp",
+        "virtual_stages",
+        "schedule",
+        "recompute",
+        "every",
+        "offload",
+        "global_batch",
+        "cp_kind",
+    )
 )
 """Columns on which nothing hangs that a block keeps."""
 
@@ -69,7 +82,7 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
     first, sort = candidates.distinct(of_no_shape(OF_NO_BLOCK, engine))
     found = candidates.take(first).apart(engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name][sort] for name in ("everything", "partly", "entrance"))
-    full, selective = candidates.recompute == RECOMPUTE["full"], candidates.recompute == RECOMPUTE["selective"]
+    full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
     back = np.where(full, everything, np.where(selective, everything - partly, 0.0))
@@ -95,13 +108,13 @@ def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
     """Micro-batches whose activations a stage holds at its fullest, as whole-stage equivalents."""
     plain = np.minimum(candidates.accumulation, candidates.pp - stage)
-    chunks = 2 * (candidates.pp - stage - 1) + (candidates.virtual - 1) * candidates.pp + 1
-    interleaved = np.minimum(candidates.accumulation * candidates.virtual, chunks) / candidates.virtual
-    alternating = np.where(candidates.virtual > 1, interleaved, plain)
-    full = candidates.pp + np.where(candidates.schedule == SCHEDULES["dualpipe"], 0.5, 0.0)
+    chunks = 2 * (candidates.pp - stage - 1) + (candidates.virtual_stages - 1) * candidates.pp + 1
+    interleaved = np.minimum(candidates.accumulation * candidates.virtual_stages, chunks) / candidates.virtual_stages
+    alternating = np.where(candidates.virtual_stages > 1, interleaved, plain)
+    full = candidates.pp + np.where(candidates.has("schedule", "dualpipe"), 0.5, 0.0)
     zero_bubble = np.minimum(candidates.accumulation, full)
-    gpipe = candidates.schedule == SCHEDULES["gpipe"]
-    held = np.where(gpipe, candidates.accumulation, np.where(candidates.schedule > 0, zero_bubble, alternating))
+    held = np.where(candidates.has("schedule", "1f1b"), alternating, zero_bubble)
+    held = np.where(candidates.has("schedule", "gpipe"), candidates.accumulation, held)
     return np.maximum(held, 1.0)
 
 
@@ -152,6 +165,19 @@ def host_bytes(candidates: Candidates, engine: Engine, layers: StageLayers) -> A
     return np.where(candidates.offloads_optimizer, state, 0.0) + np.where(
         candidates.offloads_activations, activations, 0.0
     )
+
+
+def _copies_of_gradients(candidates: Candidates, parameters: Array) -> Array:
+    """Buckets that DDP reduces, beside the gradients of earlier micro-batches."""
+    plain = (candidates.zero == 0) & (candidates.tp * candidates.pp * candidates.ep == 1)
+    copied = plain & (candidates.dp * candidates.cp > 1) & (candidates.accumulation > 1)
+    return np.where(copied, parameters * FP32, 0.0)
+
+
+def _replicated_weights(candidates: Candidates, parameters: Array) -> Array:
+    """Weights of layouts that FSDP2 replicates: each rank's shard is whole, and gathered from it."""
+    several = (candidates.dp * candidates.cp > 1) & (candidates.tp * candidates.pp * candidates.ep > 1)
+    return np.where((candidates.zero == 0) & several, parameters * FP32, 0.0)
 
 
 def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
@@ -215,7 +241,14 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
     gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
     gathered = (gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)) * block
-    logits = np.where(has_head, candidates.tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
+    loss_tokens: Array = candidates.tokens
+    if not engine.fused:
+        of_all = candidates.micro_batch * candidates.sequence
+        chunked = of_all * model.vocab * FP32 > FULL_LOGITS_BYTES
+        loss_tokens = np.where(chunked, np.minimum(loss_tokens, chunk_of(of_all, model.vocab)), loss_tokens)
+        gradients = gradients + _copies_of_gradients(candidates, parameters)
+        gathered = gathered + _replicated_weights(candidates, parameters)
+    logits = np.where(has_head, loss_tokens * model.vocab / candidates.tp * engine.logit_bytes, 0.0)
     # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors that it gave
     # to collectives come free only when the device gets there. One micro-batch gives it half the way.
     ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
@@ -228,7 +261,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     gathered = gathered + np.where(count > 0, buffer_bytes(candidates, engine), 0.0)
     # Chunks take turns: the next one's input and gradient arrive while another is at work.
     message = candidates.tokens * model.hidden / candidates.stream_shards * engine.element_bytes
-    gathered = gathered + np.where(candidates.virtual > 1, 2 * message, 0.0)
+    gathered = gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0)
     # Logits and a block's backward pass are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)

@@ -15,9 +15,9 @@ import numpy as np
 from ironlaw.ledger import Kind, Phase
 from ironlaw.machine.efficiency import attention_seconds, matmul_seconds, streaming_seconds
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import CP_KINDS, Array, Candidates
-from ironlaw.plan.cluster.context_parallel import kinds
-from ironlaw.plan.cluster.distinct import distinct
+from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.collective_costs import context_kinds, distinct
+from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.system import System
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.backward import embedding_backward, head_backward
@@ -146,7 +146,7 @@ def _attention(
 
     # All-to-all leaves fewer heads and the whole sequence. The calls of a ring alternate between two streams, so that
     # one fills what the other leaves idle (`cp_stream` of Transformer Engine): no loss for their smaller size.
-    swapped = (candidates.cp > 1) & (kinds(candidates, engine) == CP_KINDS["all_to_all"])
+    swapped = (candidates.cp > 1) & (context_kinds(candidates, engine) == code("cp_kind", "all_to_all"))
     fewer, calls = np.where(swapped, candidates.cp, 1.0), np.where(swapped, 1.0, 1 / candidates.cp)
     # FlashAttention-2 wants values as wide as keys: trainers add zeros.
     value = head_size if engine.attention_kernel == "flash2" else shape.model.size_of_value

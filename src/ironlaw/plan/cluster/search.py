@@ -21,18 +21,18 @@ import numpy as np
 from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster import abilities
-from ironlaw.plan.cluster.allocator import usable_bytes
-from ironlaw.plan.cluster.candidates import RECOMPUTE, SCHEDULES, Candidates, candidates_of_table
+from ironlaw.plan.cluster import capabilities
+from ironlaw.plan.cluster.candidates import Candidates, candidates_of
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
-from ironlaw.plan.cluster.layout_space import COLUMNS, MAX_TP, layout_of, layout_table, savings
+from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
+from ironlaw.plan.cluster.layout_table import Table, code, layout_of
 from ironlaw.plan.cluster.memory import peak_memory
-from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.system import System, system_of, usable_bytes
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.workload.layout import Layout
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
 HIDING = 0.005
 """Of the step, that recomputing gains at most by giving messages more to hide behind where launches set the pace:
@@ -58,7 +58,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The ranking, fastest first, and the layouts that are not in it by reason."""
 
     best: list[Candidate]
@@ -70,8 +70,8 @@ class Found:
     safest: Candidate | None = None  # the fastest of which even the upper end of the memory interval fits
 
 
-Entry = tuple[float, float, np.ndarray, dict[str, float]]
-"""Step seconds, peak bytes, row of `COLUMNS`, terms."""
+Entry = tuple[float, float, np.void, dict[str, float]]
+"""Step seconds, peak bytes, row of a table of layouts, terms."""
 
 BEATEN = "slower than what was found, before saving memory"
 """Reason that rules out recomputing and offloading variants of a layout."""
@@ -91,7 +91,7 @@ def search(
     excluded: Callable[[Layout], str | None] | None = None,
     hybrid: bool = True,
     fastest_alone: bool = False,
-) -> Found:
+) -> SearchResult:
     """Plan every layout and keep the fastest that fit. UserError when no layout can even be formed.
 
     `excluded` gives the reason why a layout must not be considered; those are counted as ruled out by it.
@@ -103,7 +103,9 @@ def search(
     where = system_of(cluster, chosen, precision, update_cost(optimizer, model))
     constraints: dict[str, int] = {}
     widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
-    table = layout_table(model, cluster.count, sequence, global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds)
+    table = possible_layouts(
+        model, cluster.count, sequence, global_batch, constraints, widest_tp, hybrid, chosen.cp_kinds
+    )
     if len(table):
         refused: dict[str, int] = {}
         table = _able(table, chosen, refused)
@@ -118,7 +120,7 @@ def search(
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
-    table = table[np.argsort(table[:, COLUMNS.index("pp")], kind="stable")].astype(float)  # alike ones share shapes
+    table = table[np.argsort(table["pp"], kind="stable")]  # alike ones share shapes
     running = _Search(
         model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, constraints, fastest_alone
     )
@@ -132,13 +134,13 @@ def search(
     return running.found()
 
 
-def hiding(rows: np.ndarray) -> np.ndarray:
-    """Of each row's step, what recomputing may gain."""
-    zero, schedule = rows[:, COLUMNS.index("zero")], rows[:, COLUMNS.index("schedule")]
-    return np.where((zero >= 2) & (schedule >= SCHEDULES["zb"]), HIDING_IN_BUBBLE, HIDING)
+def hiding(table: Table) -> np.ndarray:
+    """Of each layout's step, what recomputing may gain."""
+    splits = table["schedule"] >= code("schedule", SPLIT_BACKWARD[0])
+    return np.where((table["zero"] >= 2) & splits, HIDING_IN_BUBBLE, HIDING)
 
 
-def _chunks(table: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def _chunks(table: Table, size: int) -> Iterator[Table]:
     return (table[start : start + size] for start in range(0, len(table), size))
 
 
@@ -162,13 +164,15 @@ class _Search:
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
 
-    def plan_fastest(self, table: np.ndarray) -> None:
+    def plan_fastest(self, table: Table) -> None:
         """Plan rows and their variants in the order of what they take at least, until that is more than the best.
 
         The bound is of blocks, output layer and bubble alone: what is left out can only add.
         """
         parts = _chunks(table, MANY)
-        least = np.concatenate([least_seconds(self._jobs(part), self.where) for part in parts]) * (1 - hiding(table))
+        least = np.concatenate([least_seconds(self._candidates(part), self.where) for part in parts]) * (
+            1 - hiding(table)
+        )
         order = np.argsort(least, kind="stable")
         for offload in (False, True) if self.may_offload else (False,):
             start, step = 0, FEW
@@ -180,10 +184,9 @@ class _Search:
             if self.best:
                 return
 
-    def _jobs(self, table: np.ndarray) -> Candidates:
-        columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-        return candidates_of_table(
-            self.model, columns, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
+    def _candidates(self, table: Table) -> Candidates:
+        return candidates_of(
+            self.model, table, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
         )
 
     @property
@@ -197,12 +200,12 @@ class _Search:
         engine, experts = self.where.engine.name, self.model.moe is not None
         return math.exp(interval_factors("memory", engine, generation, self.cluster.count, size, experts)[1])
 
-    def plan(self, part: np.ndarray) -> np.ndarray:
+    def plan(self, part: Table) -> np.ndarray:
         """Plan these rows and remember the best. Returns, per row, seconds that no saving variant can go below.
 
         Infinite where the row fits for sure without pressure on its allocator, so that saving memory gains nothing.
         """
-        outcome = plan_candidates(self._jobs(part), self.where)
+        outcome = plan_candidates(self._candidates(part), self.where)
         fits = outcome.fits
         self.planned += len(part)
         self.fitting += int(fits.sum())
@@ -222,7 +225,7 @@ class _Search:
         settled = sure & calm & (gain < HIDING_IN_BUBBLE)
         return np.where(settled, np.inf, outcome.times.step_seconds * (1 - gain))
 
-    def plan_savings(self, table: np.ndarray, bound: np.ndarray, variants: list[tuple[int, int, int]]) -> None:
+    def plan_savings(self, table: Table, bound: np.ndarray, variants: list[Saving]) -> None:
         """Plan the variants of all rows whose bound leaves hope, fastest rows first."""
         order = np.argsort(bound, kind="stable")
         order = order[np.isfinite(bound[order])]
@@ -237,32 +240,31 @@ class _Search:
             if len(index):
                 self._plan_variants(table[index], variants)
 
-    def _may_fit(self, rows: np.ndarray, variants: list[tuple[int, int, int]]) -> np.ndarray:
+    def _may_fit(self, rows: Table, variants: list[Saving]) -> np.ndarray:
         """Rows of which a variant that saves most fits; nothing that saves less can fit where that does not.
 
         Recomputing a block needs its activations once: with one block in flight, keeping them is as good.
         """
-        most = max(kind for _, _, kind in variants)
+        most = max(variant["offload"] for variant in variants)
         fits = np.zeros(len(rows), dtype=bool)
-        for recompute in (RECOMPUTE["full"], RECOMPUTE["selective"], RECOMPUTE["none"]):
-            if (recompute, 1, most) in variants:
-                fits |= self._fits(rows, (recompute, 1, most))
+        for word in ("full", "selective", "none"):
+            variant = {"recompute": code("recompute", word), "every": 1, "offload": most}
+            if variant in variants:
+                fits |= self._fits(saving(rows, variant))
         return fits
 
-    def _fits(self, rows: np.ndarray, variant: tuple[int, int, int]) -> np.ndarray:
+    def _fits(self, rows: Table) -> np.ndarray:
         if not len(rows):
             return np.zeros(0, dtype=bool)
-        saving = rows.copy()
-        saving[:, -3:] = variant
-        over = peak_memory(self._jobs(saving), self.where.engine).total - usable_bytes(self.where)
+        over = peak_memory(self._candidates(rows), self.where.engine).total - usable_bytes(self.where)
         if not self.best and not self.fastest_alone and over.min() > 0:
             least = int(over.argmin())
-            self.plan(saving[least : least + 1])
+            self.plan(rows[least : least + 1])
         return np.asarray(over <= 0)
 
-    def _plan_variants(self, rows: np.ndarray, variants: list[tuple[int, int, int]]) -> None:
-        spread = np.repeat(rows, len(variants), axis=0)
-        spread[:, -3:] = np.tile(np.array(variants, dtype=float), (len(rows), 1))
+    def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
+        # A layout's variants are next to each other.
+        spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
         if self.excluded is not None:
             spread = _permitted(spread, self.excluded, self.constraints)
         if len(spread):
@@ -275,8 +277,8 @@ class _Search:
             return self.best[0][0] if self.best else np.inf
         return max(ranked, self.safest[0] if self.safest else np.inf)
 
-    def found(self) -> Found:
-        found = Found([], self.planned, self.fitting, self.constraints)
+    def found(self) -> SearchResult:
+        found = SearchResult([], self.planned, self.fitting, self.constraints)
         if self.planned > self.fitting:
             found.ruled_out["memory"] = self.planned - self.fitting
         if not self.best and self.nearest is not None:
@@ -287,28 +289,28 @@ class _Search:
         return found
 
 
-def _fastest(outcome: Outcome, among: np.ndarray, part: np.ndarray, keep: int) -> list[Entry]:
+def _fastest(outcome: Outcome, among: np.ndarray, part: Table, keep: int) -> list[Entry]:
     """The fastest of those marked; of equally fast ones that with the lowest peak."""
     index = np.flatnonzero(among)
     order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
     return [_entry(outcome, part, i) for i in order]
 
 
-def _entry(outcome: Outcome, part: np.ndarray, i: int) -> Entry:
+def _entry(outcome: Outcome, part: Table, i: int) -> Entry:
     return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
 
 
-def _able(rows: np.ndarray, engine: Engine, ruled_out: dict[str, int]) -> np.ndarray:
+def _able(rows: Table, engine: Engine, ruled_out: dict[str, int]) -> Table:
     """The layouts that this software can run."""
     kept = np.ones(len(rows), dtype=bool)
-    for words, needed in abilities.constraints(engine, dict(zip(COLUMNS, rows.T, strict=True))).items():
+    for words, needed in capabilities.constraints(engine, rows).items():
         if count := int((kept & needed).sum()):
             ruled_out[f"{engine.name} has no {words}"] = count
         kept &= ~needed
     return rows[kept]
 
 
-def _permitted(rows: np.ndarray, excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]) -> np.ndarray:
+def _permitted(rows: Table, excluded: Callable[[Layout], str | None], ruled_out: dict[str, int]) -> Table:
     kept = []
     for index, row in enumerate(rows):
         reason = excluded(layout_of(row))

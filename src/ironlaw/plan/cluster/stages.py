@@ -92,17 +92,19 @@ def _even(candidates: Candidates, stages: int) -> Array:
     whole, rest = np.divmod(layers, candidates.pp)
     turn = np.where(index == pp - 1, pp - 1, np.where(index == 0, pp - 2, index - 1))  # who takes of the rest
     counts = whole[:, None] + (turn < rest[:, None])
-    chunks = candidates.pp * candidates.virtual
+    chunks = candidates.pp * candidates.virtual_stages
     last_less = np.where(layers % chunks == 0, 0.0, 1.0)
     first_less = np.where((layers + 1) % chunks == 0, 0.0, last_less)
-    per_stage = candidates.virtual * (layers + first_less + last_less) / chunks
+    per_stage = candidates.virtual_stages * (layers + first_less + last_less) / chunks
     holds_last = np.where(candidates.v_shaped, 0, candidates.pp - 1)[:, None]
     dealt = per_stage[:, None] - first_less[:, None] * (index == 0) - last_less[:, None] * (index == holds_last)
-    for i in np.flatnonzero((candidates.virtual > 1) & ((layers + first_less + last_less) % chunks != 0)):
+    for i in np.flatnonzero((candidates.virtual_stages > 1) & ((layers + first_less + last_less) % chunks != 0)):
         dealt[i] = 0.0
-        held = _uneven(int(layers[i]), int(candidates.pp[i]), int(candidates.virtual[i]), bool(candidates.v_shaped[i]))
+        held = _uneven(
+            int(layers[i]), int(candidates.pp[i]), int(candidates.virtual_stages[i]), bool(candidates.v_shaped[i])
+        )
         dealt[i, : len(held)] = held
-    return np.where(exists, np.where(candidates.virtual[:, None] > 1, dealt, counts), 0.0)
+    return np.where(exists, np.where(candidates.virtual_stages[:, None] > 1, dealt, counts), 0.0)
 
 
 @lru_cache(maxsize=1024)

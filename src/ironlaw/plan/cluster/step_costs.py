@@ -19,18 +19,18 @@ import numpy.typing as npt
 from ironlaw.ledger import Phase
 from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
 from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
-from ironlaw.plan.cluster.context_parallel import exchange_seconds, kinds
-from ironlaw.plan.cluster.distinct import collective, distinct
-from ironlaw.plan.cluster.experts import exchange_of_rows, expert_traffic
+from ironlaw.plan.cluster.collective_costs import (
+    collective,
+    distinct,
+    expert_traffic,
+    layer_collectives,
+    small_collectives,
+)
 from ironlaw.plan.cluster.memory import kept_activation_bytes
 from ironlaw.plan.cluster.operation_costs import PARTS, end_costs, operation_costs
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.cluster.system import System
-from ironlaw.workload.latent import gathered_share
-from ironlaw.workload.moe import is_exchanged
 from ironlaw.workload.sizes import Size
-
-FP32, INT64 = 4.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepCosts:
     head_streaming: Array  # loss
     embedding: Array
     pp_message: Array
-    told: dict[str, Array]  # small collectives of a step by name, where no other constant stands for them
+    small_collectives: dict[str, Array]  # of a step by name, where no other constant stands for them
     dp_reduce: Array
     dp_across: Array  # of dp_reduce: over copies of the sharded state
     dp_gather: Array
@@ -124,14 +124,14 @@ def block_costs(candidates: Candidates, system: System) -> StepCosts:
     few = candidates.take(first)
     of_block = few.apart(system.engine, lambda part: _block(part, system))
     ends = few.apart(system.engine, lambda part: _ends(part, system))
-    blocks: dict[str, Any] = {name: column[kind] for name, column in (_collectives(few, system) | ends).items()}
+    blocks: dict[str, Any] = {name: column[kind] for name, column in (layer_collectives(few, system) | ends).items()}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
     blocks |= dict.fromkeys(OF_STATE, np.zeros(len(candidates)))
     blocks["block"] = {key: column[kind] for key, column in of_block.items() if isinstance(key[1], Phase)}
     blocks["again"] = {key: column[kind] for key, column in of_block.items() if not isinstance(key[1], Phase)}
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     return StepCosts(
-        told=told(candidates, system),
+        small_collectives=small_collectives(candidates, system),
         pp_message=np.where(candidates.pp > 1, np.where(stage_fills_island, far, near), 0.0),
         tp_crosses=candidates.tp > island,
         cp_crosses=candidates.tp * candidates.cp > island,
@@ -149,7 +149,7 @@ OF_STATE = (
 
 
 OF_THE_LAYOUT = frozenset(
-    ("dp", "zero", "shard", "pp", "virtual", "schedule", "recompute", "every", "offload", "global_batch")
+    ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
 )
 """Columns on which no seconds of a block and micro-batch hang."""
 
@@ -191,76 +191,6 @@ def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
         "head_streaming": np.asarray(streaming_seconds(sums["loss"], system.hardware)),
         "embedding": np.asarray(streaming_seconds(sums["stream"], system.hardware)),
     }
-
-
-def _collectives(candidates: Candidates, system: System) -> dict[str, Array]:
-    """Of a layer's collectives, of adding up its gradients, of a message between stages in and across islands."""
-    island, model = float(system.fabric.island_ranks), candidates.model
-    hardware, width = system.hardware, system.engine.element_bytes
-    stream_bytes = candidates.tokens * model.hidden * width
-    message = stream_bytes / candidates.stream_shards
-    tp_inside = np.minimum(candidates.tp, island)
-    one, two = np.ones(len(candidates)), np.full(len(candidates), 2.0)
-    # The fp32 buffer is read and written; the gradient read before, unless the product adds it.
-    read = FP32 if system.engine.autocast else 0.0 if system.engine.fused_accumulation else width
-    accumulated = candidates.local_block_parameters * (read + 2 * FP32)
-    return {
-        "accumulate": np.asarray(streaming_seconds(accumulated, hardware)),
-        "tp_collective": np.where(
-            candidates.sp > 0,
-            collective("all_gather", stream_bytes, candidates.tp, tp_inside, system)
-            + collective("reduce_scatter", stream_bytes, candidates.tp, tp_inside, system),
-            collective("all_reduce", stream_bytes, candidates.tp, tp_inside, system),
-        ),
-        "tp_collectives": 2.0 - spared_collectives(candidates, system),
-        "cp_layer": exchange_seconds(candidates, system, kinds(candidates, system.engine)),
-        "message_inside": collective("send_recv", message, two, two, system),
-        "message_across": collective("send_recv", message, two, one, system),
-        "ep_layer": exchange_of_rows(candidates, system) if candidates.has_experts else np.zeros(len(candidates)),
-    }
-
-
-def told(candidates: Candidates, system: System) -> dict[str, Array]:
-    """Seconds per step of our trainer's small collectives, each waited for; of other software they are in constants.
-
-    Of divided logits, per micro-batch: maximum, sum of exponentials and the target's own of each token. Of all ranks:
-    loss, wish to stop, gradient norm. Of experts: their loads over replicas and, counted, over ranks of one sequence.
-    """
-    if system.engine.fused:
-        return {}
-    c, model = candidates, candidates.model
-
-    def reduced(size: Size, ranks: Array, inner: Size = 1.0) -> Array:
-        inside = np.clip(float(system.fabric.island_ranks) // inner, 1.0, ranks)
-        return collective("all_reduce", np.broadcast_to(np.asarray(size, dtype=float), len(c)), ranks, inside, system)
-
-    found = {
-        "tp all_reduce": 3 * c.accumulation * reduced(c.tokens * FP32, c.tp),
-        "world all_reduce": reduced(3 * INT64, c.accelerators),
-    }
-    if model.moe is not None:
-        layers = c.expert_share * model.layers
-        loads = layers / c.pp * (model.moe.experts + 1) * INT64
-        replicas = np.where(c.zero > 0, c.shard_ranks, c.dp * c.cp)
-        dimension = "shard all_reduce" if (c.zero > 0).all() else "replicate all_reduce"
-        found[dimension] = reduced(loads, replicas, c.tp)
-        found["micro_batch all_reduce"] = (
-            c.accumulation * layers / c.pp * reduced(model.moe.experts * INT64, c.cp, c.tp)
-        )
-        found["pp all_reduce"] = reduced(4 * INT64, c.pp, c.tp * c.cp * c.dp)
-    return found
-
-
-def spared_collectives(candidates: Candidates, system: System) -> Array:
-    """Of the two tensor parallel collectives of a layer, how many are not there under sequence parallelism; mean over
-    all layers: where the rows' exchange replaces one, and where narrow vectors are gathered instead of the stream."""
-    moe, spared = candidates.model.moe, np.zeros(len(candidates))
-    if moe is not None and not moe.shared_experts:  # which gather their tokens like a dense network
-        exchanged = is_exchanged(candidates.ep, candidates.expert_tp, candidates.tp)
-        spared = np.where(exchanged, candidates.expert_share, 0.0)
-    if candidates.model.latent is not None and system.engine.narrows_own_tokens:
-        spared = spared + 0.5 * (1 - gathered_share(candidates.model))
-    return np.where(candidates.sp > 0, spared, 0.0)
 
 
 def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:

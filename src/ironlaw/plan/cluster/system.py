@@ -6,20 +6,27 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.nodes import Cluster, Node
 from ironlaw.errors import UserError
 from ironlaw.machine.efficiency import (
+    AttentionConstants,
+    CollectiveConstants,
     Efficiency,
+    Evidence,
     Fabric,
     Hardware,
+    MatmulConstants,
     NetworkConstants,
+    StreamingConstants,
     load_efficiency,
     load_network,
     reference_accelerators,
     reference_hardware,
 )
-from ironlaw.plan.cluster.provisional import provisional_efficiency, provisional_network
+from ironlaw.plan.cluster.candidates import Array
 from ironlaw.plan.cluster.update_cost import ADAMW, UpdateCost
 from ironlaw.plan.engines.engine import Engine
 
@@ -115,7 +122,7 @@ def _efficiency(generation: str) -> Efficiency:
     try:
         return load_efficiency(generation)
     except UserError:
-        return provisional_efficiency(generation)
+        return assumed_efficiency(generation)
 
 
 def matmul_is_assumed(generation: str) -> bool:
@@ -129,7 +136,7 @@ def _network(fabric: str, node: str) -> NetworkConstants:
     try:
         return load_network(NETWORK_OF_NODE.get(node) or NETWORK_OF_FABRIC.get(fabric, fabric))
     except (UserError, FileNotFoundError):
-        return provisional_network()
+        return assumed_network()
 
 
 def hardware_of(acc: Accelerator) -> Hardware:
@@ -174,7 +181,7 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
     efficiency = _efficiency(acc.measured_generation)
-    island = efficiency.collectives or provisional_efficiency(acc.generation).collectives
+    island = efficiency.collectives or assumed_efficiency(acc.generation).collectives
     assert island is not None
     ranks, rate, topology = max(node.scale_up_accelerators, 1), link.value, "mesh"
     if acc.link_bytes_per_second and acc.vendor in ALL_LINKS_TO_ONE:
@@ -199,6 +206,50 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
 
 def alone(acc: Accelerator) -> Fabric:
     """The fabric of one accelerator: nothing to talk to, so its rate is never used."""
-    island = provisional_efficiency(acc.generation).collectives
+    island = assumed_efficiency(acc.generation).collectives
     assert island is not None
-    return Fabric(1, 1e9, island, network_bytes_per_second=1e9, network=provisional_network())
+    return Fabric(1, 1e9, island, network_bytes_per_second=1e9, network=assumed_network())
+
+
+UNUSABLE_BYTES = 1.0 * 2**30
+"""Of a device's memory: driver context, kernels and communicators that no allocator can hand out."""
+
+
+PRESSURE_SHARE = 0.9
+"""Of what an allocator can hand out: from here on it is likely to free and retry within a step."""
+
+
+def usable_bytes(where: System) -> float:
+    """Of one device, for tensors."""
+    return where.memory_bytes - UNUSABLE_BYTES
+
+
+def under_pressure(seconds: Array, highest_bytes: Array, where: System) -> Array:
+    """Step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
+    nearly_full = highest_bytes > PRESSURE_SHARE * usable_bytes(where)
+    return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)
+
+
+_ASSUMED = Evidence("assumed", 0, -0.4, 0.4, assumed=True, note="no measurements of this generation")
+
+
+def assumed_efficiency(generation: str) -> Efficiency:
+    """Plausible constants: 90% of peak in a tile, 85% of bandwidth."""
+    matmul = MatmulConstants(0.92, 16.0, 150.0, 0.6, 0.85, 1.0, 3e-6, 0.0, throttle_seconds=0.0, evidence=_ASSUMED)
+    attention = AttentionConstants(0.75, 16.0, 128.0, 0.3, 0.0, 4e-6, 0.0, 0.85, 0.86, _ASSUMED)
+    streaming = StreamingConstants(
+        {"copy": 0.88, "elementwise": 0.85, "norm": 0.7, "gated_activation": 0.8}, 2e6, 3e-6, _ASSUMED
+    )
+    collectives = CollectiveConstants(8e-6, 1.5e-6, 5e-6, 1e6, 0.78, 4.0, 0.0, 0.75, evidence=_ASSUMED)
+    return Efficiency(
+        generation,
+        {"bf16": matmul, "fp8": matmul, "fp8_block": matmul},
+        {"flash": attention},
+        "flash",
+        streaming,
+        collectives,
+    )
+
+
+def assumed_network() -> NetworkConstants:
+    return NetworkConstants(10e-6, 5e-6, 20e-6, 1e6, 0.85, _ASSUMED)

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.ledger import Phase
-from ironlaw.plan.cluster.candidates import SCHEDULES, Array, Candidates
-from ironlaw.plan.cluster.context_parallel import cp_exchanges, exposed, kinds
+from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.collective_costs import context_kinds, cp_exchanges, exposed
+from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.engines.engine import Engine
@@ -56,7 +57,7 @@ class Times:
     optimizer: Array
     offload_exposed: Array  # waiting for transfers to and from the host, and for its update
     host_step: Array
-    told: Array  # small collectives
+    small_collectives: Array
     busiest_layers: Array  # of the stage these times are of
     heads: Array  # times that the output layer is run
     head_matmul: Array
@@ -104,16 +105,16 @@ def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array,
     """
     whole = forward + inputs + weights
     filled = forward + np.maximum(inputs - weights, 0.0)
-    idle = np.where(schedule == SCHEDULES["zb"], filled / virtual, whole / virtual)
-    idle = np.where(schedule == SCHEDULES["zbv"], np.maximum(forward, inputs) / 2, idle)
+    idle = np.where(schedule == code("schedule", "zb"), filled / virtual, whole / virtual)
+    idle = np.where(schedule == code("schedule", "zbv"), np.maximum(forward, inputs) / 2, idle)
     both = (filled + np.maximum(inputs - forward, 0.0)) / 2
-    return np.asarray(np.where(schedule == SCHEDULES["dualpipe"], both, idle) / whole)
+    return np.asarray(np.where(schedule == code("schedule", "dualpipe"), both, idle) / whole)
 
 
 def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> Times:
     """Step time from its ingredients and the engine's constants."""
     layers = layers or stage_layers(candidates, engine.partition)
-    full, selective = candidates.recompute == 2, candidates.recompute == 1
+    full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     slow_tp, slow_cp, slow_ep, slow_dp, slow_pp = (
         np.where(crosses, engine.network_slowdown, engine.island_slowdown)
         for crosses in (costs.tp_crosses, costs.cp_crosses, costs.ep_crosses, costs.dp_crosses, costs.pp_crosses)
@@ -136,7 +137,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     exchange = 2 * passes * costs.ep_layer * slow_ep  # rows go out and come back
     beside = np.where(costs.ep_crosses, engine.ep_hidden_across, engine.ep_hidden) * exchange
     ep_exposed = exchange - np.minimum(beside, forward + backward)
-    kind = kinds(candidates, engine)
+    kind = context_kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention with its exchange.
     repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
@@ -155,14 +156,14 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     host_collective = np.where(candidates.tp > 1, host_collective, 0.0) + engine.host_collective_seconds * exchanges
     host_layer = host_layer + 2 * passes * host_collective
     # Every chunk of a rank beyond the first receives and sends once forward and once backward more.
-    host_messages = engine.host_collective_seconds * 4 * (candidates.virtual - 1)
+    host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
 
     head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
     head = head_matmul + loss
     embedding = costs.embedding * engine.streaming_traffic
     device_layer = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
-    message = 2 * candidates.virtual * costs.pp_message * (1 - engine.pp_hidden) * slow_pp
+    message = 2 * candidates.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow_pp
 
     # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
     fsdp_layer = (2 * costs.fsdp_gather_layer + costs.fsdp_scatter_layer) * slow_dp
@@ -190,7 +191,9 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     weight_gradients = backward_of["matmul"] / 2 + costs.accumulate
     first_half = forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes
     second_half = device_layer - first_half - weight_gradients
-    bubble = others * bubble_share(candidates.schedule, candidates.virtual, first_half, second_half, weight_gradients)
+    bubble = others * bubble_share(
+        candidates.schedule, candidates.virtual_stages, first_half, second_half, weight_gradients
+    )
 
     is_last, is_first = slowest == last, slowest == first
     count = np.where(is_last, layers.last, np.where(is_first, layers.first, layers.middle))
@@ -208,9 +211,9 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
     optimizer = costs.optimizer * engine.optimizer_traffic
     host_step = np.full(len(candidates), engine.host_step_seconds)
     m = micro_batches * count
-    told = np.zeros(len(candidates)) + sum(costs.told.values())
+    small = np.zeros(len(candidates)) + sum(costs.small_collectives.values())
     return Times(
-        step_seconds=steady + told + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
+        step_seconds=steady + small + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
         forward=m * forward,
         backward=m * (backward + again),
         host_excess=micro_batches * host_excess,
@@ -225,7 +228,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
         optimizer=optimizer,
         offload_exposed=micro_batches * count * offload_layer + offload_step,
         host_step=host_step,
-        told=told,
+        small_collectives=small,
         busiest_layers=count,
         heads=micro_batches * has_head,
         head_matmul=micro_batches * has_head * head_matmul,

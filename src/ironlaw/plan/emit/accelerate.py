@@ -5,59 +5,56 @@ from __future__ import annotations
 from typing import Any
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.emit.options import first_reason
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 
 def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its configuration cannot say this, or None."""
-    if layout.cp > 1:
-        return "its context parallelism is not written by this planner"
-    if layout.offload != "none":
-        return "its CPU offload moves the weights too, which this planner does not plan: use offload=none"
-    if layout.schedule != "1f1b":
-        return "its pipelines have the 1f1b schedule only"
-    if layout.every > 1:
-        return "it recomputes whole blocks, all of them or none"
-    plain = layout.tp == layout.pp == 1
-    if plain and layout.zero in (0, 2, 3) and not (layout.zero == 0 and layout.recompute == "full"):
-        fits = layout.recompute == "none" or (layout.recompute == "full" and layout.zero >= 2)
-        return None if fits else "its FSDP configuration recomputes whole blocks or nothing"
-    if layout.zero > 1:
-        return "FSDP with tensor parallelism needs a model with a plan of its own: use zero=0 or 1"
-    if layout.shard is not None:
-        return "its Megatron-LM plugin shards over all replicas: use no shard"
-    if layout.virtual_stages > 1:
-        return "its Megatron-LM plugin has no virtual stages"
-    if layout.recompute == "full":
-        return "its Megatron-LM plugin recomputes selectively or nothing"
-    if layout.pp > 1 and model.layers % layout.pp:
-        return f"{model.layers} layers are not divisible by pp = {layout.pp}"
-    return None
+    plain, zero, word = layout.tp == layout.pp == 1, layout.zero, layout.recompute
+    fsdp = plain and zero in (0, 2, 3) and not (zero == 0 and word == "full")
+    megatron = not fsdp
+    return first_reason(
+        (layout.cp > 1, "its context parallelism is not written by this planner"),
+        (layout.offload != "none",
+         "its CPU offload moves the weights too, which this planner does not plan: use offload=none"),
+        (layout.schedule != "1f1b", "its pipelines have the 1f1b schedule only"),
+        (layout.every > 1, "it recomputes whole blocks, all of them or none"),
+        (fsdp and word != "none" and not (word == "full" and zero >= 2),
+         "its FSDP configuration recomputes whole blocks or nothing"),
+        (megatron and zero > 1,
+         "FSDP with tensor parallelism needs a model with a plan of its own: use zero=0 or 1"),
+        (megatron and layout.shard, "its Megatron-LM plugin shards over all replicas: use no shard"),
+        (megatron and layout.virtual_stages > 1, "its Megatron-LM plugin has no virtual stages"),
+        (megatron and word == "full", "its Megatron-LM plugin recomputes selectively or nothing"),
+        (megatron and model.layers % layout.pp,
+         f"{model.layers} layers are not divisible by pp = {layout.pp}"),
+    )  # fmt: skip
 
 
-def accelerate_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
-    accumulation = ask.work.global_batch // (layout.dp * layout.micro_batch)
+def accelerate_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    accumulation = request.work.global_batch // (layout.dp * layout.micro_batch)
     document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     notes = [
-        f"in the script: batches of {layout.micro_batch} sequences of {ask.work.sequence:,} tokens per process, "
+        f"in the script: batches of {layout.micro_batch} sequences of {request.work.sequence:,} tokens per process, "
         f"Accelerator(gradient_accumulation_steps={accumulation})"
     ]
-    if ask.optimizer not in ("adam", "adamw"):
-        notes.append(f"{ask.optimizer} is built in the script")
+    if request.optimizer not in ("adam", "adamw"):
+        notes.append(f"{request.optimizer} is built in the script")
     if layout.tp == layout.pp == 1 and layout.zero >= 2:
         document |= _fsdp(layout)
     elif layout.tp == layout.pp == 1 and layout.zero == 0 and layout.recompute == "none":
         document["distributed_type"] = "MULTI_GPU" if layout.dp > 1 else "NO"
     else:
         document |= _megatron(layout, accumulation)
-        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {ask.work.sequence:,} tokens"
+        notes[0] = f"in the script: micro-batches of {layout.micro_batch} sequences of {request.work.sequence:,} tokens"
     document |= {
-        "mixed_precision": {"fp32": "NO"}.get(ask.precision, ask.precision),
-        "num_machines": ask.cluster.nodes,
+        "mixed_precision": {"fp32": "NO"}.get(request.precision, request.precision),
+        "num_machines": request.cluster.nodes,
         "num_processes": layout.accelerators,
     }
-    return f"# {ask.model.name}, {ask.cluster}: {layout}\n" + _yaml(document), notes
+    return f"# {request.model.name}, {request.cluster}: {layout}\n" + _yaml(document), notes
 
 
 def _fsdp(layout: Layout) -> dict[str, Any]:

@@ -6,53 +6,53 @@ import json
 from typing import Any
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.emit.options import first_reason
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 
 def deepspeed_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its JSON cannot say this, or None."""
-    if layout.pp > 1:
-        return "pipeline stages are built in code there (PipelineModule), not in its JSON"
-    if layout.cp > 1:
-        return "its JSON has no context parallelism"
-    if layout.sp:
-        return "its tensor parallelism (autotp_size) does not shard the sequence: use sp=0"
-    if layout.recompute == "selective" or layout.every > 1:
-        return "what is recomputed is decided in the model's code: use recompute=none or full"
-    if layout.shard is not None:
-        return "it shards over all replicas since its MiCS was removed: use no shard"
-    if layout.offload in ("activations", "both") and layout.recompute != "full":
-        return "it offloads the inputs of recomputed blocks only (cpu_checkpointing): use recompute=full"
-    if layout.offload in ("optimizer", "both") and layout.zero == 0:
-        return "its optimizer is offloaded with ZeRO only: use zero=1, 2 or 3"
-    return None
+    return first_reason(
+        (layout.pp > 1, "pipeline stages are built in code there (PipelineModule), not in its JSON"),
+        (layout.cp > 1, "its JSON has no context parallelism"),
+        (layout.sp, "its tensor parallelism (autotp_size) does not shard the sequence: use sp=0"),
+        (layout.recompute == "selective" or layout.every > 1,
+         "what is recomputed is decided in the model's code: use recompute=none or full"),
+        (layout.shard, "it shards over all replicas since its MiCS was removed: use no shard"),
+        (layout.offload in ("activations", "both") and layout.recompute != "full",
+         "it offloads the inputs of recomputed blocks only (cpu_checkpointing): use recompute=full"),
+        (layout.offload in ("optimizer", "both") and layout.zero == 0,
+         "its optimizer is offloaded with ZeRO only: use zero=1, 2 or 3"),
+    )  # fmt: skip
 
 
-def deepspeed_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
+def deepspeed_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
     zero: dict[str, Any] = {
         "stage": layout.zero,
         "overlap_comm": True,
         "reduce_scatter": True,
         "contiguous_gradients": True,
     }
-    notes = [f"the model, its sequence of {ask.work.sequence:,} tokens and {ask.work.steps:,} steps are the script's"]
+    notes = [
+        f"the model, its sequence of {request.work.sequence:,} tokens and {request.work.steps:,} steps are the script's"
+    ]
     if layout.offload in ("optimizer", "both"):
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     document: dict[str, Any] = {
-        "train_batch_size": ask.work.global_batch,
+        "train_batch_size": request.work.global_batch,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
-        "gradient_accumulation_steps": ask.work.global_batch // (layout.dp * layout.micro_batch),
+        "gradient_accumulation_steps": request.work.global_batch // (layout.dp * layout.micro_batch),
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
     }
-    if ask.precision != "fp32":
-        document[ask.precision] = {"enabled": True}
+    if request.precision != "fp32":
+        document[request.precision] = {"enabled": True}
     if layout.tp > 1:
         document["tensor_parallel"] = {"autotp_size": layout.tp}
-    if ask.optimizer not in ("adam", "adamw"):
+    if request.optimizer not in ("adam", "adamw"):
         document["zero_allow_untested_optimizer"] = True
-        notes.append(f"{ask.optimizer} is built in the script and passed to deepspeed.initialize")
+        notes.append(f"{request.optimizer} is built in the script and passed to deepspeed.initialize")
     if layout.recompute == "full":
         notes.append("recompute=full is switched on in the model: gradient_checkpointing_enable()")
     if layout.offload in ("activations", "both"):

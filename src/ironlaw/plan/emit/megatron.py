@@ -5,9 +5,10 @@ from __future__ import annotations
 from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.emit.options import first_reason, given
 from ironlaw.plan.engines.low_precision import storage_by
 from ironlaw.plan.engines.named import engine
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 
@@ -35,25 +36,24 @@ OPTIMIZER_FLAGS = {
 
 def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why Megatron-LM's flags cannot say this, or None."""
-    if reason := _model_refused(model):
-        return reason
-    if model.gated_ffn and model.activation != "silu":
-        return f"its flags have no gated {model.activation} feed-forward network"
-    if not model.gated_ffn and model.activation == "silu":
-        return "its flags have silu in a gated feed-forward network only"
-    if ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
-        return f"{model.layers} layers are not divisible by pp = {layout.pp}, nor with one less at the ends"
-    if layout.schedule != "1f1b":
-        return f"its flags have no schedule={layout.schedule}: use 1f1b, interleaved by virtual_stages"
-    if layout.zero >= 2 and layout.cp * layout.pp > 1:
-        return "its FSDP with context or pipeline parallelism is not written by this planner: use zero=0 or 1"
-    if layout.offload in ("activations", "both"):
-        return "it offloads chosen modules' activations only: use offload=none or optimizer"
-    if layout.offload == "optimizer" and layout.zero != 1:
-        return "it offloads its distributed optimizer: use zero=1"
-    if layout.every > 1 and _chunk(model, layout) // layout.every == 0:
-        return f"chunks of {_chunk(model, layout)} layers have no {layout.every}th block to recompute"
-    return _positions_refused(model) or _experts_refused(layout, model)
+    chunk, every, zero = _chunk(model, layout), layout.every, layout.zero
+    uneven = ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None
+    return (
+        _model_refused(model)
+        or first_reason(
+            (uneven, f"{model.layers} layers are not divisible by pp = {layout.pp}, nor with one less at the ends"),
+            (layout.schedule != "1f1b",
+             f"its flags have no schedule={layout.schedule}: use 1f1b, interleaved by virtual_stages"),
+            (zero >= 2 and layout.cp * layout.pp > 1,
+             "its FSDP with context or pipeline parallelism is not written by this planner: use zero=0 or 1"),
+            (layout.offload in ("activations", "both"),
+             "it offloads chosen modules' activations only: use offload=none or optimizer"),
+            (layout.offload == "optimizer" and zero != 1, "it offloads its distributed optimizer: use zero=1"),
+            (every > 1 and chunk < every, f"chunks of {chunk} layers have no {every}th block to recompute"),
+        )
+        or _positions_refused(model)
+        or _experts_refused(layout, model)
+    )  # fmt: skip
 
 
 def _positions_refused(model: ModelConfig) -> str | None:
@@ -70,26 +70,29 @@ def _positions_refused(model: ModelConfig) -> str | None:
     return f"it has no option for rope_scaling.{odd} = {scaling[odd]:g} under latent attention" if odd else None
 
 
-SAYS = {"sliding_window", "full_every", "full_first", "unrotated_every", "rotary_size", "attention_sinks"}
-"""Switches that flags can say."""
+SWITCHES = {"sliding_window", "full_every", "full_first", "unrotated_every", "rotary_size", "attention_sinks"}
+"""Switches of a model that have flags."""
 
 
 def _model_refused(model: ModelConfig) -> str | None:
     """What no flag says of a family's arithmetic."""
     biases = (model.has_qkv_bias, model.has_out_bias, model.has_ffn_bias)
-    if biases in ((True, True, True), (False, False, False), (True, False, False)):
-        others = set(model.switched) - SAYS - {"out_bias", "ffn_bias"}
-    else:
-        return "its flags have biases in all linear layers of a block, in none, or in query, key and value"
-    if others:
-        return f"its flags have no {sorted(others)[0]}"
-    if model.positions == "alibi" or model.activation == "relu":
-        return f"its flags have no {'alibi' if model.positions == 'alibi' else 'relu'}"
-    if model.activation == "relu2" and model.gated_ffn:
-        return "its flags have squared relu in a feed-forward network without a gate only"
-    if model.rope_scaling and set(model.rope_scaling) == {"factor"}:
-        return "its flags have no positions scaled alike at all frequencies"
-    return None
+    whole = biases in ((True, True, True), (False, False, False), (True, False, False))
+    others = sorted(set(model.switched) - SWITCHES - {"out_bias", "ffn_bias"})
+    return first_reason(
+        (not whole, "its flags have biases in all linear layers of a block, in none, or in query, key and value"),
+        (others, f"its flags have no {''.join(others[:1])}"),
+        (model.positions == "alibi", "its flags have no alibi"),
+        (model.activation == "relu", "its flags have no relu"),
+        (model.activation == "relu2" and model.gated_ffn,
+         "its flags have squared relu in a feed-forward network without a gate only"),
+        (model.rope_scaling and set(model.rope_scaling) == {"factor"},
+         "its flags have no positions scaled alike at all frequencies"),
+        (model.gated_ffn and model.activation != "silu",
+         f"its flags have no gated {model.activation} feed-forward network"),
+        (not model.gated_ffn and model.activation == "silu",
+         "its flags have silu in a gated feed-forward network only"),
+    )  # fmt: skip
 
 
 def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
@@ -97,17 +100,17 @@ def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
     moe = model.moe
     if moe is None:
         return None
-    if moe.limits_groups:  # `group_limited_topk` in `moe_utils.py`
-        counted = moe.experts_per_token // (moe.groups_per_token or 1)
-        if counted != (2 if moe.score == "sigmoid" else 1):
-            return f"it ranks groups of experts by the sum of their {counted} best, and this model otherwise"
-    if layout.tp > 1 and not layout.sp:
-        return "it trains experts under tensor parallelism with sequence parallelism only: use sp=1"
-    if moe.balance == "bias" and moe.score != "sigmoid":
-        return "it balances experts by a bias under sigmoid scores only"
-    if moe.experts_per_token == 1 and moe.score == "softmax" and moe.normalize:
-        return "it weighs a single expert per token by its softmax only: use moe.normalize = false"
-    return None
+    counted = moe.experts_per_token // (moe.groups_per_token or 1)  # `group_limited_topk` in `moe_utils.py`
+    return first_reason(
+        (moe.limits_groups and counted != (2 if moe.score == "sigmoid" else 1),
+         f"it ranks groups of experts by the sum of their {counted} best, and this model otherwise"),
+        (layout.tp > 1 and not layout.sp,
+         "it trains experts under tensor parallelism with sequence parallelism only: use sp=1"),
+        (moe.balance == "bias" and moe.score != "sigmoid",
+         "it balances experts by a bias under sigmoid scores only"),
+        (moe.experts_per_token == 1 and moe.score == "softmax" and moe.normalize,
+         "it weighs a single expert per token by its softmax only: use moe.normalize = false"),
+    )  # fmt: skip
 
 
 def _chunk(model: ModelConfig, layout: Layout) -> int:
@@ -116,43 +119,49 @@ def _chunk(model: ModelConfig, layout: Layout) -> int:
     return (model.layers + sum(ends_lighter(model.layers, chunks) or (0, 0))) // chunks
 
 
-def megatron_flags(ask: Ask, layout: Layout, accumulation: int) -> list[str]:
+def megatron_flags(request: ClusterRequest, layout: Layout, accumulation: int) -> list[str]:
     """One `--flag value` per entry."""
     return [
-        *_model_flags(ask.model, ask.work.sequence),
+        *_model_flags(request.model, request.work.sequence),
         f"--micro-batch-size {layout.micro_batch}",
-        f"--global-batch-size {ask.work.global_batch}",
-        f"--train-iters {ask.work.steps}",
-        *PRECISION_FLAGS[ask.precision],
-        *_narrow_flags(ask, layout),
-        *OPTIMIZER_FLAGS[ask.optimizer],
-        *_layout_flags(ask.model, layout),
-        *_widening_flags(ask, layout),
-        *_expert_flags(ask.model, layout),
+        f"--global-batch-size {request.work.global_batch}",
+        f"--train-iters {request.work.steps}",
+        *PRECISION_FLAGS[request.precision],
+        *_narrow_flags(request, layout),
+        *OPTIMIZER_FLAGS[request.optimizer],
+        *_layout_flags(request.model, layout),
+        *_widening_flags(request, layout),
+        *_expert_flags(request.model, layout),
     ]
 
 
-def _widening_flags(ask: Ask, layout: Layout) -> list[str]:
+def _widening_flags(request: ClusterRequest, layout: Layout) -> list[str]:
     """What selective recomputation repeats, where the plan has taken it as other than attention."""
-    widens = layout.recompute == "selective" and ask.model.latent is not None and engine(ask.engine).selective_widens
+    widens = (
+        layout.recompute == "selective" and request.model.latent is not None and engine(request.engine).selective_widens
+    )
     return ["--recompute-modules mla_up_proj"] if widens else []
 
 
-def _narrow_flags(ask: Ask, layout: Layout) -> list[str]:
+def _narrow_flags(request: ClusterRequest, layout: Layout) -> list[str]:
     """Weights stored in 8 or 4 bits, where the plan has taken them so."""
-    held = storage_by("transformer-engine", ask.precision, ask.cluster.accelerator.generation, True)
+    held = storage_by("transformer-engine", request.precision, request.cluster.accelerator.generation, True)
     stored = (
-        number_format(ask.precision).narrow
-        and engine(ask.engine).narrow_parameters
+        number_format(request.precision).narrow
+        and engine(request.engine).narrow_parameters
         and "in place of" in held.description
     )
     if not stored or not layout.zero:  # it stores them so under its distributed optimizer only
         return []
-    return ["--fp4-param-gather" if ask.precision == "nvfp4" else "--fp8-param-gather"]
+    return ["--fp4-param-gather" if request.precision == "nvfp4" else "--fp8-param-gather"]
 
 
 def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
-    flags = [
+    window = model.sliding_window if model.sliding_window and model.sliding_window < sequence else 0
+    few, scaled = model.key_value_heads != model.heads, model.rope_scaling and model.latent is None
+    layers = f"[0]*{model.full_first}+[1]*{model.layers - model.full_first}"
+    positions = {"rope": "rope", "none": "none"}.get(model.positions, "learned_absolute")
+    return [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",
         f"--ffn-hidden-size {model.ffn_size}",
@@ -164,44 +173,31 @@ def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
         "--attention-dropout 0",
         "--hidden-dropout 0",
         f"--norm-epsilon {model.norm_eps:g}",
+        *given(
+            (window, f"--window-size {window - 1},0"),  # tokens to the left beside the query's own
+            (window and model.full_every, f"--window-attn-skip-freq {model.full_every}"),
+            (window and model.full_first and not model.full_every, f"--window-attn-skip-freq {layers}"),
+            (model.attention_sinks, "--softmax-type learnable"),
+            (model.activation == "relu2", "--squared-relu"),
+            (model.rotary_size, f"--rotary-percent {(model.rotary_size or 0) / model.size_of_head:g}"),
+            (model.unrotated_every, f"--no-rope-freq {model.unrotated_every}"),
+        ),
+        *_latent_flags(model),
+        *given(
+            (few, "--group-query-attention"),
+            (few, f"--num-query-groups {model.key_value_heads}"),
+            (model.gated_ffn, "--swiglu"),
+            (model.norm == "rmsnorm", "--normalization RMSNorm"),
+            (model.qk_norm, "--qk-layernorm"),
+            (True, f"--position-embedding-type {positions}"),
+            (positions == "rope", f"--rotary-base {model.rope_theta:.0f}"),
+            (positions == "rope" and scaled, "--use-rope-scaling"),
+            (positions == "rope" and scaled, f"--rope-scaling-factor {(model.rope_scaling or {}).get('factor', 0):g}"),
+            (not model.has_ffn_bias, "--disable-bias-linear"),
+            (not model.has_ffn_bias and model.has_qkv_bias, "--add-qkv-bias"),
+            (not model.tied, "--untie-embeddings-and-output-weights"),
+        ),
     ]
-    if model.sliding_window and model.sliding_window < sequence:
-        flags.append(f"--window-size {model.sliding_window - 1},0")  # tokens to the left beside the query's own
-        if model.full_every:
-            flags.append(f"--window-attn-skip-freq {model.full_every}")
-        elif model.full_first:
-            flags.append(f"--window-attn-skip-freq [0]*{model.full_first}+[1]*{model.layers - model.full_first}")
-    if model.attention_sinks:
-        flags.append("--softmax-type learnable")
-    if model.activation == "relu2":
-        flags.append("--squared-relu")
-    if model.rotary_size:
-        flags.append(f"--rotary-percent {model.rotary_size / model.size_of_head:g}")
-    if model.unrotated_every:
-        flags.append(f"--no-rope-freq {model.unrotated_every}")
-    flags += _latent_flags(model)
-    if model.key_value_heads != model.heads:
-        flags += ["--group-query-attention", f"--num-query-groups {model.key_value_heads}"]
-    if model.gated_ffn:
-        flags.append("--swiglu")
-    if model.norm == "rmsnorm":
-        flags.append("--normalization RMSNorm")
-    if model.qk_norm:
-        flags.append("--qk-layernorm")
-    if model.positions == "rope":
-        flags += ["--position-embedding-type rope", f"--rotary-base {model.rope_theta:.0f}"]
-        if model.rope_scaling and model.latent is None:
-            flags += ["--use-rope-scaling", f"--rope-scaling-factor {model.rope_scaling['factor']:g}"]
-    else:
-        kind = "none" if model.positions == "none" else "learned_absolute"
-        flags.append(f"--position-embedding-type {kind}")
-    if not model.has_ffn_bias:
-        flags.append("--disable-bias-linear")
-        if model.has_qkv_bias:
-            flags.append("--add-qkv-bias")
-    if not model.tied:
-        flags.append("--untie-embeddings-and-output-weights")
-    return flags
 
 
 def _latent_flags(model: ModelConfig) -> list[str]:
@@ -229,7 +225,8 @@ def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
     moe = model.moe
     if moe is None:
         return []
-    flags = [
+    pattern = ",".join(str(int(moe.in_layer(layer))) for layer in range(model.layers))
+    return [
         f"--num-experts {moe.experts}",
         f"--moe-router-topk {moe.experts_per_token}",
         f"--moe-ffn-hidden-size {model.expert_ffn_size}",
@@ -239,74 +236,67 @@ def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
         "--moe-grouped-gemm",
         "--moe-permute-fusion",
         f"--moe-router-score-function {moe.score}",
+        *given(
+            # Megatron takes the softmax over the chosen experts, which sums to 1, unless told otherwise.
+            (not moe.normalize, "--moe-router-pre-softmax"),
+            (moe.routed_scale != 1.0, f"--moe-router-topk-scaling-factor {moe.routed_scale:g}"),
+            (moe.limits_groups, f"--moe-router-num-groups {moe.groups}"),
+            (moe.limits_groups, f"--moe-router-group-topk {moe.groups_per_token}"),
+            (moe.dense_layers or moe.every > 1, f"--moe-layer-freq [{pattern}]"),
+            (moe.shared_experts, f"--moe-shared-expert-intermediate-size {model.shared_ffn_size}"),
+            (moe.shared_gate, "--moe-shared-expert-gate"),
+            (moe.capacity_factor is not None, f"--moe-expert-capacity-factor {moe.capacity_factor or 0:g}"),
+            (moe.balance == "loss", "--moe-router-load-balancing-type aux_loss"),
+            (moe.balance == "loss", f"--moe-aux-loss-coeff {moe.balance_loss:g}"),
+            (moe.balance != "loss", "--moe-router-load-balancing-type none"),
+            (moe.balance == "bias", "--moe-router-enable-expert-bias"),
+            (moe.balance == "bias", f"--moe-router-bias-update-rate {moe.bias_rate:g}"),
+        ),
     ]
-    if not moe.normalize:  # Megatron takes the softmax over the chosen experts, which sums to 1, unless told otherwise
-        flags.append("--moe-router-pre-softmax")
-    if moe.routed_scale != 1.0:
-        flags.append(f"--moe-router-topk-scaling-factor {moe.routed_scale:g}")
-    if moe.limits_groups:
-        flags += [f"--moe-router-num-groups {moe.groups}", f"--moe-router-group-topk {moe.groups_per_token}"]
-    if moe.dense_layers or moe.every > 1:
-        pattern = ",".join(str(int(moe.in_layer(layer))) for layer in range(model.layers))
-        flags.append(f"--moe-layer-freq [{pattern}]")
-    if moe.shared_experts:
-        flags.append(f"--moe-shared-expert-intermediate-size {model.shared_ffn_size}")
-    if moe.shared_gate:
-        flags.append("--moe-shared-expert-gate")
-    if moe.capacity_factor is not None:
-        flags.append(f"--moe-expert-capacity-factor {moe.capacity_factor:g}")
-    if moe.balance == "loss":
-        flags += ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {moe.balance_loss:g}"]
-    else:
-        flags.append("--moe-router-load-balancing-type none")
-    if moe.balance == "bias":
-        flags += ["--moe-router-enable-expert-bias", f"--moe-router-bias-update-rate {moe.bias_rate:g}"]
-    return flags
+
+
+RECOMPUTE_FLAGS = {
+    "full": ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"],
+    "selective": ["--recompute-granularity selective"],
+}
+OFFLOAD_FLAGS = [
+    "--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0",
+    "--overlap-cpu-optimizer-d2h-h2d",
+]  # fmt: skip
 
 
 def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
-    flags = [
+    first_less, last_less = ends_lighter(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
+    again = RECOMPUTE_FLAGS.get(layout.recompute, [])
+    if layout.every > 1:  # as many blocks, the first ones of every chunk
+        blocks = _chunk(model, layout) // layout.every
+        again = ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
+    fsdp = [  # Megatron FSDP
+        "--use-megatron-fsdp",
+        f"--data-parallel-sharding-strategy {'optim_grads_params' if layout.zero == 3 else 'optim_grads'}",
+        "--no-gradient-accumulation-fusion",
+        "--ckpt-format fsdp_dtensor",
+    ]
+    return [
         f"--tensor-model-parallel-size {layout.tp}",
         f"--pipeline-model-parallel-size {layout.pp}",
         f"--context-parallel-size {layout.cp}",
+        *given(
+            (layout.cp > 1 and layout.cp_kind, f"--cp-comm-type {CP_COMM_TYPES.get(layout.cp_kind or '')}"),
+            (layout.sp, "--sequence-parallel"),
+            (layout.virtual_stages > 1, f"--num-layers-per-virtual-pipeline-stage {_chunk(model, layout)}"),
+            (first_less, "--account-for-embedding-in-pipeline-split"),
+            (last_less, "--account-for-loss-in-pipeline-split"),
+        ),
+        *again,
+        *given(
+            (layout.zero, "--use-distributed-optimizer"),
+            (layout.shard, f"--num-distributed-optimizer-instances {layout.dp // (layout.shard or layout.dp)}"),
+        ),
+        *(OFFLOAD_FLAGS if layout.offload == "optimizer" else []),
+        *(fsdp if layout.zero >= 2 else []),
+        *given(
+            (layout.dp > 1, "--overlap-grad-reduce"),
+            (layout.dp > 1 and layout.zero, "--overlap-param-gather"),
+        ),
     ]
-    if layout.cp > 1 and layout.cp_kind is not None:
-        flags.append(f"--cp-comm-type {CP_COMM_TYPES[layout.cp_kind]}")
-    if layout.sp:
-        flags.append("--sequence-parallel")
-    if layout.virtual_stages > 1:
-        flags.append(f"--num-layers-per-virtual-pipeline-stage {_chunk(model, layout)}")
-    first_less, last_less = ends_lighter(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
-    flags += ["--account-for-embedding-in-pipeline-split"] * first_less
-    flags += ["--account-for-loss-in-pipeline-split"] * last_less
-    if layout.every > 1:  # as many blocks, the first ones of every chunk
-        blocks = _chunk(model, layout) // layout.every
-        flags += ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
-    elif layout.recompute == "full":
-        flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    elif layout.recompute == "selective":
-        flags.append("--recompute-granularity selective")
-    if layout.zero:
-        flags.append("--use-distributed-optimizer")
-    if layout.shard is not None:
-        flags.append(f"--num-distributed-optimizer-instances {layout.dp // layout.shard}")
-    if layout.offload == "optimizer":
-        flags += [
-            "--use-precision-aware-optimizer",
-            "--optimizer-cpu-offload",
-            "--optimizer-offload-fraction 1.0",
-            "--overlap-cpu-optimizer-d2h-h2d",
-        ]
-    if layout.zero >= 2:  # Megatron FSDP
-        strategy = "optim_grads_params" if layout.zero == 3 else "optim_grads"
-        flags += [
-            "--use-megatron-fsdp",
-            f"--data-parallel-sharding-strategy {strategy}",
-            "--no-gradient-accumulation-fusion",
-            "--ckpt-format fsdp_dtensor",
-        ]
-    if layout.dp > 1:
-        flags.append("--overlap-grad-reduce")
-        if layout.zero:
-            flags.append("--overlap-param-gather")
-    return flags

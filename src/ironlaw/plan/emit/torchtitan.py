@@ -8,7 +8,8 @@ import tomli_w
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.ask import Ask
+from ironlaw.plan.emit.options import first_reason
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
 
@@ -49,39 +50,34 @@ def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
     """Why its options cannot say this, or None."""
     known = {"full_first", "full_every", "attention_sinks"} | ({"ffn_bias"} if model.moe and model.moe.bias else set())
-    if others := set(model.switched) - known:
-        return f"none of its models has {sorted(others)[0]}"
-    if model.positions not in ("rope", "learned") or model.activation in ("relu", "relu2"):
-        return f"none of its models has {model.positions if model.positions != 'rope' else model.activation}"
-    if layout.tp > 1 and not layout.sp:
-        return "its tensor parallelism always shards the sequence too (sp=1)"
-    if layout.zero == 1:
-        return "it has no sharding of the optimizer state alone (zero=0, 2 or 3)"
-    if layout.zero == 0 and layout.dp > 1 and layout.tp * layout.pp * layout.cp > 1:
-        return "its replicated data parallelism does not combine with other kinds: use zero=2 or 3"
-    if layout.zero == 0 and layout.cp > 1:
-        return "context parallel ranks always shard the weights there: use zero=2 or 3"
-    if layout.cp > 1 and layout.cp_kind not in (None, "all_gather", "ring"):
-        return "its context parallelism has no all-to-all between heads: use cp_kind=all_gather or ring"
-    if layout.cp > 1 and layout.cp_kind == "ring" and model.sliding_window:
-        return "its rings have no sliding window: use cp_kind=all_gather"
-    if model.latent is not None:
-        if _flavor(model) is None:
-            return f"of latent attention it has DeepSeek's {', '.join(FLAVORS)} as released, and this is none of them"
-        if layout.cp > 1:
-            return "its DeepSeek models have no context parallelism: use cp=1"
-    if model.moe is not None:
-        if layout.ep > 1 and layout.zero < 2:
-            return "its expert parallel ranks share the sharded state: use zero=2 or 3"
-        if layout.expert_tp not in (1, layout.tp) or (layout.ep == 1 and layout.expert_tp != layout.tp):
-            return "it splits experts over tp, or with ep > 1 not at all: use etp=1 with ep > 1, or leave it out"
-    if layout.offload != "none":
-        return "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"
-    if layout.pp > 1 and ends_lighter(model.layers, layout.pp * layout.virtual_stages) is None:
-        return f"{model.layers} layers are not divisible by {layout.pp * layout.virtual_stages} stages"
-    if layout.schedule == "zb" and layout.virtual_stages == 1:
-        return "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"
-    return None
+    others, stages = sorted(set(model.switched) - known), layout.pp * layout.virtual_stages
+    zero, tp, cp, ep, latent, experts = layout.zero, layout.tp, layout.cp, layout.ep, model.latent, model.moe
+    return first_reason(
+        (others, f"none of its models has {''.join(others[:1])}"),
+        (model.positions not in ("rope", "learned"), f"none of its models has {model.positions}"),
+        (model.activation in ("relu", "relu2"), f"none of its models has {model.activation}"),
+        (tp > 1 and not layout.sp, "its tensor parallelism always shards the sequence too (sp=1)"),
+        (zero == 1, "it has no sharding of the optimizer state alone (zero=0, 2 or 3)"),
+        (zero == 0 and layout.dp > 1 and tp * layout.pp * cp > 1,
+         "its replicated data parallelism does not combine with other kinds: use zero=2 or 3"),
+        (zero == 0 and cp > 1, "context parallel ranks always shard the weights there: use zero=2 or 3"),
+        (cp > 1 and layout.cp_kind == "all_to_all",
+         "its context parallelism has no all-to-all between heads: use cp_kind=all_gather or ring"),
+        (cp > 1 and layout.cp_kind == "ring" and model.sliding_window,
+         "its rings have no sliding window: use cp_kind=all_gather"),
+        (latent and _flavor(model) is None,
+         f"of latent attention it has DeepSeek's {', '.join(FLAVORS)} as released, and this is none of them"),
+        (latent and cp > 1, "its DeepSeek models have no context parallelism: use cp=1"),
+        (experts and ep > 1 and zero < 2, "its expert parallel ranks share the sharded state: use zero=2 or 3"),
+        (experts and (layout.expert_tp not in (1, tp) or (ep == 1 and layout.expert_tp != tp)),
+         "it splits experts over tp, or with ep > 1 not at all: use etp=1 with ep > 1, or leave it out"),
+        (layout.offload != "none",
+         "its enable_cpu_offload moves the weights too, which this planner does not plan: use offload=none"),
+        (layout.pp > 1 and ends_lighter(model.layers, stages) is None,
+         f"{model.layers} layers are not divisible by {stages} stages"),
+        (layout.schedule == "zb" and layout.virtual_stages == 1,
+         "its zero-bubble schedules hold two chunks or more per rank: use virtual_stages=2"),
+    )  # fmt: skip
 
 
 FLAVORS = {"16B": "deepseek-v2-lite", "236B": "deepseek-v2", "671B": "deepseek-v3"}
@@ -103,24 +99,24 @@ def _routing(moe: MoEConfig) -> dict[str, Any]:
     return moe.model_dump(exclude={"balance", "balance_loss", "bias_rate"})
 
 
-def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
-    precise = "float32" if ask.precision == "fp32" else "bfloat16"
+def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    precise = "float32" if request.precision == "fp32" else "bfloat16"
     document: dict[str, Any] = {
-        "optimizer": {"name": {"adam": "Adam"}.get(ask.optimizer, "AdamW")},
+        "optimizer": {"name": {"adam": "Adam"}.get(request.optimizer, "AdamW")},
         "training": {
-            "local_batch_size": _local_batch(ask, layout),
-            "global_batch_size": ask.work.global_batch,
-            "seq_len": ask.work.sequence,
-            "steps": ask.work.steps,
+            "local_batch_size": _local_batch(request, layout),
+            "global_batch_size": request.work.global_batch,
+            "seq_len": request.work.sequence,
+            "steps": request.work.steps,
             "mixed_precision_param": precise,
             "mixed_precision_reduce": "float32",
         },
-        "parallelism": _parallelism(ask, layout),
+        "parallelism": _parallelism(request, layout),
         "activation_checkpoint": _recomputation(layout),
         "compile": {"enable": True},
     }
-    document |= _narrow(ask.precision, ask.model)
-    model = ask.model
+    document |= _narrow(request.precision, request.model)
+    model = request.model
     if model.latent is not None:
         document["model"] = {"name": "deepseek_v3", "flavor": _flavor(model)} | document.get("model", {})
     experts = ""
@@ -128,7 +124,7 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
         moe = model.moe
         experts = f", {moe.experts} experts of {model.expert_ffn_size}, {moe.experts_per_token} per token"
     header = [
-        f"# {model.name}, {ask.cluster}: {layout}",
+        f"# {model.name}, {request.cluster}: {layout}",
         f"# [model] name and flavor: one with {model.layers} layers, {model.hidden} hidden, {model.heads} heads "
         f"({model.key_value_heads} key/value), {model.ffn_size} feed-forward, vocabulary {model.vocab}{experts}",
     ]
@@ -142,12 +138,12 @@ def torchtitan_config(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
     return text, [f"a TOML job config of torchtitan 0.2; {newer}"]
 
 
-def _local_batch(ask: Ask, layout: Layout) -> int:
+def _local_batch(request: ClusterRequest, layout: Layout) -> int:
     """Sequences per rank and gradient accumulation step; a pipeline takes all its micro-batches at once."""
-    return ask.work.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
+    return request.work.global_batch // layout.dp if layout.pp > 1 else layout.micro_batch
 
 
-def _parallelism(ask: Ask, layout: Layout) -> dict[str, Any]:
+def _parallelism(request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     shards = (layout.shard or layout.dp) if layout.zero else 1
     result: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.dp // shards,
@@ -164,13 +160,13 @@ def _parallelism(ask: Ask, layout: Layout) -> dict[str, Any]:
         result["context_parallel_rotate_method"] = "alltoall" if layout.cp_kind == "ring" else "allgather"
     if layout.pp > 1:
         chunks = layout.pp * layout.virtual_stages
-        less = ends_lighter(ask.model.layers, chunks)
+        less = ends_lighter(request.model.layers, chunks)
         assert less is not None
         plain = "Interleaved1F1B" if layout.virtual_stages > 1 else "1F1B"
         result |= {
             "pipeline_parallel_schedule": SCHEDULES.get(layout.schedule, plain),
             "pipeline_parallel_microbatch_size": layout.micro_batch,
-            "pipeline_parallel_layers_per_stage": (ask.model.layers + sum(less)) // chunks,
+            "pipeline_parallel_layers_per_stage": (request.model.layers + sum(less)) // chunks,
             "pipeline_parallel_first_stage_less_layers": less[0],
             "pipeline_parallel_last_stage_less_layers": less[1],
         }

@@ -2,7 +2,7 @@
 
     trainer = trainer_named("torchtitan")
     trainer.cannot(layout, model)            # None, or in one line why this layout cannot be written for it
-    emit("torchtitan", ask, layout)          # {"trainer": .., "format": .., "text": .., "notes": [..]}
+    emit("torchtitan", request, layout)          # {"trainer": .., "format": .., "text": .., "notes": [..]}
 
 What a trainer has no option for is refused, never approximated: options that run another layout than the planned one
 would make the plan wrong without anybody noticing. Every option name is checked by a test against those of a release
@@ -17,13 +17,13 @@ from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.ask import Ask
 from ironlaw.plan.cluster.update_cost import NAMES
 from ironlaw.plan.emit.accelerate import accelerate_cannot, accelerate_config
 from ironlaw.plan.emit.deepspeed import deepspeed_cannot, deepspeed_config
 from ironlaw.plan.emit.ironlaw import IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
 from ironlaw.plan.emit.megatron import MEGATRON_OPTIMIZERS, PRECISION_FLAGS, megatron_cannot, megatron_flags
 from ironlaw.plan.emit.torchtitan import torchtitan_cannot, torchtitan_config
+from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.workload.layout import Layout
 
 ENGINE_OF_TRAINER = {
@@ -55,7 +55,7 @@ class Trainer:
     precisions: tuple[str, ...]
     optimizers: tuple[str, ...]
     excludes: Callable[[Layout, ModelConfig], str | None]
-    write: Callable[[Ask, Layout], tuple[str, list[str]]]
+    write: Callable[[ClusterRequest, Layout], tuple[str, list[str]]]
 
     def cannot(self, layout: Layout, model: ModelConfig, optimizer: str = "adamw") -> str | None:
         """Why these options cannot say the layout of this model under this optimizer, or None."""
@@ -72,13 +72,13 @@ def trainer_named(name: str) -> Trainer:
     return TRAINERS[name]
 
 
-def emit(name: str, ask: Ask, layout: Layout) -> dict[str, Any]:
+def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     """The options of trainer `name`. UserError when they cannot say this layout."""
     trainer = trainer_named(name)
-    check_words(trainer, ask.precision, ask.optimizer)
-    if reason := trainer.cannot(layout, ask.model, ask.optimizer):
+    check_words(trainer, request.precision, request.optimizer)
+    if reason := trainer.cannot(layout, request.model, request.optimizer):
         raise UserError(f"layout '{layout}' cannot be written for {name}: {reason}")
-    text, notes = trainer.write(ask, layout)
+    text, notes = trainer.write(request, layout)
     return {"trainer": name, "format": trainer.format, "text": text, "notes": notes}
 
 
@@ -93,9 +93,9 @@ def check_words(trainer: Trainer, precision: str, optimizer: str) -> None:
             raise UserError(f"{word} cannot be written as options of {trainer.name}: use --{kind} {usable}")
 
 
-def _megatron(ask: Ask, layout: Layout) -> tuple[str, list[str]]:
-    flags = megatron_flags(ask, layout, ask.work.global_batch // (layout.dp * layout.micro_batch))
-    head = f"# {ask.model.name}, {ask.cluster}: {layout}\n"
+def _megatron(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
+    flags = megatron_flags(request, layout, request.work.global_batch // (layout.dp * layout.micro_batch))
+    head = f"# {request.model.name}, {request.cluster}: {layout}\n"
     return head + " \\\n".join(flags) + "\n", ["for pretrain_gpt.py; add tokenizer, data and learning rate"]
 
 

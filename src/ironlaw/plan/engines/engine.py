@@ -7,13 +7,18 @@ runs; none belongs to a row or a group of measurements. `docs/accuracy.md` lists
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.engines.low_precision import casts_by, storage_by
 from ironlaw.workload.conventions import Conventions, StorageFormat
+
+
+def constant(default: Any, unit: str, meaning: str) -> Any:
+    """A field with its unit and meaning: for the data files, calibrated profiles and docs/accuracy.md."""
+    return field(default=default, metadata={"unit": unit, "meaning": meaning})
 
 
 @dataclass(frozen=True)
@@ -27,77 +32,77 @@ class Engine(Conventions):
     name: str
     source: str = ""
     frameworks: tuple[str, ...] = ()  # prefixes of framework names that mean this engine, lower case
-    attention: str = ""  # "standard" or "flash" where the framework name alone means several engines
-    lacks: tuple[str, ...] = ()  # what it cannot run: words of plan/cluster/abilities.py
+    attention: str = constant("", "", "runs of this framework with the other kind are another engine")
+    lacks: tuple[str, ...] = constant((), "", "what it cannot run")
     by_generation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # where a generation differs
 
     autocast: bool = field(default=False, kw_only=True)
     fused: bool = field(default=True, kw_only=True)
 
     # host: seconds of the launching processor
-    host_layer_seconds: float = 1.0e-3  # one layer forward; backward takes `host_backward_ratio` of it
-    host_backward_ratio: float = 1.5
-    host_collective_seconds: float = 30e-6  # one tensor parallel collective
-    host_rank_seconds: float = 0.0  # more of it for each rank of the group, in pipelines across nodes
-    host_microbatch_seconds: float = 2e-3  # loss, schedule, pipeline messages
-    host_step_seconds: float = 10e-3  # optimizer launch, logging, data, synchronisation
+    host_layer_seconds: float = constant(1.0e-3, "s", "launching processor, one block forward")
+    host_backward_ratio: float = constant(1.5, "1", "launch time of backward over forward")
+    host_collective_seconds: float = constant(30e-6, "s", "launching processor, one tensor parallel collective")
+    host_rank_seconds: float = constant(0.0, "s", "more of it for each rank of the group, in pipelines across nodes")
+    host_microbatch_seconds: float = constant(2e-3, "s", "launching processor, loss and schedule of a micro-batch")
+    host_step_seconds: float = constant(10e-3, "s", "once per step: optimizer launches, clipping, logging, data")
 
     # device
-    matmul_slowdown: float = 1.1  # matmul time in the run over that of the kernel alone
-    attention_slowdown: float = 1.5
-    attention_kernel: str = "native"  # "native": written for the generation; "flash2": FlashAttention-2 everywhere
-    selective_matmul_share: float = 0.0  # of a block's matmuls that selective recomputation repeats
-    selective_widens: bool = False  # of latent attention, it repeats what widens its vectors in place of attention
-    selective_attention_share: float = 0.0  # of attention, where it repeats matmuls
-    streaming_traffic: float = 1.5  # bytes moved by norms and residual additions over the least fused kernels would
-    shard_traffic: float = 1.4  # the same for activations, rotations and layout copies, which tensor parallel divides
-    score_traffic: float = 1.3  # the same for materialised attention scores
-    loss_traffic: float = 1.5  # the same for the loss: unfused cross entropy passes over fp32 logits many times
-    optimizer_traffic: float = 1.2
+    matmul_slowdown: float = constant(1.1, "1", "matmul time in the run over that of the kernel alone")
+    attention_slowdown: float = constant(1.5, "1", "the same for attention; backward is not measured alone")
+    attention_kernel: str = constant("native", "", "flash2: FlashAttention-2 everywhere; native: the generation's own")
+    selective_matmul_share: float = constant(0.0, "1", "of a block's matmuls that selective recomputation repeats")
+    selective_widens: bool = constant(False, "", "selective recomputation repeats what widens latent attention")
+    selective_attention_share: float = constant(0.0, "1", "of attention, where it repeats matmuls")
+    streaming_traffic: float = constant(1.5, "1", "bytes of norms and residual additions over those of fused kernels")
+    shard_traffic: float = constant(1.4, "1", "the same for activations, rotations and layout copies, which tp divides")
+    score_traffic: float = constant(1.3, "1", "the same for materialised attention scores")
+    loss_traffic: float = constant(1.5, "1", "the same for the loss, which passes over fp32 logits several times")
+    optimizer_traffic: float = constant(1.2, "1", "bytes of the update over 34 per parameter")
 
     # communication: fraction hidden behind compute
-    tp_hidden: float = 0.2
-    dp_hidden: float = 0.4
-    fsdp_hidden: float = 0.9
-    pp_hidden: float = 0.5
-    cp_hidden: float = 0.5
-    ep_hidden: float = 0.0  # of the rows' exchange inside an island: Megatron's option for it is off by default
-    ep_hidden_across: float = 0.0  # the same of an exchange that leaves the island
-    island_slowdown: float = 1.0  # collectives in a run over those of a benchmark, inside an island
-    network_slowdown: float = 1.0  # the same across the network
-    pressure_slowdown: float = 1.0  # of a step whose peak nearly fills the device: the allocator frees and retries
+    tp_hidden: float = constant(0.2, "1", "of tensor parallel collectives that compute hides")
+    dp_hidden: float = constant(0.4, "1", "of data parallel collectives that may run beside compute")
+    fsdp_hidden: float = constant(0.9, "1", "of ZeRO-3 gathers and scatters that compute hides")
+    pp_hidden: float = constant(0.5, "1", "of pipeline messages that compute hides")
+    cp_hidden: float = constant(0.5, "1", "of key/value exchange that compute hides")
+    ep_hidden: float = constant(0.0, "1", "of the exchange of rows between experts inside an island that compute hides")
+    ep_hidden_across: float = constant(0.0, "1", "of such an exchange that leaves the island")
+    island_slowdown: float = constant(1.0, "1", "collectives in a run over those of a benchmark, inside an island")
+    network_slowdown: float = constant(1.0, "1", "the same across the network")
+    pressure_slowdown: float = constant(1.0, "1", "step that fills over 90% of the device over one that does not")
 
     # memory conventions
-    gradient_bytes: float = 4.0  # per parameter: the buffer gradients accumulate in
-    master_bytes: float = 4.0  # fp32 copy of the weights
-    weight_bytes: float = 2.0
-    moment_bytes: float = 8.0
-    gradient_communication_bytes: float = 4.0  # per parameter in the reduction over data parallel ranks
-    pipeline_keeps: bool = False  # in pipelines: weights gathered for a whole step, gradients reduced at its end
-    fused_accumulation: bool = False  # a weight gradient is added to its buffer by the product that makes it
-    half_gradient_bytes: float = 0.0  # per parameter: 16-bit gradients that stay beside the accumulation buffer
-    entrance_bytes: float = 0.0  # per token and hidden element on the first stage, not divided by tp
-    run_ahead_bytes: float = 0.0  # the same on the output layer's stage: what collectives still hold (words.py)
-    reporting_stage: str = "highest"  # stage whose peak the engine logs: "highest", or "first" (rank 0)
-    partition: str = "equal"  # layers per stage: "equal", or "cost" when the output layer counts as layers
-    backward_ffn_tensors: float = 0.0  # of the feed-forward network's width, alive in its backward pass beside the kept
-    activation_slack: float = 1.0  # activation bytes that the allocator needs over those of the tensors
-    selective_kept_share: float = 0.0  # of a block's activations under selective recomputation; 0: all but attention
-    logit_bytes: float = 10.0  # per logit at the peak: 16-bit logits, fp32 copy, its softmax and gradient
-    context_bytes: float = 0.0
-    default_precision: str = "bf16"
-    default_zero: int = 0
-    default_sp: bool = False
-    default_recompute: str = "none"
-    interleaves: bool = False  # pipelines whose bubble would be long, where a run does not say
-    tp_overlap: float = 0.0  # of tensor parallel collectives, hidden by an option that runs do not tell; 0: none such
-    recomputes_by_block: bool = False  # as few blocks as needed, where a run does not say and would not fit
+    gradient_bytes: float = constant(4.0, "B/parameter", "buffer that gradients accumulate in")
+    master_bytes: float = constant(4.0, "B/parameter", "fp32 copy of the weights")
+    weight_bytes: float = constant(2.0, "B/parameter", "weights that compute reads, or fp32 ones gathered in 16 bits")
+    moment_bytes: float = constant(8.0, "B/parameter", "both Adam moments")
+    gradient_communication_bytes: float = constant(4.0, "B/parameter", "in the reduction over data parallel ranks")
+    pipeline_keeps: bool = constant(False, "", "pipelines keep weights gathered and reduce gradients once a step")
+    fused_accumulation: bool = constant(False, "", "the product of a weight gradient adds it to its buffer")
+    half_gradient_bytes: float = constant(0.0, "B/parameter", "16-bit gradients that stay beside it")
+    entrance_bytes: float = constant(0.0, "B/element", "first stage, per token and hidden element, not divided by tp")
+    run_ahead_bytes: float = constant(0.0, "B/element", "output layer's stage: what queued collectives hold")
+    reporting_stage: str = constant("highest", "", "stage whose peak its log gives: the first, or the highest")
+    partition: str = constant("equal", "", "layers per stage: equal, or cost where the output layer counts as layers")
+    backward_ffn_tensors: float = constant(0.0, "1", "of the ffn, in its backward pass beside those kept")
+    activation_slack: float = constant(1.0, "1", "activation bytes that the allocator needs over those of the tensors")
+    selective_kept_share: float = constant(0.0, "1", "of a block's activations that selective recomputation keeps")
+    logit_bytes: float = constant(10.0, "B/logit", "at the loss: 16-bit logits, fp32 copy, softmax, gradients")
+    context_bytes: float = constant(0.0, "B", "workspaces that the allocator sees")
+    default_precision: str = constant("bf16", "", "assumed where a run does not say")
+    default_zero: int = constant(0, "", "assumed where a run does not say")
+    default_sp: bool = constant(False, "", "assumed where a run does not say")
+    default_recompute: str = constant("none", "", "assumed where a run does not say")
+    interleaves: bool = constant(False, "", "pipelines with a bubble over a tenth, where a run does not say")
+    tp_overlap: float = constant(0.0, "1", "of them, hidden by an option that runs do not tell of (NeMo)")
+    recomputes_by_block: bool = constant(False, "", "no more blocks than must be, where a run does not say")
 
-    cp_kinds: tuple[str, ...] = ("ring",)  # ways of context parallel attention that it has, its default first
-    default_etp: int = 0  # ranks that an expert is split over, where a run with ep does not say; 0: as many as tp
-    default_imbalance: float = 0.0  # of the load of experts, where a run does not say; 0: that of training
-    low_precision: str = ""  # library of 8- and 4-bit linear layers: "transformer-engine", "torchao"; "": not known
-    narrow_parameters: bool = False  # weights of blocks stored as that library quantises them
+    cp_kinds: tuple[str, ...] = constant(("ring",), "", "ways of context parallel attention, its default first")
+    default_etp: int = constant(0, "", "ranks that split an expert, where a run does not say; 0: tp")
+    default_imbalance: float = constant(0.0, "1", "load of the busiest ep rank over the mean; 0: as in training")
+    low_precision: str = constant("", "", "library of 8- and 4-bit linear layers; none: they keep what bf16 does")
+    narrow_parameters: bool = constant(False, "", "weights of blocks stored so (fp8-param-gather)")
 
     element_bytes: float = 2.0  # of activations and of gathered weights
     end_moment_bytes: float | None = None  # of embedding and output layer, where the optimizer treats them otherwise
@@ -138,3 +143,15 @@ class Engine(Conventions):
         """The constants on one accelerator generation."""
         values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
         return replace(self, **values)
+
+
+MEANING = {f.name: (f.metadata["unit"], f.metadata["meaning"]) for f in fields(Engine) if f.metadata} | {
+    "rows_sent": ("", "a token to its experts: once per choice, or once per rank (island) that holds some of them"),
+    "keeps_expert_outputs": ("", "rows that experts give, for the gradient of the weights they are added with"),
+    "unrotated_kept": ("1", "of queries and keys before their rotation, kept beside the rotated ones"),
+    "activation_saves": ("1", "element-wise intermediates kept in the feed-forward network: 1 fused, 2 eager"),
+    "gathered_inputs": ("1", "of norm outputs kept after gathering over tp"),
+    "dropout_mask_bytes": ("B/element", "of what a branch adds to the stream, kept by its dropout"),
+    "narrows_own_tokens": ("", "latent attention under sequence parallelism gathers narrow vectors, not the stream"),
+}
+"""Unit and meaning of every constant, those of `Conventions` too."""

@@ -3,7 +3,7 @@
     found, assumed = accelerator_of("NVIDIA H100-SXM5-80GB")     # h100-sxm-80gb
     found, assumed = accelerator_of("A100")                      # a100-sxm-80gb, and a note that this is assumed
 
-The catalogue's own names come first. Otherwise the chip decides, then what is said of its form and memory must agree.
+The catalogue's own names come first. Alternative the chip decides, then what is said of its form and memory must agree.
 """
 
 from __future__ import annotations

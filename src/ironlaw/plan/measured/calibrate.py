@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_rows
+from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
-from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.engines.words import MEANING
+from ironlaw.plan.engines.engine import MEANING, Engine
 from ironlaw.plan.measured.evaluate import plannable, settled, systems_of
 from ironlaw.plan.measured.read import Run
 
@@ -84,7 +83,7 @@ STEP = 1e-4  # of a prior spread, for numerical derivatives
 
 
 @dataclass(frozen=True)
-class Moved:
+class FittedConstant:
     """One constant before and after."""
 
     name: str
@@ -100,7 +99,7 @@ class Calibration:
     """An engine fitted to runs, and how well it does; errors are mean absolute relative ones of step time."""
 
     engine: Engine
-    constants: tuple[Moved, ...]
+    constants: tuple[FittedConstant, ...]
     runs: int
     error_before: float
     error_in_sample: float
@@ -161,7 +160,7 @@ def calibrate(runs: Sequence[Run], name: str, start: Engine | None = None) -> Ca
     values: dict[str, Any] = dict(problem.values(chosen))
     spreads = problem.posterior(chosen)
     constants = tuple(
-        Moved(c.name, *MEANING[c.name], float(getattr(engine, c.name)), values[c.name], float(spreads[i]))
+        FittedConstant(c.name, *MEANING[c.name], float(getattr(engine, c.name)), values[c.name], float(spreads[i]))
         for i, c in enumerate(CONSTANTS)
     )
     values |= {"name": name, "frameworks": (), "by_generation": _without(engine, problem.generations)}
@@ -208,7 +207,7 @@ class _Problem:
         self.measured = np.array([run.step_seconds for run in runs], dtype=float)
         self.blocks: list[_Block] = []
         for where, index in systems_of(runs):
-            candidates = candidates_of_rows([runs[i].columns for i in index])
+            candidates = candidates_of_jobs([runs[i].job for i in index])
             layers = stage_layers(candidates, engine.partition)
             generation = runs[index[0]].cluster.accelerator.generation
             self.blocks.append(_Block(candidates, step_costs(candidates, where, layers), layers, generation, index))

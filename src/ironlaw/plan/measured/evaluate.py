@@ -10,15 +10,14 @@ import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.allocator import under_pressure, usable_bytes
-from ironlaw.plan.cluster.candidates import RECOMPUTE, Array, Candidates, candidates_of_rows, structure
+from ironlaw.plan.cluster.candidates import Array, Candidates, Job, candidates_of_jobs, structure
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import step_costs
-from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.system import System, system_of, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.read import Otherwise, Run
+from ironlaw.plan.measured.read import Alternative, Run
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def alike(runs: Sequence[Run]) -> list[list[int]]:
         several = run.cluster.count > 1  # one accelerator needs no link
         key = (
             run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several,
-            structure(run.columns),
+            structure(run.job),
         )  # fmt: skip
         found.setdefault(key, []).append(index)
     return list(found.values())
@@ -75,10 +74,10 @@ def settled(runs: Sequence[Run]) -> list[Run]:
         result = list(runs)
         for where, indices in systems_of(runs):
             unsaid = [i for i in indices if getattr(runs[i], flag)]
-            for columns, notes in attempts(where.engine):
+            for change, notes in attempts(where.engine):
                 if not unsaid:
                     break
-                tried = [_assuming(runs[i], columns, notes, flag) for i in unsaid]
+                tried = [_assuming(runs[i], change, notes, flag) for i in unsaid]
                 for i, run in zip(unsaid, tried, strict=True):
                     result[i] = run
                 unsaid = [i for i, fits in zip(unsaid, _fit(tried, where), strict=True) if not fits]
@@ -86,33 +85,37 @@ def settled(runs: Sequence[Run]) -> list[Run]:
     return list(runs)
 
 
-Attempt = tuple[dict[str, float], tuple[str, ...]]
-"""Columns of a run, and how it is said that they were assumed. The first that fits is taken, or else the last."""
+Attempt = tuple[Callable[[Job], Job], tuple[str, ...]]
+"""What is changed of a job, and how it is said that it was assumed. The first that fits is taken, or else the last."""
+
+
+def in_layout(every: float | None = None, **changes: Any) -> Callable[[Job], Job]:
+    """A job in its own layout but for some fields."""
+    return lambda job: replace(job, layout=replace(job.layout, **changes), every=every)
 
 
 def _sharding(engine: Engine) -> Iterator[Attempt]:
-    yield {}, ()
-    yield {"zero": 3.0}, ("zero = 3, for with less sharding the run would not fit",)
+    yield in_layout(), ()
+    yield in_layout(zero=3), ("zero = 3, for with less sharding the run would not fit",)
 
 
 def _recomputation(engine: Engine) -> Iterator[Attempt]:
     """An engine that recomputes block by block is taken to be tuned: no more of them than needed."""
-    full = float(RECOMPUTE["full"])
-    yield {"recompute": float(RECOMPUTE["none"])}, ("recompute = none",)
+    yield in_layout(recompute="none"), ("recompute = none",)
     if engine.recomputes_by_block:
         for eighths in range(1, 8):
             least = f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit"
-            yield {"recompute": full, "every": 8 / eighths}, (least,)
-    yield {"recompute": full}, ("recompute = full, for without it the run would not fit",)
+            yield in_layout(8 / eighths, recompute="full"), (least,)
+    yield in_layout(recompute="full"), ("recompute = full, for without it the run would not fit",)
 
 
-def _assuming(run: Run, columns: dict[str, float], notes: tuple[str, ...], flag: str) -> Run:
-    assumed = (*run.assumed, *notes)
-    return replace(run, columns=run.columns | columns, assumed=assumed, **{flag: False})  # type: ignore[arg-type]
+def _assuming(run: Run, change: Callable[[Job], Job], notes: tuple[str, ...], flag: str) -> Run:
+    settled: dict[str, Any] = {flag: False}
+    return replace(run, job=change(run.job), assumed=(*run.assumed, *notes), **settled)
 
 
 def _fit(runs: Sequence[Run], where: System) -> np.ndarray:
-    candidates = candidates_of_rows([run.columns for run in runs])
+    candidates = candidates_of_jobs([run.job for run in runs])
     return peak_memory(candidates, where.engine).total <= usable_bytes(where)
 
 
@@ -120,22 +123,23 @@ def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Arr
     """One number per run, of what is no matter of hardware."""
     found, groups = np.zeros(len(runs)), dict[tuple[bool, ...], list[int]]()
     for i, run in enumerate(runs):
-        groups.setdefault(structure(run.columns), []).append(i)
+        groups.setdefault(structure(run.job), []).append(i)
     for indices in groups.values():
-        found[indices] = function(candidates_of_rows([runs[i].columns for i in indices]))
+        found[indices] = function(candidates_of_jobs([runs[i].job for i in indices]))
     return found
 
 
-def as_otherwise(run: Run, other: Otherwise) -> Run:
+def with_alternative(run: Run, other: Alternative) -> Run:
     """The run as it may have been instead."""
     engine = run.engine
     if other.constants:  # named apart: runs of one engine are planned together
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
-        engine = replace(engine, name=f"{engine.name} otherwise", by_generation=on, **values)
+        engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
     return replace(
-        run, engine=engine, columns=run.columns | dict(other.columns), precision=other.precision or run.precision
-    )
+        run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job),
+        precision=other.precision or run.precision,
+    )  # fmt: skip
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:
@@ -143,7 +147,7 @@ def evaluate(runs: Sequence[Run]) -> Prediction:
     count = len(runs)
     seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
     for where, indices in systems_of(runs):
-        candidates = candidates_of_rows([runs[i].columns for i in indices])
+        candidates = candidates_of_jobs([runs[i].job for i in indices])
         layers = stage_layers(candidates, where.engine.partition)
         costs = step_costs(candidates, where, layers)
         highest[indices] = peak_memory(candidates, where.engine, layers).total

@@ -10,9 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from ironlaw.files import write_text
-from ironlaw.plan.engines.engine import Engine
+from ironlaw.plan.engines.engine import MEANING, Engine
 from ironlaw.plan.engines.named import profile_path
-from ironlaw.plan.engines.words import MEANING
 from ironlaw.plan.measured.calibrate import Calibration
 
 

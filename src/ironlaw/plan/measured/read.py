@@ -9,25 +9,31 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import read_bytes
-from ironlaw.plan.cluster.candidates import RECOMPUTE, candidates_of_rows
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.cluster.candidates import Job, plain_model
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.measured import words
+from ironlaw.plan.measured import parsing
 from ironlaw.plan.measured.accelerator import accelerator_of, in_rack
-from ironlaw.plan.measured.known_experts import known_experts
+from ironlaw.plan.measured.named_experts import named_experts
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.measured.words import Row
+from ironlaw.plan.measured.parsing import Row
+from ironlaw.workload.layout import Layout
 from ironlaw.workload.pipeline import ends_lighter
+
+Number = TypeVar("Number", int, float)
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns without which no row can be planned."""
@@ -42,25 +48,25 @@ SAME_PARAMETERS = 0.04  # relative: closer than this, `params` tells a gated and
 
 
 @dataclass(frozen=True)
-class Otherwise:
+class Alternative:
     """What a row that does not say may have been instead of what is assumed of it."""
 
-    columns: tuple[tuple[str, float], ...] = ()
+    layout: Mapping[str, Any] = field(default_factory=dict)  # fields that differ
     precision: str = ""
-    constants: tuple[tuple[str, float], ...] = ()  # of the engine
+    constants: Mapping[str, float] = field(default_factory=dict)  # of the engine
     weight: float = 1.0  # how much of the difference counts: less for what is seldom
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row: the job as columns of numbers, the setting it ran in, and what was measured."""
+    """One row: the job, the setting it ran in, and what was measured."""
 
     id: str
     group: str
     engine: Engine
     cluster: Cluster
     precision: str
-    columns: dict[str, float]
+    job: Job
     step_seconds: float | None
     peak_bytes: float | None
     ran: bool
@@ -68,7 +74,7 @@ class Run:
     assumed: tuple[str, ...]
     open_recompute: bool = False  # the row does not say; none is assumed where it fits
     open_zero: bool = False  # neither the row nor its engine says; sharding weights is assumed where it must be
-    otherwise: tuple[Otherwise, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list[tuple[str, str, str]]]:
@@ -77,7 +83,7 @@ def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list
     rejected: list[tuple[str, str, str]] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(_rows(path)):
-        identity = words.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
+        identity = parsing.text(row, "id") or f"row {number + 2}"  # as an editor numbers lines
         seen[identity] = seen.get(identity, 0) + 1
         if seen[identity] > 1:
             identity = f"{identity} ({seen[identity]})"
@@ -89,7 +95,7 @@ def read_runs(path: Path, engine: Engine | None = None) -> tuple[list[Run], list
 
 
 def group_of(row: Row) -> str:
-    return words.text(row, "group") or "(no group)"
+    return parsing.text(row, "group") or "(no group)"
 
 
 def _rows(path: Path) -> Iterable[Row]:
@@ -121,80 +127,77 @@ class _Cells:
     row: Row
     assumed: list[str]
 
-    def needed(self, name: str) -> float:
-        value = words.whole(self.row, name)
+    def needed(self, name: str) -> int:
+        value = parsing.whole(self.row, name)
         if value is None:
             raise UserError(f"{name} is not given")
         return value
 
-    def given(self, name: str, default: float, why: str = "assumed") -> float:
-        value = words.whole(self.row, name)
+    def given(self, name: str, default: int, why: str = "assumed") -> int:
+        value = parsing.whole(self.row, name)
         return self.assume(name, default, why) if value is None else value
 
-    def assume(self, name: str, value: float, why: str) -> float:
+    def assume(self, name: str, value: Number, why: str) -> Number:
         self.assumed.append(f"{name} = {value:g} ({why})")
         return value
 
 
 def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     cells = _Cells(row, [])
-    attention = words.attention(row) or "flash"
+    attention = parsing.attention(row) or "flash"
     engine = engine or _engine(row, attention, cells)
     count = cells.needed("accelerators")
-    acc, note = accelerator_of(words.text(row, "accelerator"))
-    acc, rack = in_rack(acc, words.text(row, "interconnect"))
+    acc, note = accelerator_of(parsing.text(row, "accelerator"))
+    acc, rack = in_rack(acc, parsing.text(row, "interconnect"))
     cells.assumed += [said for said in (note, rack) if said]
-    columns = _model(cells) | {"sequence": cells.needed("seq"), "flash": float(attention == "flash")}
-    columns |= _layout(cells, engine, count, columns.get("experts", 0.0) > 0)
-    recompute = words.recompute(row)
-    columns["recompute"] = float(RECOMPUTE[recompute or engine.default_recompute])
-    if recompute is None and engine.default_recompute != "none":
+    model, flash = _model(cells), attention == "flash"
+    job = _job(cells, engine, count, model, flash)
+    if parsing.recompute(row) is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
-    status = words.text(row, "status").lower()
-    cluster, precision = _cluster(cells, acc, int(count)), _precision(cells, acc, engine)
+    status = parsing.text(row, "status").lower()
+    cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, engine)
     return Run(
         id=identity,
         group=group_of(row),
         engine=engine,
         cluster=cluster,
         precision=precision,
-        columns=columns,
-        step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, columns, count),
+        job=job,
+        step_seconds=_measured(row, "step_seconds") or _step_from_tokens(row, job, count),
         peak_bytes=_measured(row, "peak_bytes"),
         ran=status in ("", "ok", "success", "completed", "ran", "done", "pass"),
-        checks=words.text(row, "checks") or "memory+time",
+        checks=parsing.text(row, "checks") or "memory+time",
         assumed=tuple(cells.assumed),
-        open_recompute=recompute is None and engine.default_recompute == "none",
-        open_zero=words.zero_stage(row) is None and engine.name == GENERIC,
-        otherwise=_otherwise(cells, columns, precision, acc, engine),
+        open_recompute=parsing.recompute(row) is None and engine.default_recompute == "none",
+        open_zero=parsing.zero_stage(row) is None and engine.name == GENERIC,
+        alternatives=_otherwise(cells, job, precision, acc, engine),
     )
 
 
-def _otherwise(
-    cells: _Cells, columns: dict[str, float], precision: str, acc: Accelerator, engine: Engine
-) -> tuple[Otherwise, ...]:
+def _otherwise(cells: _Cells, job: Job, precision: str, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""
-    row, found = cells.row, []
-    if words.precision(row) is None:
+    row, layout, found = cells.row, job.layout, []
+    if parsing.precision(row) is None:
         sixteen = "bf16" if "bf16" in acc.peak_flops_per_second else "fp16"
         others = [name for name in (sixteen, "fp8") if name != precision and name in acc.peak_flops_per_second]
-        found += [Otherwise(precision=name) for name in others]
-    if words.whole(row, "virtual_stages") is None and columns["pp"] > 1:
-        other = 1.0 if columns["virtual"] > 1 else _most_virtual(columns) if "virtual" not in engine.lacks else 1.0
-        found += [Otherwise((("virtual", other),))] if other != columns["virtual"] else []
-    if words.whole(row, "micro_batch") is None:
-        per_replica = columns["global_batch"] / columns["dp"]
+        found += [Alternative(precision=name) for name in others]
+    if parsing.whole(row, "virtual_stages") is None and layout.pp > 1:
+        possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
+        other = _most_virtual(job.model.layers, layout, job.global_batch) if possible else 1
+        found += [Alternative({"virtual_stages": other})] if other != layout.virtual_stages else []
+    if parsing.whole(row, "micro_batch") is None:
+        per_replica = job.global_batch / layout.dp
         found += [
-            Otherwise((("micro_batch", size),))
-            for size in (1.0, 2.0, 4.0)
-            if size != columns["micro_batch"] and per_replica % size == 0
+            Alternative({"micro_batch": size})
+            for size in (1, 2, 4)
+            if size != layout.micro_batch and per_replica % size == 0
         ]
-    if words.recompute(row) is None and not engine.recomputes_by_block:
+    if parsing.recompute(row) is None and not engine.recomputes_by_block:
         again = "none" if engine.default_recompute == "full" else "full"
-        found.append(Otherwise((("recompute", float(RECOMPUTE[again])),), weight=0.5))
-    if engine.tp_overlap and columns["tp"] > 1:
+        found.append(Alternative({"recompute": again}, weight=0.5))
+    if engine.tp_overlap and layout.tp > 1:
         hidden = engine.on(acc.generation).tp_hidden
-        found.append(Otherwise(constants=(("tp_hidden", 0.0 if hidden else engine.tp_overlap),)))
+        found.append(Alternative(constants={"tp_hidden": 0.0 if hidden else engine.tp_overlap}))
     return tuple(found)
 
 
@@ -202,28 +205,28 @@ LONG_BUBBLE = 0.1
 """Of a step's compute: a bubble that software with virtual stages is taken to be used with them to shorten."""
 
 
-def _most_virtual(columns: dict[str, float]) -> float:
+def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
     """Virtual stages of two layers or more that a pipeline can have, as many as it can; 1 where it can have none."""
-    layers, pp = int(columns["layers"]), int(columns["pp"])
-    if columns["global_batch"] / (columns["dp"] * columns["micro_batch"]) % pp:
-        return 1.0
+    pp = layout.pp
+    if global_batch / (layout.dp * layout.micro_batch) % pp:
+        return 1
     most = max(layers // pp // 2, 1)
-    return float(max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None))
+    return max(v for v in range(1, most + 1) if v == 1 or ends_lighter(layers, pp * v) is not None)
 
 
 def _measured(row: Row, name: str) -> float | None:
     """A measurement, or None where there is none; zero is none too."""
-    return words.number(row, name, 0) or None
+    return parsing.number(row, name, 0) or None
 
 
-def _step_from_tokens(row: Row, columns: dict[str, float], count: float) -> float | None:
+def _step_from_tokens(row: Row, job: Job, count: int) -> float | None:
     """Step time of a row that gives its throughput only."""
     rate = _measured(row, "tokens_per_second_per_accelerator")
-    return columns["global_batch"] * columns["sequence"] / (rate * count) if rate else None
+    return job.global_batch * job.sequence / (rate * count) if rate else None
 
 
 def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
-    framework = words.text(row, "framework")
+    framework = parsing.text(row, "framework")
     try:
         return engine_of_framework(framework, attention)
     except UserError:
@@ -232,171 +235,172 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
         return engine_named(GENERIC)
 
 
-def _layout(cells: _Cells, engine: Engine, count: float, has_experts: bool) -> dict[str, float]:
+def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: bool) -> Job:
     ep = cells.given("ep", 1)
-    if ep > 1 and not has_experts:
+    if ep > 1 and model.moe is None:
         raise UserError(
             "ep > 1 is a mixture of experts, and neither its columns nor its model's name say how many experts, nor "
             "how many work: experts, experts_per_token and expert_ffn would"
         )
+    dp, tp, pp, cp = _degrees(cells, count)
+    etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
+    imbalance = parsing.number(cells.row, "imbalance", 1)
+    if imbalance is None and ep > 1 and engine.default_imbalance:
+        imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
+    micro_batch, global_batch = _batch(cells, dp, pp)
+    zero, sp = parsing.zero_stage(cells.row), parsing.flag(cells.row, "sequence_parallel")
+    layout = Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, micro_batch=micro_batch,
+        sp=(engine.default_sp if sp is None else sp) and tp > 1,
+        recompute=parsing.recompute(cells.row) or engine.default_recompute,
+    )  # fmt: skip
+    virtual = _virtual(cells, engine, model.layers, layout, global_batch)
+    if pp * virtual > model.layers:
+        cells.assumed.append(f"some of the {pp} x {virtual} stages hold no layer: there are {model.layers}")
+    if global_batch < dp * micro_batch:
+        raise UserError(f"global_batch {global_batch} is less than dp {dp} x micro_batch {micro_batch}")
+    if zero == 3 and pp > 1 and engine.pipeline_keeps:
+        zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
+    if zero is None:
+        zero = cells.assume("zero", engine.default_zero, "the engine's default")
+    layout = replace(layout, zero=zero, virtual_stages=virtual)
+    return Job(model, layout, cells.needed("seq"), global_batch, flash, imbalance or 0.0)
+
+
+def _degrees(cells: _Cells, count: int) -> tuple[int, int, int, int]:
+    """dp, tp, pp and cp, whose product is `count`."""
     rest = _unsaid_degree(cells, count)
-    tp, pp = (cells.given(name, *rest.get(name, (1.0,))) for name in ("tp", "pp"))
+    tp, pp = (cells.given(name, *rest.get(name, (1,))) for name in ("tp", "pp"))
     cp = cells.given("cp", 1)
     model_parallel = tp * pp * cp
     if count % model_parallel:
-        raise UserError(f"tp {tp:g} x pp {pp:g} x cp {cp:g} does not divide the {count:g} accelerators of the run")
-    dp = cells.given("dp", count / model_parallel, "accelerators / (tp pp cp)")
+        raise UserError(f"tp {tp} x pp {pp} x cp {cp} does not divide the {count} accelerators of the run")
+    dp = cells.given("dp", count // model_parallel, "accelerators / (tp pp cp)")
     if dp * model_parallel != count:
-        reason = f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} is not the {count:g} accelerators of the run"
+        reason = f"dp {dp} x tp {tp} x pp {pp} x cp {cp} is not the {count} accelerators of the run"
         if dp != count / (tp * pp):  # some count the context parallel ranks as data parallel ones
             raise UserError(reason)
-        dp = cells.assume("dp", count / model_parallel, f"{reason}: cp taken out of dp")
-    layers = cells.needed("layers")
-    etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
-    imbalance = words.number(cells.row, "imbalance", 1)
-    if imbalance is None and ep > 1 and engine.default_imbalance:
-        imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
-    batch = words.whole(cells.row, "global_batch")
-    micro = words.whole(cells.row, "micro_batch")
+        dp = cells.assume("dp", count // model_parallel, f"{reason}: cp taken out of dp")
+    return dp, tp, pp, cp
+
+
+def _batch(cells: _Cells, dp: int, pp: int) -> tuple[int, int]:
+    """Sequences of a micro-batch and of a step."""
+    batch, micro = parsing.whole(cells.row, "global_batch"), parsing.whole(cells.row, "micro_batch")
     if micro is None and batch is None:
         raise UserError("micro_batch and global_batch are not given")
     if micro is None:
         assert batch is not None
-        micro = cells.assume("micro_batch", 1 if pp > 1 else max(batch // dp, 1) if batch / dp <= 4 else 1, "assumed")
-    if batch is None:
-        batch = cells.assume("global_batch", dp * micro, "one micro-batch")
-    virtual = _virtual(cells, engine, {
-        "layers": layers, "pp": pp, "dp": dp, "micro_batch": micro, "global_batch": batch,
-    })  # fmt: skip
-    if pp * virtual > layers:
-        cells.assumed.append(f"some of the {pp:g} x {virtual:g} stages hold no layer: there are {layers:g}")
-    if batch < dp * micro:
-        raise UserError(f"global_batch {batch:g} is less than dp {dp:g} x micro_batch {micro:g}")
-    zero = words.zero_stage(cells.row)
-    if zero == 3 and pp > 1 and engine.pipeline_keeps:
-        zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
-    sp = words.flag(cells.row, "sequence_parallel")
-    return {
-        "tp": tp, "pp": pp, "cp": cp, "dp": dp, "virtual": virtual, "micro_batch": micro, "global_batch": batch,
-        "zero": cells.assume("zero", engine.default_zero, "the engine's default") if zero is None else zero,
-        "ep": ep, "etp": etp, "imbalance": imbalance or 0.0,
-        "sp": float((engine.default_sp if sp is None else sp) and tp > 1),
-    }  # fmt: skip
+        micro = cells.assume("micro_batch", max(batch // dp, 1) if pp == 1 and batch / dp <= 4 else 1, "assumed")
+    return micro, cells.assume("global_batch", dp * micro, "one micro-batch") if batch is None else batch
 
 
-def _virtual(cells: _Cells, engine: Engine, columns: dict[str, float]) -> float:
+def _virtual(cells: _Cells, engine: Engine, layers: int, layout: Layout, global_batch: int) -> int:
     """Virtual stages: the row's; else those with which users of this software shorten a long bubble, or none."""
-    said = words.whole(cells.row, "virtual_stages")
+    said = parsing.whole(cells.row, "virtual_stages")
     if said is not None:
         return said
-    bubble = (columns["pp"] - 1) * columns["dp"] * columns["micro_batch"] / columns["global_batch"]
-    most = _most_virtual(columns) if engine.interleaves and bubble > LONG_BUBBLE else 1.0
+    bubble = (layout.pp - 1) * layout.dp * layout.micro_batch / global_batch
+    most = _most_virtual(layers, layout, global_batch) if engine.interleaves and bubble > LONG_BUBBLE else 1
     why = f"without any the bubble would cost {bubble:.0%}, and this software has them" if most > 1 else "assumed"
     return cells.assume("virtual_stages", most, why)
 
 
-def _expert_tp(cells: _Cells, ep: float, replicas: float, tp: float, usual: int) -> float:
-    """Ranks that an expert is split over, 0 for tp: what the row says, else the engine's `usual`, else what leaves
+def _expert_tp(cells: _Cells, ep: int, replicas: int, tp: int, usual: int) -> int | None:
+    """Ranks that an expert is split over, None for tp: what the row says, else the engine's `usual`, else what leaves
     enough ranks for ep."""
-    said = words.whole(cells.row, "etp") or 0.0
-    if not said and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
+    said = parsing.whole(cells.row, "etp")
+    if said is None and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
         return cells.assume("etp", usual, "the engine's default")
     if not replicas * tp / (said or tp) % ep:
         return said
-    if not said and not replicas * tp % ep:
-        return cells.assume("etp", 1, f"ep {ep:g} is more than dp x cp = {replicas:g} allow")
-    raise UserError(f"ep {ep:g} ranks cannot be taken from dp x cp x tp = {replicas * tp:g}")
+    if said is None and not replicas * tp % ep:
+        return cells.assume("etp", 1, f"ep {ep} is more than dp x cp = {replicas} allow")
+    raise UserError(f"ep {ep} ranks cannot be taken from dp x cp x tp = {replicas * tp}")
 
 
-def _unsaid_degree(cells: _Cells, count: float) -> dict[str, tuple[float, str]]:
+def _unsaid_degree(cells: _Cells, count: int) -> dict[str, tuple[int, str]]:
     """What is left for tp or pp where the row gives dp and the other one; nothing where both or neither are open."""
-    said = {name: words.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
+    said = {name: parsing.whole(cells.row, name) for name in ("dp", "tp", "pp", "cp")}
     unsaid = [name for name in ("tp", "pp") if said[name] is None]
     if said["dp"] is None or len(unsaid) != 1:
         return {}
-    others = math.prod(value or 1.0 for value in said.values())
-    return {} if count % others else {unsaid[0]: (count / others, "accelerators / the other degrees")}
+    others = math.prod(value or 1 for value in said.values())
+    return {} if count % others else {unsaid[0]: (count // others, "accelerators / the other degrees")}
 
 
-def _model(cells: _Cells) -> dict[str, float]:
+def _model(cells: _Cells) -> ModelConfig:
+    """A model of the row's sizes, which need not be those of a model that can be built."""
     hidden = cells.needed("hidden")
     heads = cells.given("heads", max(hidden // HEAD_SIZE, 1), f"heads of {HEAD_SIZE}")
     if hidden < heads:
-        raise UserError(f"heads {heads:g} are more than hidden {hidden:g}")
-    columns = {
+        raise UserError(f"heads {heads} are more than hidden {hidden}")
+    sizes: dict[str, Any] = {
         "layers": cells.needed("layers"), "hidden": hidden, "heads": heads,
         "kv_heads": min(cells.given("kv_heads", heads), heads), "head_size": hidden / heads,
         "ffn": cells.given("ffn", 4 * hidden), "vocab": cells.given("vocab", USUAL_VOCAB),
+        "context": cells.needed("seq"),
     }  # fmt: skip
-    columns |= _experts(cells, columns)
-    gated, tied = words.flag(cells.row, "gated_ffn"), words.flag(cells.row, "tied")
-    columns |= _kind(cells, columns, gated, tied)
-    return columns
-
-
-def _experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
-    """Columns of a mixture of experts, beyond the schema: nothing where `experts` is empty."""
-    experts = words.whole(cells.row, "experts")
-    if not experts:
-        return _named_experts(cells, columns)
-    shared = words.whole(cells.row, "shared_ffn")
-    return {
-        "experts": experts,
-        "experts_per_token": cells.needed("experts_per_token"),
-        "expert_ffn": cells.given("expert_ffn", columns["ffn"], "the model's ffn"),
-        "shared_ffn": shared or 0.0,
-        "expert_layers": cells.given("expert_layers", columns["layers"], "all of them"),
-    }
-
-
-def _named_experts(cells: _Cells, columns: dict[str, float]) -> dict[str, float]:
-    """The same where the columns say nothing and the model is called by a name that is known."""
-    known = known_experts(words.text(cells.row, "model"), columns["hidden"], columns["layers"])
-    if known is None:
-        return {}
-    named = dict(known.columns)
-    if known.dense_ffn:
-        named["ffn"] = known.dense_ffn
-    if known.head_size:
-        named["head_size"] = known.head_size
-    if known.latent:
-        named |= known.latent | {"kv_heads": columns["heads"]}
-    cells.assumed.append(
-        f"experts = {named['experts']:g}, {named['experts_per_token']:g} per token, of width {named['expert_ffn']:g} "
-        f"in {named['expert_layers']:g} layers (its name says {known.name}"
-        + (", whose attention is latent)" if known.latent else ")")
-    )
-    return named
-
-
-def _kind(cells: _Cells, columns: dict[str, float], gated: bool | None, tied: bool | None) -> dict[str, float]:
-    """Gated and tied where the row does not say: what reproduces `params`, else by the shape."""
-    filler = {"sequence": 1.0, "global_batch": 1.0, "micro_batch": 1.0, "dp": 1.0, "zero": 0.0, "tp": 1.0, "sp": 0.0,
-              "pp": 1.0, "virtual": 1.0, "cp": 1.0, "recompute": 0.0, "flash": 1.0}  # fmt: skip
-    usual = columns["ffn"] != 4 * columns["hidden"]  # gated networks are narrower (8/3) or odd
+    sizes |= _experts(cells, sizes) if parsing.whole(cells.row, "experts") else _named_experts(cells, sizes)
+    moe, latent = sizes.get("moe"), sizes.get("latent")
+    if latent is not None:
+        sizes |= {"kv_heads": None, "head_size": None}
+    gated, tied = parsing.flag(cells.row, "gated_ffn"), parsing.flag(cells.row, "tied")
+    usual = sizes["ffn"] != 4 * hidden  # gated networks are narrower (8/3) or odd
+    experts = moe is not None, moe is not None and moe.shared_experts > 0
     options = [
-        {"gated": float(g), "tied": float(t), "biased": float(not g)}
+        plain_model((g, t, *experts, latent is not None, latent is not None and latent.query_rank is not None))
+        .model_copy(update=sizes)
         for g in ([usual, not usual] if gated is None else [gated])
         for t in ([False, True] if tied is None else [tied])
-    ]
-    if len(options) == 1:
-        return options[0]
-    counts = [float(candidates_of_rows([columns | filler | option]).parameters[0]) for option in options]
-    wanted = words.number(cells.row, "params", 0)
+    ]  # fmt: skip
+    return options[0] if len(options) == 1 else _most_alike(cells, options, gated, tied)
+
+
+def _most_alike(cells: _Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
+    """Gated and tied where the row does not say: what reproduces `params`, else by the shape."""
+    wanted = parsing.number(cells.row, "params", 0)
     best, why = options[0], "by the width of its feed-forward network"
     if wanted:
-        off = [abs(count / wanted - 1) for count in counts]
+        off = [abs(option.model_copy(update={"context": 1}).parameters / wanted - 1) for option in options]
         if min(off) < SAME_PARAMETERS:
             best, why = options[off.index(min(off))], "what its params say"
-    for name, said in (("gated", gated), ("tied", tied)):
+    for name, said, value in (("gated_ffn", gated, best.gated_ffn), ("tied", tied, best.tied)):
         if said is None:
-            cells.assumed.append(f"{'gated_ffn' if name == 'gated' else name} = {bool(best[name])} ({why})")
+            cells.assumed.append(f"{name} = {value} ({why})")
     return best
+
+
+def _experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
+    """A mixture of experts by columns beyond the schema."""
+    layers, shared = sizes["layers"], parsing.whole(cells.row, "shared_ffn")
+    moe: dict[str, Any] = {
+        "experts": cells.needed("experts"), "experts_per_token": cells.needed("experts_per_token"),
+        "expert_ffn": cells.given("expert_ffn", sizes["ffn"], "the model's ffn"),
+        "shared_experts": int(bool(shared)), "shared_ffn": shared, "groups_per_token": 1,
+        "dense_layers": layers - cells.given("expert_layers", layers, "all of them"),
+    }  # fmt: skip
+    return {"moe": MoEConfig.model_construct(**moe)}
+
+
+def _named_experts(cells: _Cells, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The same where the columns say nothing and the model is called by a name that is known."""
+    known = named_experts(parsing.text(cells.row, "model"), sizes["hidden"], sizes["layers"])
+    if known is None:
+        return {}
+    moe = known.moe
+    cells.assumed.append(
+        f"experts = {moe.experts}, {moe.experts_per_token} per token, of width {moe.expert_ffn} "
+        f"in {moe.layers(sizes['layers'])} layers (its name says {known.name}"
+        + (", whose attention is latent)" if known.latent else ")")
+    )
+    found = {"moe": moe, "latent": known.latent, "ffn": known.dense_ffn, "head_size": known.head_size}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
     """The row's format, or the one at whose rate this accelerator does it."""
-    wanted = words.precision(cells.row)
+    wanted = parsing.precision(cells.row)
     if wanted is None:
         wanted = engine.default_precision
         cells.assumed.append(f"precision = {wanted} (the engine's default)")
@@ -413,10 +417,10 @@ def _precision(cells: _Cells, acc: Accelerator, engine: Engine) -> str:
 def _cluster(cells: _Cells, acc: Accelerator, count: int) -> Cluster:
     """The accelerator's usual node, with the size and the network that the row describes."""
     usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
-    per_node = words.whole(cells.row, "per_node")
+    per_node = parsing.whole(cells.row, "per_node")
     if per_node:
-        usual = resized(usual, int(per_node))
-    described, note = described_node(usual, words.text(cells.row, "interconnect"))
+        usual = resized(usual, per_node)
+    described, note = described_node(usual, parsing.text(cells.row, "interconnect"))
     if note and count > usual.scale_up_accelerators:
         cells.assumed.append(note)
     return Cluster(acc, count, described)

@@ -21,13 +21,14 @@ import numpy as np
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.plan.measured.evaluate import Prediction, as_otherwise, evaluate, of_runs, plannable, settled
+from ironlaw.plan.measured.evaluate import Prediction, evaluate, of_runs, plannable, settled, with_alternative
 from ironlaw.plan.measured.read import Run, read_runs
 
 BASELINE_FRACTION = 0.45
 """Of dense peak: the constant that does best on table 1 of arXiv 2104.04473."""
 
-SAME_WORK = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence", "global_batch")
+SAME_MODEL = ("layers", "hidden", "heads", "key_value_heads", "ffn_size", "vocab")
+SAME_LAYOUT = ("dp", "tp", "pp", "virtual_stages", "cp", "zero", "micro_batch", "recompute")
 MIN_LAYOUTS = 3
 
 
@@ -179,14 +180,15 @@ def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...]
     found: dict[tuple[Any, ...], list[int]] = {}
     for i in index:
         run = runs[i]
-        key: tuple[Any, ...] = tuple(run.columns[name] for name in SAME_WORK)
+        key: tuple[Any, ...] = tuple(getattr(run.job.model, name) for name in SAME_MODEL)
+        key += (run.job.sequence, run.job.global_batch)
         key += (run.cluster.accelerator.name, run.cluster.count, run.precision, run.engine.name)
         found.setdefault(key, []).append(i)
     return {k: v for k, v in found.items() if len(v) >= MIN_LAYOUTS and len({_layout(runs[i]) for i in v}) > 1}
 
 
-def _layout(run: Run) -> tuple[float, ...]:
-    return tuple(run.columns[n] for n in ("dp", "tp", "pp", "virtual", "cp", "zero", "micro_batch", "recompute"))
+def _layout(run: Run) -> tuple[Any, ...]:
+    return tuple(getattr(run.job.layout, name) for name in SAME_LAYOUT)
 
 
 NO_CHOICE: dict[str, Any] = {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
@@ -239,7 +241,7 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
     pairs = [
         interval_factors(
             quantity, run.engine.name, run.cluster.accelerator.generation, run.cluster.count, float(size),
-            run.columns.get("experts", 0.0) > 0, run.precision,
+            run.job.model.moe is not None, run.precision,
         )
         for run, size in zip(runs, parameters, strict=True)
     ]  # fmt: skip
@@ -250,10 +252,10 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
 def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
     """The interval with what hangs on what the rows leave open: each alternative is an error of its own, one-sided."""
     low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
-    for number in range(max((len(run.otherwise) for run in runs), default=0)):
-        index = [i for i, run in enumerate(runs) if len(run.otherwise) > number]
-        seconds = evaluate([as_otherwise(runs[i], runs[i].otherwise[number]) for i in index]).step_seconds
-        swing = np.log(seconds / planned[index]) * [runs[i].otherwise[number].weight for i in index]
+    for number in range(max((len(run.alternatives) for run in runs), default=0)):
+        index = [i for i, run in enumerate(runs) if len(run.alternatives) > number]
+        seconds = evaluate([with_alternative(runs[i], runs[i].alternatives[number]) for i in index]).step_seconds
+        swing = np.log(seconds / planned[index]) * [runs[i].alternatives[number].weight for i in index]
         low[index] += np.minimum(swing, 0.0) ** 2
         high[index] += np.maximum(swing, 0.0) ** 2
     return planned * np.exp(-np.sqrt(low)), planned * np.exp(np.sqrt(high))

@@ -10,7 +10,7 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.catalog.stored_formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.answer import Answer
+from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.plan.serving.emit import emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
@@ -41,7 +41,7 @@ class ServeOptions:
     price_per_hour: float | None = None
 
 
-def answer_serving(model: ModelConfig, on: str | None, text: str, options: ServeOptions) -> Answer:
+def answer_serving(model: ModelConfig, on: str | None, text: str, options: ServeOptions) -> PlanOutcome:
     """UserError for what cannot be planned; `fits` is False where limits or memory do not hold."""
     request = parse_request(text)
     if request.length > model.context:
@@ -68,7 +68,7 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Serve
         more["interval"] = {kind: interval(kind, served) for kind in ("decode", "prompt", "requests", "unlimited")}
     if options.emit:
         more["emit"] = {"text": emit_serving(options.emit, served, request), "notes": [str(served.layout)]}
-    return Answer(ledger, fits, more)
+    return PlanOutcome(ledger, fits, more)
 
 
 def _engine(options: ServeOptions, on: str | None, assumed: list[Assumption]) -> ServingEngine:

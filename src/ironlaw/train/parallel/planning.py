@@ -7,11 +7,13 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ironlaw import units
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
@@ -20,11 +22,13 @@ from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_cost
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.search import Candidate, search
+from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
-from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.plan.recipe import batch_of, layout_of, micro_batch_of, not_trained_here, recipe_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
@@ -73,19 +77,30 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     settled = check(config, size)
     layout = layout_of(settled, micro_batch_of(config, config.train.global_batch // (settled.dp or 1)))
     layout = replace(layout, recompute=layout_word(config.recompute), offload=config.train.offload)
-    acc, assumed = accelerator_of(profile.device)
-    usual = node(acc.default_node)
-    cluster = Cluster(acc, size, usual if per_host is None else resized(usual, per_host))
-    software = engine("ironlaw")
-    if config.communication.gradients == "bf16":
-        software = replace(software, gradient_communication_bytes=2.0)
+    cluster, assumed = _accelerators(profile, size, per_host)
+    software = _software(config)
+    decided = of_one.decided
+    recipe = replace(recipe_of(config, decided.precision, cuda=True, gloo=False), recompute=decided.recompute)
     ledger = plan_cluster(
         config.model, cluster, layout, sequence=config.sequence, global_batch=config.train.global_batch,
-        precision=of_one.decided.precision, engine=software, optimizer=config.optimizer.name,
+        precision=decided.precision, engine=software, optimizer=config.optimizer.name,
+        recipe=(batch_of(config), recipe),
     )  # fmt: skip
     ledger.decisions = of_one.decisions
     ledger.facts |= of_one.facts | {"ranks": size, "assumed_accelerator": assumed or None}
     return ledger
+
+
+def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cluster, str]:
+    """The job's cluster by the catalogue, and what was assumed to find it."""
+    acc, assumed = accelerator_of(profile.device)
+    usual = node(acc.default_node)
+    return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
+
+
+def _software(config: RunConfig) -> Engine:
+    ours = engine("ironlaw")
+    return replace(ours, gradient_communication_bytes=2.0) if config.communication.gradients == "bf16" else ours
 
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> StepPlan:
@@ -119,11 +134,46 @@ def _between(local: int) -> Link:
     return Link(latency, rate)
 
 
-def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice:
-    """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
+@dataclass(frozen=True)
+class AcceleratorChoice:
+    """The fastest layout on accelerators, as `LayoutChoice` has it on CPUs."""
 
+    best: Candidate
+    reason: str
+
+
+def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice | AcceleratorChoice:
+    """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
+    if profile.device != "cpu":
+        return _fastest_on_accelerators(config, profile, size)
     fabric = Fabric(costs_here(profile), local_ranks(size))
     return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
+
+
+def _fastest_on_accelerators(config: RunConfig, profile: Profile, size: int) -> AcceleratorChoice:
+    """By the search of `ironlaw plan --on`, with our own conventions. UserError where no layout runs and fits."""
+    cluster, _ = _accelerators(profile, size, local_ranks(size))
+    wanted: dict[str, Any] = {"recompute": layout_word(config.recompute), "offload": config.train.offload}
+
+    def excluded(layout: Layout) -> str | None:
+        if layout.recompute != "none" and wanted["recompute"] == "none":
+            return "recompute.mode is none in the config"
+        return not_trained_here(layout, config.model)
+
+    found = search(
+        config.model, cluster, sequence=config.sequence, global_batch=config.train.global_batch, keep=200,
+        precision=plan_run(config, profile).decided.precision, engine=_software(config),
+        optimizer=config.optimizer.name, excluded=excluded,
+    )  # fmt: skip
+    for best in found.best:  # fastest first; what our trainer holds is walked layout by layout
+        layout = replace(best.layout, **wanted)
+        if runs(config, layout):
+            ledger = plan_on_accelerators(with_layout(config, layout), profile, size, local_ranks(size))
+            if ledger.facts["fits"]:
+                seconds, peak = ledger.totals["step_seconds"].value, ledger.totals["peak_bytes"].value
+                said = f"{layout}: {units.seconds(seconds)} per step planned, {units.bytes_(peak)} per rank"
+                return AcceleratorChoice(replace(best, layout=layout), said)
+    raise UserError(f"no layout of {config.model.name} is planned to fit {cluster}: use more ranks, or recompute")
 
 
 def runs(config: RunConfig, layout: Layout) -> bool:

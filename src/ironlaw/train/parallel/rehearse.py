@@ -24,9 +24,8 @@ from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.emit.ironlaw import recomputation
 from ironlaw.plan.memory import Peak, peak_memory
-from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
+from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
 from ironlaw.workload.collectives import Sent, Table, renamed, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
@@ -191,10 +190,8 @@ def at_scale(
     model: ModelConfig, layout: Layout, sequence: int, global_batch: int
 ) -> tuple[list[Table], list[Peak]]:  # fmt: skip
     """What this trainer sends and holds of the whole model in bf16 on accelerators, per pipeline position."""
-    train = {"global_batch": global_batch, "micro_batch": layout.micro_batch, "sequence": sequence, "precision": "bf16"}
-    document = {"model": model.model_dump(mode="json", exclude_none=True), "train": train}
-    config = build_config(document | recomputation(layout))
-    program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "bf16", cuda=True, gloo=False))
+    batch, recipe = recipe_of_layout(model, layout, sequence, global_batch, "bf16", "adamw")
+    program = planned_step(model, batch, layout, recipe)
     peaks = [peak_memory(program, position) for position in range(layout.pp)]
     return [table_of(sent) for sent in program.collectives], peaks
 

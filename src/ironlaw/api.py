@@ -1,0 +1,364 @@
+"""Ironlaw from Python: five functions, each with one typed result that prints as a report and shows in a notebook.
+
+Names and units are those of the ledger and the JSON documents: seconds, bytes, FLOPs, fractions, nats per token. Bad
+input raises `ironlaw.UserError` with one line that says what to write instead.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ironlaw.cli.console import recorder
+from ironlaw.config import RunConfig, build_config, load_config, with_settings
+from ironlaw.errors import UserError
+from ironlaw.files import read_json_lines
+from ironlaw.ledger import Estimate, Ledger
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ironlaw.observe.watch import Watch
+    from ironlaw.report.document import Document
+
+Settings = Mapping[str, Any]
+"""Dotted config keys to values: `{"train.steps": 200, "optimizer.lr": 3e-4}`."""
+
+PRE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;font-family:ui-monospace,monospace">{code}</pre>'
+
+
+class Shown:
+    """`print(result)` writes what the command would print; a notebook shows the same in colour."""
+
+    def _show(self, console: Console) -> None:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        console = recorder()
+        self._show(console)
+        return "\n".join(line.rstrip() for line in console.export_text().splitlines()).strip("\n")
+
+    def _repr_html_(self) -> str:
+        console = recorder()
+        self._show(console)
+        return console.export_html(inline_styles=True, code_format=PRE)
+
+
+class Total:
+    """One total of a result's ledger: an `Estimate` (value, low, high, origin, basis), None where it is not known."""
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, result: Any, owner: type | None = None) -> Estimate | None:
+        return self if result is None else result.ledger.totals.get(self._name)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, repr=False)
+class PlanResult(Shown):
+    """What `ironlaw.plan` answers. `more`: candidates, budget, advice; the keys of `ironlaw plan --json`."""
+
+    fits: bool
+    ledger: Ledger = field(repr=False)
+    more: dict[str, Any] = field(repr=False)
+
+    parameters = Total("Exact count.")
+    flops_per_step = Total("FLOPs of matrix products of one optimizer step; exact.")
+    step_seconds = Total("Seconds of one optimizer step.")
+    tokens_per_second = Total("Of the whole job.")
+    mfu = Total("Model FLOPs utilisation, a fraction.")
+    peak_bytes = Total("Tensors at the peak, of the device that holds most.")
+    total_seconds = Total("Seconds of the run.")
+    ttft_seconds = Total("Of served requests: median seconds to the first token.")
+    tpot_seconds = Total("Of served requests: mean seconds per token after the first.")
+    output_tokens_per_second = Total("Of served requests: of all copies.")
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `ironlaw plan --json`."""
+        from ironlaw.plan.request_types import PlanOutcome
+
+        return PlanOutcome(self.ledger, self.fits, self.more).to_json()
+
+    def _show(self, console: Console) -> None:
+        from ironlaw.cli.plan import views
+        from ironlaw.plan.request_types import PlanOutcome
+        from ironlaw.report.terminal import show
+
+        for view in views(PlanOutcome(self.ledger, self.fits, self.more)):
+            show(console, view)
+
+
+@dataclass(frozen=True, repr=False)
+class TrainResult(Shown):
+    """A finished or interrupted run of `ironlaw.train`. `interrupted`: the signal's name, or None."""
+
+    path: Path
+    steps: int
+    interrupted: str | None
+    ledger: Ledger = field(repr=False)
+
+    step_seconds = Total("Median seconds of one optimizer step.")
+    tokens_per_second = Total("At that step.")
+    mfu = Total("Model FLOPs utilisation, a fraction.")
+    peak_bytes = Total("Tensors at the peak.")
+    validation_loss = Total("Nats per token, at the last evaluation.")
+    total_seconds = Total("Seconds of the whole run.")
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """`metrics.jsonl`: a table per step with loss, seconds, learning rate."""
+        return list(read_json_lines(self.path / "metrics.jsonl"))
+
+    def _show(self, console: Console) -> None:
+        from ironlaw.report.live import LiveRun
+
+        LiveRun(console, self.path).summary(self.ledger, console)
+
+
+@dataclass(frozen=True, repr=False)
+class ExplainResult(Shown):
+    """What `ironlaw.explain` found. `document` is that of `ironlaw explain --json`."""
+
+    document: dict[str, Any] = field(repr=False)
+    _view: Document = field(repr=False)
+
+    @property
+    def bottleneck(self) -> str:
+        """One sentence: what binds, or for two runs why one is faster."""
+        return str(next(self.document[key] for key in ("bottleneck", "sentence", "binds") if key in self.document))
+
+    @property
+    def remedies(self) -> list[dict[str, Any]]:
+        """What to change, best first, each with its planned gain and the settings that apply it."""
+        return list(self.document.get("remedies", []))
+
+    def write_html(self, path: str | Path) -> Path:
+        """The report with charts, as one page that opens offline."""
+        from ironlaw.report.page import write
+        from ironlaw.report.run_view import FOOTER, page_name
+
+        if "time" not in self.document:
+            raise UserError(
+                "only the explanation of one training run has a page: give one run, not two or a served load"
+            )
+        return write(Path(path), self._view, page_name(self.document), FOOTER)
+
+    def _show(self, console: Console) -> None:
+        from ironlaw.report.terminal import show
+
+        show(console, self._view)
+
+
+class RunningServer(Shown):
+    """A model served over HTTP from a thread of this process, until `close` or the end of a `with` block."""
+
+    def __init__(self, path: Path, settings: Sequence[str], port: int) -> None:
+        from ironlaw.serve.config import serve_config
+        from ironlaw.serve.engine import Engine
+        from ironlaw.serve.loading import load_served
+        from ironlaw.serve.server import build_server, require_extra
+
+        require_extra()
+        config = serve_config(settings, port=port)
+        self.engine = Engine(load_served(path, config), config)
+        self.url, ready = "", threading.Event()
+
+        def on_ready(url: str) -> None:
+            self.url = url
+            ready.set()
+
+        self._server = build_server(self.engine, on_ready)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        while not ready.wait(0.1):
+            if not self._thread.is_alive():
+                raise UserError(f"cannot listen on {config.host}:{config.port}: use another port, or 0")
+
+    def complete(self, prompt: str, *, max_tokens: int = 64, temperature: float = 1.0, **more: Any) -> str:
+        """The text after `prompt`, by the server's own `/v1/completions`; `more` are its other fields."""
+        body = {
+            "model": self.engine.served.name,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body | more).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    def close(self) -> None:
+        """What runs is finished, what comes is refused."""
+        self.engine.is_draining = True
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _show(self, console: Console) -> None:
+        served = self.engine.served
+        state = self.url if self._thread.is_alive() else "closed"
+        console.print(f"{served.name}: {state}, {served.weights} weights, {served.kv} keys and values, {served.device}")
+
+
+def plan(
+    what: str | Path | Settings | RunConfig,
+    *,
+    on: str | None = None,
+    settings: Settings | None = None,
+    tokens: str | None = None,
+    steps: int | None = None,
+    sequence: int | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    engine: str | None = None,
+    layout: str | None = None,
+    network: str | None = None,
+    serve: str | None = None,
+    weights: str | None = None,
+    price_per_hour: float | None = None,
+) -> PlanResult:
+    """Plan a run before it starts, or with `serve="input=1024 output=256 rate=10/s"` a served model.
+
+    `what`: a config file, tables of one or a `RunConfig`, a catalogued model, a Hugging Face config. `on`: this machine
+    unless given, or `"8xh100-sxm-80gb"`. The other arguments are the options of `ironlaw plan`; None: not said.
+    Imports no PyTorch.
+    """
+    from ironlaw.plan.budget import Prices
+    from ironlaw.plan.request import plan_request, resolve
+    from ironlaw.plan.request_types import Options
+    from ironlaw.plan.work import WorkOptions
+
+    subject = (
+        what if isinstance(what, RunConfig) else build_config(dict(what)) if isinstance(what, Mapping) else str(what)
+    )
+    overrides = with_settings(settings)
+    if isinstance(subject, RunConfig) and overrides:
+        subject, overrides = _config(subject, settings), []
+    if serve is not None:
+        from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+
+        model = subject.model if isinstance(subject, RunConfig) else resolve(subject, overrides).model
+        options_ = ServeOptions(weights, None, engine, layout, None, price_per_hour)
+        answer = answer_serving(model, on, serve, options_)
+    else:
+        options = Options(
+            WorkOptions(tokens, sequence, global_batch, steps), precision, optimizer, engine, layout, None,
+            Prices(price_per_hour, None, None), network=network,
+        )  # fmt: skip
+        answer = plan_request(subject, on=on or "this", overrides=overrides, options=options)
+    return PlanResult(answer.fits, answer.ledger, answer.more)
+
+
+def train(
+    config: str | Path | Settings | RunConfig,
+    *,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> TrainResult:
+    """Train in this process into the directory `out`, `runs/MODEL-DATE` unless given.
+
+    A machine that nobody measured is measured first. Progress goes to stderr, unless `quiet`. Ctrl-C saves and returns.
+    """
+    from ironlaw.cli.console import messages
+    from ironlaw.cli.measure import measure_and_keep
+    from ironlaw.machine.profile import load_profile, profile_path
+    from ironlaw.report.live import LiveRun
+    from ironlaw.train.run_directory import default_name
+    from ironlaw.train.session import run_training
+
+    chosen = _config(config, settings)
+    folder = Path(out) if out is not None else default_name(chosen.model.name)
+    if not profile_path().is_file():
+        measure_and_keep()
+    live = LiveRun(recorder() if quiet else messages(), folder, None)
+    with live:
+        outcome = run_training(
+            chosen, folder, load_profile(), resume=resume,
+            data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
+        )  # fmt: skip
+    return TrainResult(folder, outcome.step, outcome.interrupted, outcome.ledger)
+
+
+def explain(
+    run: str | Path | TrainResult | Watch, other: str | Path | TrainResult | Watch | None = None
+) -> ExplainResult:
+    """A run beside its plan, a profiler's trace, a load that `bench --out` kept; or why `other` is faster or slower."""
+    path = _path(run)
+    if other is not None:
+        from ironlaw.explain.compare import compare
+        from ironlaw.explain.open import explain_path
+        from ironlaw.report.comparison_view import comparison_view
+
+        document = compare(explain_path(path), explain_path(_path(other))).to_json()
+        return ExplainResult(document, comparison_view(document))
+    from ironlaw.explain.serving import explain_serving, is_serving_run
+
+    if is_serving_run(path):
+        from ironlaw.report.serving_view import server_view
+
+        document = explain_serving(path).to_json()
+        return ExplainResult(document, server_view(document))
+    from ironlaw.explain.open import explain_path
+    from ironlaw.report.run_view import run_view
+
+    found = explain_path(path)
+    document = found.to_json()
+    return ExplainResult(document, run_view(document, found.metrics, found.config_text))
+
+
+def serve(path: str | Path | TrainResult, *, port: int = 0, settings: Settings | None = None) -> RunningServer:
+    """Serve a run or a Hugging Face directory over HTTP in a thread; `port` 0 is any free one. Keys of `settings` are
+    those of `ironlaw serve --set`, such as `{"serve.batch": 16}`."""
+    return RunningServer(_path(path), with_settings(settings), port)
+
+
+def observe(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    out: str | Path | None = None,
+    *,
+    profile_steps: int = 3,
+    plan: bool = True,
+    name: str | None = None,
+) -> Watch:
+    """Observe a training loop of your own: a context manager around it, which writes the run directory `out`.
+
+    Several models and optimizers, as of a GAN, are given as lists. `profile_steps`: so many steps are recorded in
+    detail after the first few. `plan`: trace the module at the end, so that a plan can be put beside what was measured.
+    """
+    from ironlaw.observe import watch
+
+    return watch.observe(model, optimizer, out, profile_steps=profile_steps, plan=plan, name=name)
+
+
+def _config(config: str | Path | Settings | RunConfig, settings: Settings | None) -> RunConfig:
+    overrides = with_settings(settings)
+    if isinstance(config, str | Path):
+        return load_config(Path(config), overrides)
+    tables = config.model_dump(exclude_none=True) if isinstance(config, RunConfig) else config
+    return build_config(dict(tables), overrides=overrides)
+
+
+def _path(run: Any) -> Path:
+    """Of a run in any form: its directory or file."""
+    return Path(getattr(run, "out", None) or getattr(run, "path", None) or run)

@@ -1,0 +1,22 @@
+"""`ironlaw doctor`"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ironlaw.cli.console import print_json, show
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+    from ironlaw.machine.doctor import examine
+    from ironlaw.report.catalog_view import checkup_view
+
+    document = examine().to_json()
+    if json:
+        print_json(document)
+    else:
+        show(checkup_view(document))
+    if not document["healthy"]:
+        raise typer.Exit(1)

@@ -1,0 +1,212 @@
+/* Attention of a few new tokens over keys and values in pages, without gathering them, and RMSNorm.
+
+   Compiled for one model: HEADS query heads over SHARED key/value heads, keys of KEY and values of VALUE elements, PAGE
+   tokens a page, the formats STORE and ACTIVATION. A row of a part of the cache is (page x SHARED + head) x PAGE + place
+   (`model/cached.py`, `Pages`). The softmax is taken page by page with a running maximum (arXiv 1805.02867). */
+
+#include <stdint.h>
+
+#define FP32 0
+#define BF16 1
+#define INT8 2
+#define FP8 3
+#define GROUP (HEADS / SHARED)
+
+typedef uint16_t bf16;
+
+static inline float widened(bf16 x) {
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+static inline bf16 narrowed(float x) { /* to the nearest, ties to even */
+    union { float value; uint32_t bits; } u = {x};
+    return (bf16)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
+}
+
+#if STORE == FP32
+typedef float stored;
+#define LOAD(x) (x)
+#define KEEP(x) (x)
+#elif STORE == BF16
+typedef bf16 stored;
+#define LOAD(x) widened(x)
+#define KEEP(x) narrowed(x)
+#elif STORE == INT8
+typedef int8_t stored;
+#define LOAD(x) ((float)(x))
+#else
+typedef uint8_t stored;
+static float fp8_values[256]; /* of e4m3, filled by `prepare` */
+#define LOAD(x) fp8_values[x]
+#endif
+
+#if ACTIVATION == FP32
+typedef float activation;
+#define READ(x) (x)
+#define WRITE(x) (x)
+#else
+typedef bf16 activation;
+#define READ(x) widened(x)
+#define WRITE(x) narrowed(x)
+#endif
+
+typedef struct { /* of one layer */
+    stored *keys, *values;
+    const float *key_scales, *value_scales; /* one for each row, of 8-bit formats */
+    const float *slopes, *sinks;            /* one for each query head, or NULL */
+    float scale, cap;                       /* cap 0: none */
+    int32_t window;                         /* 0: none */
+} Layer;
+
+typedef struct { /* of one step */
+    const int32_t *table;     /* (sequences, width): pages */
+    const int32_t *sequence;  /* of each token */
+    const int32_t *positions; /* of each token */
+    int32_t tokens, width, threads;
+} Step;
+
+void prepare(const float *values) {
+#if STORE == FP8
+    for (int i = 0; i < 256; i++) fp8_values[i] = values[i];
+#else
+    (void)values;
+#endif
+}
+
+/* e^x for x <= 0: 2^n times a polynomial of the rest (the terms of its series, up to 1e-7 of the value). */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    int32_t n = (int32_t)(x * 1.44269504f - 0.5f);
+    float r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
+    union { int32_t bits; float value; } u = {(n + 127) << 23};
+    return p * u.value;
+}
+
+static inline float hyperbolic_tangent(float x) {
+    float e = exponential(x < 0 ? 2 * x : -2 * x), t = (1 - e) / (1 + e);
+    return x < 0 ? -t : t;
+}
+
+static inline long row_of(const Step *step, int token, int place, int head) {
+    long page = step->table[(long)step->sequence[token] * step->width + place / PAGE];
+    return (page * SHARED + head) * PAGE + place % PAGE;
+}
+
+#if STORE == FP32 || STORE == BF16
+/* Keys (tokens, SHARED, KEY) and values (tokens, SHARED, VALUE) to their places; strides in elements, of a token. */
+void keep(const Layer *layer, const Step *step, const activation *key, long key_stride, const activation *value,
+          long value_stride) {
+    for (int n = 0; n < step->tokens; n++)
+        for (int h = 0; h < SHARED; h++) {
+            long row = row_of(step, n, step->positions[n], h);
+            for (int d = 0; d < KEY; d++) layer->keys[row * KEY + d] = KEEP(READ(key[n * key_stride + h * KEY + d]));
+            if (value)
+                for (int d = 0; d < VALUE; d++)
+                    layer->values[row * VALUE + d] = KEEP(READ(value[n * value_stride + h * VALUE + d]));
+        }
+}
+#endif
+
+static inline void fetch(const void *from, int bytes) {
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)from + b);
+}
+
+static void attend_one(const Layer *layer, const Step *step, const activation *query, activation *out, int n, int h) {
+    float q[GROUP][KEY], o[GROUP][VALUE], most[GROUP], sum[GROUP], s[GROUP][PAGE];
+    int last = step->positions[n], first = 0;
+    if (layer->window && last >= layer->window) first = last - layer->window + 1;
+    for (int g = 0; g < GROUP; g++) {
+        int head = h * GROUP + g;
+        for (int d = 0; d < KEY; d++) q[g][d] = READ(query[head * KEY + d]) * layer->scale;
+        for (int d = 0; d < VALUE; d++) o[g][d] = 0;
+        most[g] = layer->sinks ? layer->sinks[head] : -3e38f;
+        sum[g] = layer->sinks ? 1 : 0;
+    }
+    for (int start = first / PAGE * PAGE; start <= last; start += PAGE) {
+        long row = row_of(step, n, start, h);
+        if (start + PAGE <= last) { /* pages lie anywhere: no processor guesses where the next one is */
+            long next = row_of(step, n, start + PAGE, h);
+            fetch(layer->keys + next * KEY, PAGE * KEY * sizeof(stored));
+            fetch(layer->values + next * VALUE_STRIDE, PAGE * VALUE_STRIDE * sizeof(stored));
+        }
+        int from = first > start ? first - start : 0, to = last - start + 1 < PAGE ? last - start + 1 : PAGE;
+        for (int t = from; t < to; t++) {
+            const stored *k = layer->keys + (row + t) * KEY;
+            for (int g = 0; g < GROUP; g++) {
+                float dot = 0;
+                for (int d = 0; d < KEY; d++) dot += q[g][d] * LOAD(k[d]);
+                s[g][t] = dot;
+            }
+        }
+        for (int g = 0; g < GROUP; g++) {
+            float larger = most[g];
+            for (int t = from; t < to; t++) {
+                if (layer->key_scales) s[g][t] *= layer->key_scales[row + t];
+                if (layer->cap != 0) s[g][t] = layer->cap * hyperbolic_tangent(s[g][t] / layer->cap);
+                if (layer->slopes) s[g][t] -= layer->slopes[h * GROUP + g] * (last - start - t);
+                larger = s[g][t] > larger ? s[g][t] : larger;
+            }
+            if (larger > most[g]) {
+                float factor = exponential(most[g] - larger);
+                sum[g] *= factor;
+                for (int d = 0; d < VALUE; d++) o[g][d] *= factor;
+                most[g] = larger;
+            }
+            for (int t = from; t < to; t++) {
+                s[g][t] = exponential(s[g][t] - larger);
+                sum[g] += s[g][t];
+            }
+        }
+        for (int t = from; t < to; t++) {
+            const stored *v = layer->values + (row + t) * VALUE_STRIDE;
+            float scale = layer->value_scales ? layer->value_scales[row + t] : 1;
+            for (int g = 0; g < GROUP; g++) {
+                float weight = s[g][t] * scale;
+                for (int d = 0; d < VALUE; d++) o[g][d] += weight * LOAD(v[d]);
+            }
+        }
+    }
+    for (int g = 0; g < GROUP; g++)
+        for (int d = 0; d < VALUE; d++) out[(h * GROUP + g) * VALUE + d] = WRITE(o[g][d] / sum[g]);
+}
+
+/* The first `size` elements of `heads` heads of KEY elements, first half against second half, in place; `cosines` and
+   `sines` (tokens, KEY) as `model/rotary.py` makes them for `turn`. */
+void turn(activation *x, long stride, int heads, const activation *cosines, const activation *sines, int tokens,
+          int size) {
+    int half = size / 2;
+    for (int n = 0; n < tokens; n++)
+        for (int h = 0; h < heads; h++) {
+            activation *row = x + n * stride + h * KEY;
+            const activation *cos = cosines + (long)n * KEY, *sin = sines + (long)n * KEY;
+            for (int d = 0; d < half; d++) {
+                float a = READ(row[d]), b = READ(row[d + half]);
+                row[d] = WRITE(a * READ(cos[d]) + b * READ(sin[d]));
+                row[d + half] = WRITE(b * READ(cos[d + half]) + a * READ(sin[d + half]));
+            }
+        }
+}
+
+/* RMSNorm of `rows` rows of `size`; `weight` may be NULL. */
+void norm(const float *x, const float *weight, float *out, long rows, long size, float eps) {
+    for (long n = 0; n < rows; n++, x += size, out += size) {
+        float sum = 0;
+        for (long d = 0; d < size; d++) sum += x[d] * x[d];
+        float factor = 1 / __builtin_sqrtf(sum / size + eps);
+        if (weight)
+            for (long d = 0; d < size; d++) out[d] = x[d] * factor * weight[d];
+        else
+            for (long d = 0; d < size; d++) out[d] = x[d] * factor;
+    }
+}
+
+/* Queries (tokens, HEADS, KEY) to (tokens, HEADS, VALUE); keys and values of the tokens are in their places. */
+void attend(const Layer *layer, const Step *step, const activation *query, long query_stride, activation *out) {
+#pragma omp parallel for num_threads(step->threads) if (step->threads > 1) schedule(dynamic)
+    for (int i = 0; i < step->tokens * SHARED; i++) {
+        int n = i / SHARED;
+        attend_one(layer, step, query + n * query_stride, out + (long)n * HEADS * VALUE, n, i % SHARED);
+    }
+}

@@ -1,0 +1,127 @@
+"""What this installation has: versions, devices, the measured profile, optional parts and what each would give."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from ironlaw.cores import usable_threads
+from ironlaw.errors import UserError
+from ironlaw.machine import host
+from ironlaw.machine.profile import load_profile, profile_path
+
+SCHEMA_VERSION = 1
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)  # that the tests run on
+CORE = ("torch", "numpy", "pydantic", "typer", "rich", "tokenizers", "safetensors")
+
+# Extra of pyproject.toml -> its distributions and what they give.
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "hf": (("transformers", "accelerate"), "Trainer callback; logits of exports compared; tokenizers in old forms"),
+    "data": (("pyarrow", "zstandard"), "Parquet, Arrow and .zst sources"),
+    "serve": (("fastapi", "uvicorn", "prometheus-client", "llguidance"), "ironlaw serve over HTTP, answers by schema"),
+    "quant": (("bitsandbytes", "torchao"), "8-bit Adam; fp8 products on CUDA; optimizer state in the host's memory"),
+    "track": (("tensorboard", "wandb", "mlflow-skinny"), "tracking.to: figures of a run sent to a tracker"),
+    "energy": (("nvidia-ml-py",), "energy, clock and throttling of NVIDIA boards"),
+    "gguf": (("gguf",), "ironlaw export --to gguf, for llama.cpp"),
+    "finetune": (("peft",), "adapters used outside of Ironlaw; training them needs nothing"),
+    "vllm": (("vllm",), "ironlaw serve --engine vllm; pins its own PyTorch: an environment of its own"),
+    "docs": (("mkdocs-material", "mkdocstrings", "nbclient"), "the documentation site: make docs"),
+    "dev": (("pytest", "hypothesis", "ruff", "mypy"), "tests and checks: make test"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Extra:
+    name: str
+    gives: str
+    versions: dict[str, str | None]  # distribution -> installed version; None: missing
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name, version in self.versions.items() if version is None]
+
+
+@dataclass(frozen=True)
+class Checkup:
+    """`problems` are what keeps Ironlaw from working; `advice` what would make its figures better."""
+
+    versions: dict[str, str | None]
+    devices: list[dict[str, Any]]
+    measured: dict[str, Any] | None
+    extras: list[Extra]
+    problems: list[str]
+    advice: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        extras = [asdict(extra) | {"missing": extra.missing} for extra in self.extras]
+        return {"schema": SCHEMA_VERSION, "healthy": not self.problems} | asdict(self) | {"extras": extras}
+
+
+def examine() -> Checkup:
+    """Imports PyTorch, for its devices, and nothing else that is heavy."""
+    import ironlaw
+
+    versions = {"ironlaw": ironlaw.__version__, "python": platform.python_version()} | _versions(CORE)
+    problems, advice = _of_torch(versions["torch"]), []
+    measured = None
+    if not profile_path().is_file():
+        advice.append("this machine is not measured: `ironlaw measure` takes half a minute; `plan` on it needs that")
+    else:
+        try:
+            profile = load_profile()
+            measured = {"created": profile.created, "device": profile.device, "name": profile.name,
+                        "threads": profile.threads, "path": str(profile_path())}  # fmt: skip
+            if profile.device == "cpu" and profile.threads != usable_threads():
+                advice.append(f"measured with {profile.threads} threads, {usable_threads()} are usable: measure again")
+        except UserError as error:
+            problems.append(str(error))
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        advice.append('no C++ compiler: train.compile = "on" needs one on a CPU')
+    cache = host.cache_folder()
+    above = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not os.access(above, os.W_OK):
+        problems.append(f"{cache} cannot be written: set XDG_CACHE_HOME to a folder of yours")
+    extras = [Extra(name, gives, _versions(parts)) for name, (parts, gives) in EXTRAS.items()]
+    return Checkup(versions, _devices(), measured, extras, problems, advice)
+
+
+def _versions(names: Sequence[str]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _of_torch(version: str | None) -> list[str]:
+    if version is None:
+        return ["PyTorch is missing: pip install torch, for your device as https://pytorch.org/get-started says"]
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if not OLDEST_TORCH <= release <= NEWEST_TORCH:
+        return [f"PyTorch {version} is not tested: use 2.11 to 2.13"]
+    return []
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices: list[dict[str, Any]] = [
+        {"device": "cpu", "name": host.cpu_name(), "threads": usable_threads(), "memory_bytes": host.memory_bytes(),
+         "system": f"{platform.system()} {platform.release()}"}
+    ]  # fmt: skip
+    try:
+        import torch
+    except (ImportError, OSError):  # missing, or its libraries are; the versions say which
+        return devices
+    for number in range(torch.cuda.device_count()):
+        there = torch.cuda.get_device_properties(number)
+        devices.append({
+            "device": f"cuda:{number}", "name": there.name, "memory_bytes": there.total_memory,
+            "capability": f"{there.major}.{there.minor}",
+        })  # fmt: skip
+    return devices

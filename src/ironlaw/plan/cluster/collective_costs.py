@@ -1,0 +1,317 @@
+"""What the collectives of a layer cost, and what they carry: of many candidates at once.
+
+Tensor parallel ranks add up the residual stream twice per layer and pass. The other two kinds have choices:
+
+Context parallel attention, with T tokens on a rank, Q and KV the widths of its query and key/value heads (divided by tp
+already), w bytes each, lets the queries of a rank see all keys in one of three ways:
+
+    ring         each key/value block passes all ranks, cp - 1 messages of 2 T KV w; the backward pass sends the blocks
+                 and their gradients. Runs beside the attention of the block before (arXiv 2310.01889), as far as that
+                 lasts. A rank has a chunk from each end of the sequence, so that under a causal mask all compute the
+                 same (arXiv 2406.16047; `p2p` of Transformer Engine 2.20, which has no sliding window here)
+    all_gather   keys and values are gathered first, 2 T KV w from every rank, and gathered again for the backward pass,
+                 whose gradients are scattered; nothing hides it (Llama 3: arXiv 2407.21783, section 3.3.2)
+    all_to_all   ranks change from parts of the sequence to parts of the heads: T (Q + 2 KV) w before attention, T Q w
+                 after it, the same in the backward pass; nothing hides it (DeepSpeed-Ulysses, arXiv 2309.14509). Query
+                 and key/value heads must divide by cp x tp
+
+T KV of the first two does not shrink with cp, what a rank sends in all grows with cp - 1; T (Q + KV) of the last falls
+with cp, so that it gains over longer rings unless key/value heads are few.
+
+Expert parallel ranks are taken from the dp x cp group, next to each other around the tensor parallel ranks that an
+expert's matrices are split over like a dense network's. Folded (arXiv 2504.14960) experts are laid out over all
+dp x cp x tp ranks of a stage apart from the dense rest: split over `etp` ranks, ep of these next to each other. A rank
+keeps E / ep experts of each layer and computes the rows that its group sends them. Layers with and without experts are
+averaged: stages are taken to hold the same mix.
+
+    rows        T k etp / tp on a rank: T k where an expert is split like the rest, its own tokens' at etp = 1
+    dispatch    each token k times to the rank of its expert, T k H elements per rank (over tp under sequence
+                parallelism, gathered again over etp); combine the same way back; backward the same again
+    gradients   of experts are reduced over dp cp tp / (ep etp) ranks, the rest over dp cp; under hybrid sharding ep
+                ranks are taken inside a copy of the state, so that every copy has all experts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
+from ironlaw.model.moe_config import MoEConfig
+from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.layout_table import code
+from ironlaw.plan.cluster.stages import StageLayers
+from ironlaw.plan.cluster.system import System
+from ironlaw.plan.engines.engine import Engine
+from ironlaw.workload.latent import gathered_share
+from ironlaw.workload.moe import is_exchanged, row_factor
+from ironlaw.workload.sizes import Size
+
+FP32, INT64 = 4.0, 8.0
+
+
+def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
+    """`function` on the distinct rows of the columns only: layouts share most of their shapes.
+
+    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
+    """
+    spread = np.broadcast_arrays(*columns)
+    if len(spread[0]) <= 64:  # finding out which are alike takes longer
+        return np.asarray(function(*spread))
+    row_number = np.zeros(len(spread[0]), dtype=np.int64)
+    for column in spread:
+        if column[0] != column.min() or column[0] != column.max():
+            values, code = np.unique(column, return_inverse=True)
+            _, row_number = np.unique(row_number * len(values) + code.reshape(-1), return_inverse=True)
+    _, first, back = np.unique(row_number, return_index=True, return_inverse=True)
+    return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
+
+
+def collective(kind: str, size: Array, ranks: Array, inside: Array, system: System) -> Array:
+    """One collective; `inside`: ranks of the group that share an island."""
+    fabric = system.fabric
+
+    def seconds(s: Array, n: Array, g: Array) -> Array:
+        return np.asarray(collective_seconds(kind, s, n, g, fabric=fabric))
+
+    return distinct(seconds, size, ranks, np.clip(inside, 1.0, ranks))
+
+
+def layer_collectives(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Of a layer's collectives, of adding up its gradients, of a message between stages in and across islands."""
+    island, model = float(system.fabric.island_ranks), candidates.model
+    hardware, width = system.hardware, system.engine.element_bytes
+    stream_bytes = candidates.tokens * model.hidden * width
+    message = stream_bytes / candidates.stream_shards
+    tp_inside = np.minimum(candidates.tp, island)
+    one, two = np.ones(len(candidates)), np.full(len(candidates), 2.0)
+    # The fp32 buffer is read and written; the gradient read before, unless the product adds it.
+    read = FP32 if system.engine.autocast else 0.0 if system.engine.fused_accumulation else width
+    accumulated = candidates.local_block_parameters * (read + 2 * FP32)
+    return {
+        "accumulate": np.asarray(streaming_seconds(accumulated, hardware)),
+        "tp_collective": np.where(
+            candidates.sp > 0,
+            collective("all_gather", stream_bytes, candidates.tp, tp_inside, system)
+            + collective("reduce_scatter", stream_bytes, candidates.tp, tp_inside, system),
+            collective("all_reduce", stream_bytes, candidates.tp, tp_inside, system),
+        ),
+        "tp_collectives": 2.0 - spared_collectives(candidates, system),
+        "cp_layer": exchange_seconds(candidates, system),
+        "message_inside": collective("send_recv", message, two, two, system),
+        "message_across": collective("send_recv", message, two, one, system),
+        "ep_layer": exchange_of_rows(candidates, system) if candidates.has_experts else np.zeros(len(candidates)),
+    }
+
+
+def small_collectives(candidates: Candidates, system: System) -> dict[str, Array]:
+    """Seconds per step of our trainer's small collectives, each waited for; of other software they are in constants.
+
+    Of divided logits, per micro-batch: maximum, sum of exponentials and the target's own of each token. Of all ranks:
+    loss, wish to stop, gradient norm. Of experts: their loads over replicas and, counted, over ranks of one sequence.
+    """
+    if system.engine.fused:
+        return {}
+    c, model = candidates, candidates.model
+
+    def reduced(size: Size, ranks: Array, inner: Size = 1.0) -> Array:
+        inside = np.clip(float(system.fabric.island_ranks) // inner, 1.0, ranks)
+        return collective("all_reduce", np.broadcast_to(np.asarray(size, dtype=float), len(c)), ranks, inside, system)
+
+    found = {
+        "tp all_reduce": 3 * c.accumulation * reduced(c.tokens * FP32, c.tp),
+        "world all_reduce": reduced(3 * INT64, c.accelerators),
+    }
+    if model.moe is not None:
+        layers = c.expert_share * model.layers
+        loads = layers / c.pp * (model.moe.experts + 1) * INT64
+        replicas = np.where(c.zero > 0, c.shard_ranks, c.dp * c.cp)
+        dimension = "shard all_reduce" if (c.zero > 0).all() else "replicate all_reduce"
+        found[dimension] = reduced(loads, replicas, c.tp)
+        found["micro_batch all_reduce"] = (
+            c.accumulation * layers / c.pp * reduced(model.moe.experts * INT64, c.cp, c.tp)
+        )
+        found["pp all_reduce"] = reduced(4 * INT64, c.pp, c.tp * c.cp * c.dp)
+    return found
+
+
+def spared_collectives(candidates: Candidates, system: System) -> Array:
+    """Of the two tensor parallel collectives of a layer, how many are not there under sequence parallelism; mean over
+    all layers: where the rows' exchange replaces one, and where narrow vectors are gathered instead of the stream."""
+    moe, spared = candidates.model.moe, np.zeros(len(candidates))
+    if moe is not None and not moe.shared_experts:  # which gather their tokens like a dense network
+        exchanged = is_exchanged(candidates.ep, candidates.expert_tp, candidates.tp)
+        spared = np.where(exchanged, candidates.expert_share, 0.0)
+    if candidates.model.latent is not None and system.engine.narrows_own_tokens:
+        spared = spared + 0.5 * (1 - gathered_share(candidates.model))
+    return np.where(candidates.sp > 0, spared, 0.0)
+
+
+DESCRIPTIONS = {
+    "ring": "keys and values pass all ranks beside attention (ring, arXiv 2310.01889)",
+    "all_gather": "keys and values are gathered before attention (all-gather, arXiv 2407.21783)",
+    "all_to_all": "ranks exchange parts of the sequence for parts of the heads (all-to-all, arXiv 2309.14509)",
+}
+
+
+def default_kind(engine: Engine, windowed: bool) -> str:
+    """The engine's own kind; one that can see a sliding window where the model has one."""
+    usable = [kind for kind in engine.cp_kinds if kind != "ring" or not windowed]
+    return usable[0] if usable else "all_gather"
+
+
+def context_kinds(candidates: Candidates, engine: Engine) -> Array:
+    """Of every candidate, a code of `cp_kind`."""
+    plain, windowed = (code("cp_kind", default_kind(engine, w)) for w in (False, True))
+    return np.where(
+        candidates.cp_kind > 0, candidates.cp_kind, windowed if candidates.model.sliding_window is not None else plain
+    )
+
+
+def _widths(candidates: Candidates) -> tuple[Array, Array, Array]:
+    """Of a rank's heads: queries, keys and values together, what attention gives."""
+    model, tp = candidates.model, candidates.tp
+    heads = np.maximum(model.key_value_heads / tp, 1.0)
+    return model.query_size / tp, heads * (model.size_of_head + model.size_of_value), model.mixed_size / tp
+
+
+def exchange_seconds(candidates: Candidates, system: System) -> Array:
+    """One exchange of one layer and micro-batch, forward; 0 without context parallelism."""
+    if not (candidates.cp > 1).any():
+        return np.zeros(len(candidates))
+    width, cp, kind = system.engine.element_bytes, candidates.cp, context_kinds(candidates, system.engine)
+    query, key_value, mixed = _widths(candidates)
+    inside = np.clip(float(system.fabric.island_ranks) // candidates.tp, 1.0, cp)
+
+    block = candidates.tokens * key_value * width
+    two = np.full(len(candidates), 2.0)
+    # A ring across islands goes at the pace of its slowest link.
+    ring = (cp - 1) * collective("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0), system)
+    gather = collective("all_gather", block * cp, cp, inside, system)
+    swap = collective("all_to_all", candidates.tokens * (query + key_value) * width, cp, inside, system)
+    swap = swap + collective("all_to_all", candidates.tokens * mixed * width, cp, inside, system)
+    found = np.where(
+        kind == code("cp_kind", "ring"), ring, np.where(kind == code("cp_kind", "all_gather"), gather, swap)
+    )
+    return np.where(cp > 1, found, 0.0)
+
+
+def cp_exchanges(kind: Array, passes: Array) -> Array:
+    """How many of them a layer and micro-batch make; `passes`: forward, backward and recomputed ones."""
+    return np.where(kind == code("cp_kind", "all_to_all"), passes, passes + 1)
+
+
+def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Array, hidden: float) -> Array:
+    """Of all exchanges of a layer, what attention does not hide. `attention`: seconds of all its passes."""
+    beside = hidden * np.minimum(seconds, attention * (candidates.cp - 1) / candidates.cp)
+    return np.where(kind == code("cp_kind", "ring"), seconds - beside, seconds)
+
+
+def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
+    """At its widest, in the backward pass of one layer: keys, values and their gradients on the way."""
+    if not (candidates.cp > 1).any():
+        return np.zeros(len(candidates))
+    kind = context_kinds(candidates, engine)
+    query, key_value, mixed = _widths(candidates)
+    block = candidates.tokens * key_value
+    # Ring: a block and its gradients, received while others are at work. All-to-all: one side of every exchange.
+    elements = np.where(kind == code("cp_kind", "all_gather"), 2 * block * candidates.cp, 4 * block)
+    elements = np.where(kind == code("cp_kind", "all_to_all"), candidates.tokens * (query + mixed) + block, elements)
+    return np.where(candidates.cp > 1, elements * engine.element_bytes, 0.0)
+
+
+def places_of_a_token(moe: MoEConfig, places: Array) -> Array:
+    """Of so many equal parts of a layer's experts, how many a token's choices fall into: the mean over even choices.
+
+    Where they come from some groups of experts only, the parts are those of these groups.
+    """
+    experts, chosen, groups = (
+        np.broadcast_to(n, places.shape) for n in (moe.experts, moe.experts_per_token, moe.groups)
+    )
+    open_groups = groups if moe.groups_per_token is None else moe.groups_per_token
+    held = np.minimum(places, groups)  # parts of whole groups
+    of_groups = held * (1 - _missed(groups, groups / held, np.broadcast_to(open_groups, places.shape)))
+    open_share = np.where(open_groups < groups, of_groups / held, 1.0)
+    pool, among = experts * open_share, np.maximum(places * open_share, 1.0)
+    return np.asarray(among * (1 - _missed(pool, pool / among, chosen)))
+
+
+def _missed(pool: Array, part: Array, draws: Array) -> Array:
+    """Chance that none of `draws` different ones out of `pool` is among `part` of them."""
+    chance = np.ones(len(pool))
+    for drawn in range(int(draws.max(initial=0))):
+        left = np.maximum(pool - part - drawn, 0.0) / np.maximum(pool - drawn, 1.0)
+        chance = np.where(drawn < draws, chance * left, chance)
+    return chance
+
+
+def rows_sent_per_token(candidates: Candidates, system: System) -> Array:
+    """Times that a token travels to its experts and back over what is slowest on the way.
+
+    Once per choice, or once per rank that holds some of its experts; where the exchange leaves the island once per
+    island, inside which it is handed on (DeepEP and its like: arXiv 2412.19437, section 3.2.2).
+    """
+    moe = candidates.model.moe
+    assert moe is not None
+    factor = row_factor(moe, candidates.ep, candidates.imbalance)
+    if system.engine.rows_sent == "choices":
+        return moe.experts_per_token * factor
+    island, ranks = float(system.fabric.island_ranks), candidates.ep * candidates.expert_tp
+    places = np.where(ranks > island, np.maximum(ranks / island, 1.0), candidates.ep)
+    return places_of_a_token(moe, places) * factor
+
+
+@dataclass(frozen=True)
+class ExpertTraffic:
+    """Parameters and seconds of the experts' share of communication."""
+
+    local: Array  # parameters of experts on the fullest rank
+    layer: Array  # the same of one layer
+    shard: Array  # of the first, what ZeRO leaves a rank
+    all_reduce: Array
+    scatter: Array
+    gather: Array
+    gather_layer: Array
+    scatter_layer: Array
+
+
+def exchange_of_rows(candidates: Candidates, system: System) -> Array:
+    """Seconds of moving a micro-batch's rows to their experts, or back; the mean over all layers."""
+    island, split = float(system.fabric.island_ranks), candidates.expert_tp
+
+    # Sequence parallel ranks send their own tokens, and gather afterwards what came for all that share an expert.
+    rows = (
+        candidates.tokens
+        * rows_sent_per_token(candidates, system)
+        * candidates.model.hidden
+        * system.engine.element_bytes
+    )
+    sent = rows / candidates.stream_shards
+    exchange = np.where(candidates.ep > 1, collective("all_to_all", sent, candidates.ep, island // split, system), 0.0)
+    gathered = collective("all_gather", sent * split, split, np.full(len(candidates), island), system)
+    exchange = exchange + np.where(
+        (candidates.sp > 0) & is_exchanged(candidates.ep, split, candidates.tp), gathered, 0.0
+    )
+    return np.asarray(candidates.expert_share * exchange)
+
+
+def expert_traffic(candidates: Candidates, system: System, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
+    """Reduction and gathering of experts over the ranks that hold the same ones."""
+    island = float(system.fabric.island_ranks)
+    wide = system.engine.sent_weight_bytes
+    layer = candidates.local_expert_parameters
+    local = layer * layers.counts.max(axis=1)
+    group, sharing, split = candidates.expert_replicas, candidates.expert_shard_ranks, candidates.expert_tp
+    inside = np.maximum(island // (split * candidates.ep), 1.0)
+
+    return ExpertTraffic(
+        local=local,
+        layer=layer,
+        shard=local / sharing,
+        all_reduce=collective("all_reduce", local * gradient_bytes, group, inside, system),
+        scatter=collective("reduce_scatter", local * gradient_bytes, sharing, inside, system),
+        gather=collective("all_gather", local * wide, sharing, inside, system),
+        gather_layer=collective("all_gather", layer * wide, sharing, inside, system),
+        scatter_layer=collective("reduce_scatter", layer * gradient_bytes, sharing, inside, system),
+    )

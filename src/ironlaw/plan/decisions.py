@@ -1,0 +1,145 @@
+"""What a plan decides where a config leaves it open: precision, attention kernel, recomputation under a budget.
+
+Choices of one block under a budget form a frontier of kept bytes against seconds of recomputation, from the same
+operations and times as the rest of the plan. Going from "keep everything" to "keep nothing", layer by layer along the
+convex hull of that frontier, each step gives up the fewest seconds per byte; the first point of that path that fits is
+taken. By convexity no other mixture of layers that fits is more than one layer's choice faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations, pairwise
+
+from ironlaw import units
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.machine.profile import Profile
+from ironlaw.plan.machines import measured_precision
+from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.recipe import batch_of
+from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.kinds import forward_of, layer_groups
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.operations import Operation
+from ironlaw.workload.program import micro_batch_shape, step
+from ironlaw.workload.recipe import Recipe
+from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The kernel, "fused" or "blocked", and why."""
+
+    value: str
+    reason: str
+
+
+def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tuple[Recipe, AttentionChoice]:
+    """`recipe` with the kernel that the config names, or with `auto` the one that takes less time here.
+
+    UserError where the one that it names cannot compute this attention.
+    """
+    wanted, blocked = config.train.attention, replace(recipe, blocked=True)
+    batch, measured = batch_of(config), measured_precision(recipe.precision, profile)
+    shape = micro_batch_shape(config.model, config.micro_batch, batch, recipe)
+    possible = shape.can_block_attention and config.layout is None and profile.device == "cpu"
+    if wanted == "blocked" and not possible:
+        raise UserError(
+            'train.attention = "blocked" is plain causal attention of one process on a CPU, without dropout, windows, '
+            'documents apart or recomputation: use train.attention = "auto"'
+        )
+    if wanted == "blocked" and measured not in profile.blocked_attention:
+        raise UserError("attention in blocks has not been measured on this machine: run `ironlaw measure` again")
+    if wanted != "auto":
+        return (blocked if wanted == "blocked" else recipe), AttentionChoice(wanted, "train.attention in the config")
+    if not possible:
+        return recipe, AttentionChoice("fused", "what attention is here, no other kernel computes")
+    if not profile.blocked_is_faster(measured, config.sequence, config.model.size_of_head):
+        reason = "as fast as attention in blocks at this shape, as measured, and it keeps less"
+        return recipe, AttentionChoice("fused", reason)
+    held = peak_memory(step(config.model, batch, Layout(micro_batch=config.micro_batch), blocked)).total
+    if held + profile.runtime_bytes > profile.memory_bytes:
+        reason = "attention in blocks is faster here, but its scores do not fit into memory"
+        return recipe, AttentionChoice("fused", reason)
+    return blocked, AttentionChoice("blocked", "takes less time than the fused kernel at this shape, as measured here")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One block under one policy: bytes it holds for its backward pass and seconds it computes a second time."""
+
+    policy: Policy
+    held_bytes: int
+    seconds: float
+
+
+def choices(shape: Shape, seconds: Callable[[Operation], float], kind: str = "block") -> list[Choice]:
+    """The convex hull of all policies of a block, from everything kept to least kept.
+
+    `seconds`: of one call of an operation. `kind`: the group of the block's operations.
+    """
+    saved = sum(op.saved_bytes for op in forward_of(shape, kind))
+    result = shape.tokens * shape.model.hidden * FP32
+    names = [name for name in KEEPABLE if name in keepable(shape.model, kind)]
+    sets = {effective(shape, frozenset(some)) for size in range(len(names) + 1) for some in combinations(names, size)}
+    found = [Choice(None, saved, 0.0)]
+    for policy in sets:
+        time = sum(seconds(op) for op in again(shape, policy, kind) if op.repeat)
+        found.append(Choice(policy, result + kept_bytes(shape, policy), time))
+    return _hull(found)
+
+
+def _hull(found: list[Choice]) -> list[Choice]:
+    """From the most bytes to the fewest, each step the one that gives up the fewest seconds per byte."""
+    hull = [min(found, key=lambda c: (c.seconds, c.held_bytes))]
+    while True:
+        last = hull[-1]
+        smaller = [c for c in found if c.held_bytes < last.held_bytes]
+        if not smaller:
+            return hull
+        hull.append(min(smaller, key=partial(_seconds_per_byte, last)))
+
+
+def _seconds_per_byte(last: Choice, choice: Choice) -> tuple[float, int]:
+    """Of equals the smallest, which needs no step in between."""
+    slope = (choice.seconds - last.seconds) / (last.held_bytes - choice.held_bytes)
+    return slope, choice.held_bytes
+
+
+def solve(
+    shape: Shape, budget_bytes: float, seconds: Callable[[Operation], float], peak_bytes: Callable[[Shape], float]
+) -> Shape:
+    """`shape` with one policy per layer, so that `peak_bytes` is within the budget. UserError where none is.
+
+    Layers that recompute come first: when it is their turn in the backward pass, the others have let go of theirs.
+    """
+    kinds = layer_groups(shape.model)
+    moves = []  # (seconds per byte, kind, the choice it leads to)
+    for kind in dict.fromkeys(kinds):
+        hull = choices(shape, seconds, kind)
+        moves += [(_seconds_per_byte(a, b)[0], kind, b.policy) for a, b in pairwise(hull)]
+    moves.sort(key=lambda move: move[0])  # stable, and a hull's own slopes rise: no choice is passed over
+    path = [(n, policy) for _, of, policy in moves for n, kind in enumerate(kinds) if kind == of]
+
+    def at(point: int) -> Shape:
+        mixed: list[Policy] = [None] * len(kinds)
+        for layer, policy in path[:point]:
+            mixed[layer] = policy
+        return replace(shape, recompute=() if all(policy is None for policy in mixed) else tuple(mixed))
+
+    low, high = 0, len(path)
+    if peak_bytes(at(high)) > budget_bytes:
+        raise UserError(
+            f"recompute.budget = {units.bytes_(budget_bytes)} is too little: with everything recomputed the step still "
+            f"needs {units.bytes_(peak_bytes(at(high)))}; lower train.micro_batch or raise the budget"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if peak_bytes(at(middle)) <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return at(low)

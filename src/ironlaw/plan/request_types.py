@@ -1,0 +1,76 @@
+"""What `ironlaw plan` is asked and what it gives back. A plan of this machine needs nothing of the cluster planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ironlaw.catalog.nodes import Cluster
+from ironlaw.config import RunConfig
+from ironlaw.ledger import Ledger
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.budget import Prices
+from ironlaw.plan.work import Work, WorkOptions
+from ironlaw.workload.layout import Layout
+
+if TYPE_CHECKING:
+    from ironlaw.workload.layout import Layout
+
+
+@dataclass(frozen=True)
+class Options:
+    """What can be said beside WHAT and WHERE; None: not said."""
+
+    work: WorkOptions = field(default_factory=WorkOptions)
+    precision: str | None = None
+    optimizer: str | None = None
+    engine: str | None = None
+    layout: str | None = None
+    emit: str | None = None
+    prices: Prices = field(default_factory=Prices)
+    inputs: tuple[str, ...] = ()  # of a traced module: NAME=SIZES:DTYPE
+    real: bool = False  # a traced module runs one step on real tensors
+    network: str | None = None  # of a node, in words, where it is not the usual one
+    per_node: int | None = None  # accelerators, likewise
+    ranks: int | None = None  # on this machine: CPU ranks that torchrun starts
+    runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
+
+
+@dataclass(frozen=True)
+class PlanOutcome:
+    """`ledger` is the plan; `more` the sections beside it (candidates, budget, advice), empty on this machine."""
+
+    ledger: Ledger
+    fits: bool
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """`fits` and the totals at the top, each {value, interval, origin, basis}; the whole ledger below."""
+        totals = {name: estimate.to_json() for name, estimate in self.ledger.totals.items()}
+        return {"fits": self.fits} | totals | self.more | {"ledger": self.ledger.to_json()}
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """`layout` is the one to plan, or None to search; `excluded` names what a search must leave out, and why."""
+
+    model: ModelConfig
+    cluster: Cluster
+    work: Work
+    precision: str
+    engine: str
+    prices: Prices = field(default_factory=Prices)
+    layout: Layout | None = None
+    optimizer: str = "adamw"
+    excluded: Callable[[Layout], str | None] | None = None
+    config: RunConfig | None = None  # of a run around the model, where there is one
+
+
+@dataclass(frozen=True)
+class RequestedModel:
+    """The model, and the run around it where a config file gives one."""
+
+    model: ModelConfig
+    config: RunConfig | None = None
+    left_out: tuple[str, ...] = ()  # of what was asked about, what the model here has not

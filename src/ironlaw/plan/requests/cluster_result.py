@@ -1,0 +1,241 @@
+"""The answer to `ironlaw plan WHAT --on CLUSTER`: the chosen layout's ledger and everything that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from ironlaw.ledger import Estimate, Ledger, Origin
+from ironlaw.model.config import ModelConfig
+from ironlaw.plan.budget import budget
+from ironlaw.plan.cluster.candidates import Candidates, candidates_of
+from ironlaw.plan.cluster.estimate import bounded
+from ironlaw.plan.cluster.intervals import evidence
+from ironlaw.plan.cluster.layout_space import counted_in
+from ironlaw.plan.cluster.search import Candidate, SearchResult
+from ironlaw.plan.cluster.system import System, system_of, usable_bytes
+from ironlaw.plan.engines.named import engine as engine_named
+from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
+from ironlaw.plan.requests.advice import first_change, plan_layout, scaling, search_layouts, terms, would_fit
+from ironlaw.plan.requests.communication_savings import cluster_savings
+from ironlaw.workload.layout import Layout, parse_layout
+
+SHOWN = 5
+
+KEPT = 200
+
+SURE_AT_MOST = 1.03
+"""A layout that fits for sure is chosen over the fastest, which may not, if it is at most this many times slower."""
+
+SIMPLE_AT_MOST = 1.01
+"""And one with fewer kinds of parallelism over one at most this many times faster: far inside the plan's own error."""
+
+
+def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
+    """Plan the given layout, or search for the best one. UserError when nothing can even be formed."""
+    found = search_layouts(request, keep=KEPT) if request.layout is None else None
+    where = system_of(request.cluster, engine_named(request.engine), request.precision)
+    if found is not None:
+        layout, ledger, choice = _best_layout(request, found, usable_bytes(where))
+    else:
+        assert request.layout is not None
+        layout, ledger, choice = request.layout, plan_layout(request, request.layout), "given"
+    if layout.recompute.startswith("budget:"):  # the ledger is of what the budget came to
+        layout = replace(parse_layout(ledger.facts["layout"]), accumulation=layout.accumulation)
+        choice = ledger.facts["recompute_choice"]
+    fits = bool(ledger.facts["fits"])
+    more: dict[str, Any] = {
+        "layout": _layout(layout, request),
+        "cluster": _cluster(request),
+        "work": _work(request),
+        "precision": request.precision,
+        "engine": evidence(request.engine, request.cluster.accelerator.generation),
+        "assumed": [assumption.to_json() for assumption in request.work.assumed],
+        "candidates": [_candidate(request, candidate) for candidate in _different(found.best, layout)] if found else [],
+        "ruled_out": _constraints(found) if found else {},
+        "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
+        "terms": terms(ledger),
+    }
+    limit = float(ledger.facts["memory_limit_bytes"])
+    _add_totals(request, layout, ledger, where)
+    if fits:
+        more |= _when_it_fits(request, layout, ledger, found, limit)
+        more["margin"]["choice"] = choice
+    else:
+        more |= _when_it_does_not(request, ledger, limit)
+    return PlanOutcome(ledger, fits, more)
+
+
+def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, Ledger, str]:
+    """The chosen layout and its plan. Where the plan, which walks our own trainer's memory, finds that it does not fit
+    after all, neither do others that need as much."""
+    while True:
+        candidate, choice = chosen(request, found, limit)
+        ledger = plan_layout(request, candidate.layout)
+        smaller = [other for other in found.best if other.peak_bytes < candidate.peak_bytes]
+        if ledger.facts["fits"] or not smaller:
+            break
+        found.best, found.safest = smaller, None
+    if candidate.layout.offload != "none" and found.best:
+        choice = "nothing fits without offloading to the host, whose time no measured run backs"
+    return candidate.layout, ledger, choice
+
+
+def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[Candidate, str]:
+    """The layout to recommend and why; the fastest, unless another is hardly slower and safer or simpler.
+
+    Out of memory after a day in the queue costs more than a percent of speed. Where nothing fits: the nearest miss.
+    """
+    if not found.best:
+        assert found.nearest_miss is not None
+        return found.nearest_miss, "misses by least"
+    fastest = found.best[0]
+    sure = found.safest
+    if sure is None or sure.step_seconds > SURE_AT_MOST * fastest.step_seconds:
+        return fastest, "fastest"
+    near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
+    upper = bounded(1.0, "memory", request.engine, request.cluster, request.model, "").high or 1.0
+    safe = [c for c in near if c.peak_bytes * upper <= limit_bytes]
+    best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
+    if fastest.layout == best.layout:
+        return fastest, "fastest"
+    return best, "simpler" if best is not sure else "its memory fits with the interval's upper end too"
+
+
+def _kinds(layout: Layout) -> int:
+    """How many kinds of parallelism beside data parallelism, and what else must be set up for them."""
+    degrees = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.virtual_stages))
+    return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
+
+
+def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: System) -> None:
+    """Total time and the other conventions of MFU."""
+    step = ledger.totals["step_seconds"]
+    candidates = candidates_of(
+        request.model, [layout], sequence=request.work.sequence, global_batch=request.work.global_batch
+    )
+    peak = where.hardware.peak(request.precision) * request.cluster.count
+    ledger.totals |= other_conventions(request.model, candidates, step, peak)
+    words = f"{request.work.steps:,} steps x step time; no data loading, checkpoints, failures or restarts"
+    ledger.totals["total_seconds"] = step.scaled(request.work.steps, words)
+
+
+def _when_it_fits(
+    request: ClusterRequest, layout: Layout, ledger: Ledger, found: SearchResult | None, limit: float
+) -> dict[str, Any]:
+    costs = budget(ledger, request.cluster, ledger.totals["total_seconds"], request.prices)
+    ledger.totals |= costs.estimates
+    estimates = {name: estimate.to_json() for name, estimate in costs.estimates.items()}
+    upper = ledger.totals["peak_bytes"].high
+    tight = upper is not None and upper > limit
+    safest = found.safest if found else None
+    slower = None
+    if found and found.best[0].layout != layout:
+        slower = ledger.totals["step_seconds"].value / found.best[0].step_seconds - 1
+    return {
+        "budget": estimates | costs.facts,
+        "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
+        "safest": _candidate(request, safest) if tight and safest else None,
+        "first_change": first_change(request, layout, ledger),
+        "communication_savings": [saving.to_json() for saving in cluster_savings(request, layout)],
+        "scaling": scaling(request, ledger.totals["step_seconds"].value) if request.layout is None else None,
+    }
+
+
+def _when_it_does_not(request: ClusterRequest, ledger: Ledger, limit: float) -> dict[str, Any]:
+    """How much is missing, and what would make it fit."""
+    missing = ledger.totals["peak_bytes"].value - limit
+    host = (ledger.facts["host_bytes"] or 0.0) - (ledger.facts["host_limit_bytes"] or 0.0)
+    margin = {"limit_bytes": limit, "missing_bytes": missing, "missing_host_bytes": max(host, 0.0)}
+    more: dict[str, Any] = {"budget": {}, "margin": margin}
+    if request.layout is not None:
+        found = search_layouts(request, keep=KEPT)
+        if found.best:
+            return more | {"would_fit": [f'--layout "{chosen(request, found, limit)[0].layout}"']}
+    return more | {"would_fit": would_fit(request)}
+
+
+def _different(best: list[Candidate], layout: Layout) -> list[Candidate]:
+    """The fastest ones and the chosen one; of those that differ in hybrid sharding alone the fastest stands for all."""
+    seen: set[Layout] = set()
+    different = []
+    for candidate in best:
+        kind = replace(candidate.layout, shard=None)
+        if kind not in seen or candidate.layout == layout:
+            different.append(candidate)
+        seen.add(kind)
+    return different[:SHOWN]
+
+
+def _constraints(found: SearchResult) -> dict[str, dict[str, Any]]:
+    """Each constraint with how much it ruled out and in which unit, the largest count first."""
+    counted = sorted(found.ruled_out.items(), key=lambda item: -item[1])
+    return {constraint: {"count": count, "unit": counted_in(constraint)} for constraint, count in counted}
+
+
+def _layout(layout: Layout, request: ClusterRequest) -> dict[str, Any]:
+    filled = layout.filled(request.work.global_batch)
+    return {"text": str(filled)} | asdict(filled)
+
+
+def _cluster(request: ClusterRequest) -> dict[str, Any]:
+    cluster = request.cluster
+    return {
+        "text": str(cluster), "accelerator": cluster.accelerator.name, "product": cluster.accelerator.product,
+        "accelerators": cluster.count, "nodes": cluster.nodes, "node": cluster.node.product,
+        "per_node": cluster.node.accelerators, "fabric": cluster.node.fabric or None,
+        "network_bytes_per_second": cluster.node.network_bytes_per_second,
+        "oversubscription": cluster.node.oversubscription,
+    }  # fmt: skip
+
+
+def _work(request: ClusterRequest) -> dict[str, Any]:
+    work = request.work
+    return {
+        "sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps,
+        "tokens": work.total_tokens, "tokens_per_step": work.tokens_per_step,
+    }  # fmt: skip
+
+
+def _candidate(request: ClusterRequest, candidate: Candidate) -> dict[str, Any]:
+    if not engine_named(request.engine).fused:  # as its own plan says
+        totals = plan_layout(request, candidate.layout).totals
+        seconds, size = totals["step_seconds"].value, totals["peak_bytes"].value
+        candidate = replace(candidate, step_seconds=seconds, peak_bytes=size)
+    of = request.engine, request.cluster, request.model
+    step = bounded(candidate.step_seconds, "time", *of, f"engine {request.engine}", request.precision)
+    peak = bounded(candidate.peak_bytes, "memory", *of, "highest stage")
+    tokens = Estimate(request.work.tokens_per_step / step.value, step.origin, "tokens per step / step time")
+    return {
+        "layout": _layout(candidate.layout, request),
+        "step_seconds": step.to_json(),
+        "peak_bytes": peak.to_json(),
+        "tokens_per_second": tokens.to_json(),
+        "total_seconds": step.scaled(request.work.steps).to_json(),
+        "why_slower": candidate.why_slower,
+    }
+
+
+def other_conventions(
+    model: ModelConfig, candidates: Candidates, step: Estimate, peak_flops_per_second: float
+) -> dict[str, Estimate]:
+    """`mfu_palm`, `mfu_6nd` and `hfu` of the first job; `peak_flops_per_second` is that of all accelerators."""
+    tokens = float(candidates.sequence[0] * candidates.global_batch[0])
+    attention = 6 * model.layers * (model.query_size + model.mixed_size) * float(candidates.sequence[0])
+    n = model.active_parameters  # all of them in a dense model
+    which = "all parameters" if model.moe is None else f"the {n:,} parameters that a token meets"
+    counted = {
+        "mfu_palm": (
+            (6 * n + attention) * tokens,
+            f"6 N + 12 L H Q S per token, {which}, masked attention counted (PaLM, arXiv 2204.02311, app. B)",
+        ),
+        "mfu_6nd": (6 * n * tokens, f"6 N per token, {which}, no attention"),
+        "hfu": (float(candidates.hardware_flops()[0]), "matrix FLOPs with what is recomputed"),
+    }
+    return {name: _share(flops, basis, step, peak_flops_per_second) for name, (flops, basis) in counted.items()}
+
+
+def _share(flops: float, basis: str, step: Estimate, peak: float) -> Estimate:
+    assert step.low is not None and step.high is not None
+    at = [flops / peak / seconds for seconds in (step.value, step.high, step.low)]
+    return Estimate(at[0], Origin.CALCULATED, f"{basis}; over dense peak and step time", at[1], at[2])

@@ -1,0 +1,106 @@
+"""A sweep of formats: the frontier of loss against bytes and speed."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from markupsafe import Markup
+
+from ironlaw import units
+from ironlaw.report.document import Cell, Chart, Document
+from ironlaw.report.svg import Series, line_chart
+
+WIDTH, HEIGHT = 64, 14  # characters of a drawing
+AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
+HEADS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
+FOOTER = "Made by `ironlaw compress --sweep`."
+
+Point = Mapping[str, Any]
+
+
+def sweep_view(found: Mapping[str, Any]) -> Document:
+    made, points = Document(), found["points"]
+    made.title(f"Formats of {found['source']}")
+    rows = [
+        [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
+        for cells, point in zip(_rows(points), points, strict=True)
+    ]
+    made.table(HEADS, rows)
+    for axis, name in AXES.items():
+        made.heading(f"Loss (upwards) against {name} (to the right)")
+        made.add(Chart(partial(_chart, points, axis), line="\n".join(_drawing(points, axis))))
+    for text in _told(found):
+        made.text(text, indent=2, role="dim")
+    return made
+
+
+def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+    whole = points[0]
+    return [
+        (
+            f"{letter} {'*' if point['frontier'] else ' '}", point["name"], units.bytes_(point["bytes"]),
+            f"{point['loss']:.4f}" if point is whole else f"{point['loss'] - whole['loss']:+.4f}",
+            f"{point['tokens_per_second']:.1f}", f"{1e-9 * _read(point):.1f} GB/s",
+            ", ".join(point["kernels"]) or ("" if point is whole else "none: dequantised"),
+        )
+        for letter, point in zip(string.ascii_letters, points, strict=False)
+    ]  # fmt: skip
+
+
+def _read(point: Point) -> float:
+    return float(point["tokens_per_second"] * point["bytes_read"])
+
+
+def _told(found: Mapping[str, Any]) -> list[str]:
+    told = [
+        "*: nothing else is smaller, faster and better at once. Read: weights a second while one sequence is decoded. "
+        f"Loss of {found['held_out_tokens']:,} held-out tokens, by the kernels that decode."
+    ]
+    rate = found["read_bytes_per_second"]
+    if rate is not None:
+        told.append(
+            f"This machine copies {1e-9 * rate:.1f} GB/s (ironlaw measure): decoding reads no faster, but from caches."
+        )
+    if found["left_out"]:
+        told.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
+    return told
+
+
+def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
+    """Of two measures: those that nothing beats, in the order of the axis."""
+    sign = 1 if axis == "bytes" else -1
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (sign * p[axis], p["loss"])):
+        if not kept or point["loss"] < kept[-1]["loss"]:
+            kept.append(point)
+    return sorted(kept, key=lambda p: float(p[axis]))
+
+
+def _drawing(points: Sequence[Point], axis: str) -> list[str]:
+    """Letters of the table's rows; where several meet, the first."""
+    losses, values = [p["loss"] for p in points], [p[axis] for p in points]
+    cells = [[" "] * WIDTH for _ in range(HEIGHT)]
+    for letter, loss, value in reversed(list(zip(string.ascii_letters, losses, values, strict=False))):
+        row = round((HEIGHT - 1) * _place(loss, losses))
+        cells[HEIGHT - 1 - row][round((WIDTH - 1) * _place(value, values))] = letter
+    text = units.bytes_ if axis == "bytes" else "{:.0f}".format
+    ends = text(min(values)), text(max(values))
+    lines = ["│" + "".join(row) for row in cells] + ["└" + "─" * WIDTH]
+    return [*lines, " " + ends[0] + ends[1].rjust(WIDTH - len(ends[0]))]
+
+
+def _place(value: float, values: Sequence[float]) -> float:
+    low, high = min(values), max(values)
+    return (value - low) / (high - low) if high > low else 0.0
+
+
+def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
+    scale, unit = (1e-6, "MB") if axis == "bytes" else (1.0, AXES[axis])
+    best = _frontier(points, axis)
+    series = [Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True) for p in points]
+    series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
+    described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
+    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit, width=width)
