@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,8 +197,11 @@ class RunningServer(Shown):
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body | more).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return str(json.load(answer)["choices"][0]["text"])
+        except urllib.error.HTTPError as refused:
+            raise UserError(json.load(refused)["error"]["message"]) from None
 
     def close(self) -> None:
         """What runs is finished, what comes is refused."""
