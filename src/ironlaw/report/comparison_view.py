@@ -115,7 +115,8 @@ def tuned_view(found: Found, path: str) -> Document:
 
 def _trial(trial: Found) -> Row:
     return [
-        trial["remedy"], _settings(trial["settings"]), units.signed_percent(trial["predicted_gain"]),
+        trial["remedy"], _settings(trial["settings"]),
+        "" if trial["predicted_gain"] is None else units.signed_percent(trial["predicted_gain"]),
         units.signed_percent(trial["measured_gain"]), f"± {units.percent(trial['noise'])}",
         f"{trial['loss_change']:+.3f}", "kept" if trial["kept"] else trial["reason"],
     ]  # fmt: skip
