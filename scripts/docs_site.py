@@ -46,12 +46,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?!results/)[\w./-]*\.(?:py|toml|jsonl|txt|ipynb)\)", r"\1", markdown)
 
 
-def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Material's offline search asks a content network for a few lines of script: ours instead."""
-    up = "../" * page.file.src_uri.count("/")
-    return output.replace("https://unpkg.com/iframe-worker/shim", f"{up}assets/worker.js")
-
-
 # Verbs, from the typer app.
 
 
@@ -130,6 +124,7 @@ def spelt(annotation: Any) -> str:
     text = (
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
     )
+    text = re.sub(r"Literal\[(.*?)\]", r"\1", text)
     return re.sub(r"typing\.|ironlaw(\.\w+)*\.|pathlib\.|collections\.abc\.|<class '|'>", "", text).replace(
         "NoneType", "None"
     )

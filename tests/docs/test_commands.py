@@ -179,6 +179,69 @@ def test_figures_of_the_readme_are_in_result_files() -> None:
     assert f"trains {min(gains):.1f} to {max(gains):.1f} times nanoGPT's" in " ".join(text.split())
 
 
+# (page, what it says, result file, what the file says)
+ACCURACY = "../../docs/accuracy.md"
+FIGURES = [
+    ("record/index.md", "7.1% median, 9.0% mean", ACCURACY, r"\| 1198 \| 2.9 \| 4.8 .* 7.1 \| 9.0 "),
+    ("record/index.md", "61.7% median, 56.0% mean", ACCURACY, r"\| 61.7 \| 56.0 \|"),
+    ("record/index.md", "5.8% median, 9.4% mean", ACCURACY, r"\| 1055 \| 5.8 \| 9.4"),
+    ("record/index.md", "99.0% mean, 88.0% worst", ACCURACY, r"\| 99.0 \| 88.0"),
+    ("record/index.md", "9.7% median error", "plan_error.md", r"Median error 9.7%"),
+    ("record/index.md", "1.47, 1.69 and 1.48 times", "train_peers.md", r"1.47 times(.|\n)*1.69 times(.|\n)*1.48"),
+    ("record/index.md", "100 of 100 identical", "soak.md", r"identical to the uninterrupted run \| 100"),
+    ("record/index.md", "30 kills, no difference", "soak_ranks.md", r"kills \| 30(.|\n)*None\."),
+    ("explanation/intervals.md", "91% of the step times and 74% of the peaks", ACCURACY, r"\| 91 \|(.|\n)*\| 74 \|"),
+    ("explanation/ledger.md", "within 0.21%", "closure.md", r"\+0.21%"),
+    ("howto/observe.md", "0.15 to 0.35 ms a step", "closure.md", r"0.15 to 0.35 ms a step"),
+    ("explanation/parallelism.md", "1% of throughput in the mean and 12% at worst", ACCURACY, r"\| 99.0 \| 88.0"),
+    ("explanation/memory.md", "median error is 5.8%", ACCURACY, r"\| 1055 \| 5.8"),
+    ("explanation/formats.md", "104 ms a step where fp32 takes 159", "demo.txt", r"bf16 104 ms, fp32\n159 ms"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "said", "file", "found"), FIGURES)
+def test_figures_of_the_site_are_in_result_files(page: str, said: str, file: str, found: str) -> None:
+    assert said in " ".join((ROOT / "docs" / page).read_text("utf-8").split())
+    assert re.search(found, (ROOT / "benchmarks" / "results" / file).read_text("utf-8"))
+
+
+@pytest.mark.slow
+def test_python_runs_as_printed(
+    tmp_path: Path, tiny_file: Any, user_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of the page and of the README, with a small config under the example's name."""
+    pytest.importorskip("uvicorn")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").mkdir()
+    small = tiny_file(model={"context": 64}, train={"profile_steps": 2}).read_text("utf-8")
+    (tmp_path / "examples" / "gpt-tiny.toml").write_text(small, encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "python.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    readme = (ROOT / "README.md").read_text("utf-8").partition("## From Python")[2].partition("## ")[0]
+    blocks.append(
+        "\n".join(line[4:] for line in readme.splitlines() if line.startswith("    ")).replace("first", "second")
+    )
+    for block in blocks:
+        exec(block, {})
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "runs" / "second" / "ledger.json").is_file()
+
+
+def test_a_loop_runs_as_printed(tmp_path: Path, user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from ironlaw.observe import callbacks
+
+    monkeypatch.chdir(tmp_path)
+    loop, attached = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "observe.md").read_text("utf-8"), re.S
+    )
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    exec(loop, {"model": model, "optimizer": optimizer, "loader": [torch.randn(3, 4) for _ in range(8)]})
+    assert (tmp_path / "runs" / "mine" / "ledger.json").is_file()
+    assert all(hasattr(callbacks, name) for name in re.findall(r"\w+_callback", attached))
+
+
 @pytest.mark.parametrize(("device", "hours"), [("rtx-4090", "8.92 h"), ("h100-sxm-80gb", "2.29 h")])
 def test_tiers_are_planned_so(device: str, hours: str, ironlaw_here: Here) -> None:
     code, output, _ = ironlaw_here(
