@@ -7,7 +7,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 DEMO_RUN ?= runs/demo
 
-.PHONY: demo test test-long gpu soak soak-ranks lint clean
+export NO_MKDOCS_2_WARNING = 1
+
+.PHONY: demo test test-long gpu docs soak soak-ranks lint clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +32,11 @@ test-long: $(VENV)/installed
 # One machine with one GPU, no network: tests, speed and memory beside the plans in under 8 minutes. Installs nothing.
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(GPU)
+
+# The site into build/site, strict: a dead link is an error. `make docs SERVE=1` shows it while you write.
+docs: $(VENV)/installed
+	$(BIN)/pip install -qq --disable-pip-version-check -e ".[docs]"
+	$(BIN)/python -m mkdocs $(if $(SERVE),serve,build -q)
 
 # 100 runs killed at random moments and resumed, each to the bit the run that nobody killed: some minutes.
 soak: $(VENV)/installed

@@ -112,4 +112,6 @@ def test_a_run_served(run: TrainResult) -> None:
         assert server.url in server._repr_html_()
         text = server.complete("def ", max_tokens=5, temperature=0)
         assert text and text == server.complete("def ", max_tokens=5, temperature=0)
+        with pytest.raises(ironlaw.UserError, match="prompt"):
+            server.complete("def " * 40)
     assert "closed" in str(server)

@@ -19,13 +19,14 @@ MANY: Any = list  # of types that are made when they are asked for
 NAMED: Any = dict
 
 NUMBERS = (
-    "accumulation", "backwards_per_step", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
+    "accumulation", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
     "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "forwards_per_step",
     "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
     "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "peak_bytes", "processor_throttled",
-    "profiled_step_seconds", "rank", "ranks_per_host", "recomputed_seconds", "reserved_bytes",
-    "rollbacks", "sequence", "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred",
-    "threads", "tokens_per_micro_batch", "world_size",
+    "profiled_step_seconds", "rank", "ranks_per_host", "read_forwards_per_step", "recompile_seconds",
+    "recomputed_seconds", "reserved_bytes", "rollbacks", "run_delay", "sequence", "skipped_updates",
+    "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads", "tokens_per_micro_batch",
+    "world_size",
 )  # fmt: skip
 TEXTS = (
     "autocast", "attention_reason", "data_place", "data_stage", "device", "finished", "gradients_found", "host",
@@ -35,8 +36,8 @@ TEXTS = (
 
 
 def _record(**types: Any) -> Any:
-    """An object with at least these keys."""
-    fields: Any = {name: (kind, ...) for name, kind in types.items()}
+    """An object with at least these keys; a type with a default may be missing."""
+    fields: Any = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in types.items()}
     made: Any = create_model("Record", **fields)
     return made
 
@@ -49,6 +50,7 @@ def _facts() -> dict[str, Any]:
     update: Any = _record(
         optimizer=str, like=text, shapes=list[tuple[list[int], int]], element_bytes=Annotated[int, Strict()],
         fused=bool, decays=Annotated[bool, Strict()], extra_states=Annotated[int, Strict()], held_bytes=Number,
+        foreach=(bool, False),
     )  # fmt: skip
     odd: Any = _record(module=str, shape=list[Number], aligned=list[Number], seconds=Number, aligned_seconds=Number)
     return {
@@ -56,7 +58,8 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(TEXTS, str),
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
-        **dict.fromkeys(("retained_graphs", "zeroed_gradients"), at),
+        **dict.fromkeys(("added_gradients", "retained_graphs", "zeroed_gradients"), at),
+        "places": dict[str, str],
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         "float64": _record(saved=Number, place=text),
         "forward_lines": list[str],

@@ -152,6 +152,42 @@ def test_it_is_seen_which_gradients_a_forward_pass_finds(tmp_path: Path, machine
     assert [found[c][0] for c in found] == ["none", "forward", "kept"]
 
 
+@pytest.mark.parametrize(
+    ("cleared", "accumulate", "make"),
+    [
+        ("end", 1, lambda p: torch.optim.AdamW(p)),
+        ("begin", 1, lambda p: torch.optim.AdamW(p, foreach=True)),
+        ("middle", 1, lambda p: torch.optim.SGD(p, lr=1e-3, weight_decay=0.1)),
+        ("zeros", 1, lambda p: torch.optim.RMSprop(p, foreach=True, weight_decay=0.1)),
+        ("zeros", 2, lambda p: torch.optim.AdamW(p, fused=True)),
+        ("end", 1, lambda p: torch.optim.Adagrad(p, foreach=True)),
+    ],
+)
+@pytest.mark.parametrize("rows", [16, 512])
+def test_the_planned_peak_is_the_runs_however_gradients_are_cleared(
+    cleared: str, accumulate: int, make: Callable[..., torch.optim.Optimizer], rows: int, tmp_path: Path,
+    machine_profile: Profile,
+) -> None:  # fmt: skip
+    model = network(64, 256, 256, 64)
+    optimizer = make(model.parameters())
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run"):
+        for _ in range(11):
+            if cleared == "begin":
+                optimizer.zero_grad()
+            for _ in range(accumulate):
+                loss = model(torch.randn(rows, 64)).mean()
+                if cleared == "middle":
+                    optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            if cleared in ("end", "zeros"):
+                optimizer.zero_grad(set_to_none=cleared == "end")
+    profile = replace(machine_profile, threads=torch.get_num_threads(), name=host.cpu_name())
+    explained = explain_observed(tmp_path / "run", profile)
+    planned, measured = (ledger.totals["peak_bytes"].value for ledger in (explained.plan, explained.run))
+    assert planned == pytest.approx(measured, rel=0.05), (explained.plan.memory, explained.run.memory)
+
+
 def test_gradients_of_a_module_count_though_it_has_some_already() -> None:
     model = network(64, 256, 64)
     batch = torch.randn(32, 64)

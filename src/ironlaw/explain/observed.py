@@ -74,9 +74,10 @@ def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profi
     profile = profile or _profile_of(run)
     variants: dict[str, Ledger] = {}
     operations = run_dir / OPERATIONS_FILE
-    if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
+    if operations.is_file():
         document = read_json(operations)
         _add_shapes(document, run)
+    if operations.is_file() and profile is not None and "step_seconds" in plan.totals:
         variants = _variants(document, run, profile)
     return find_observed_remedies(Observed(plan, run, gap, profile, variants))
 
@@ -106,7 +107,8 @@ def _loop(run: Ledger) -> Loop | None:
     if not updates:
         return None
     clips = any(line.phase is Phase.OPTIMIZER and line.operation == "clip" and line.count for line in run.lines)
-    return Loop(tuple(Update.from_json(u) for u in updates), clips, run.facts["device"] != "cpu")
+    gradients = str(run.facts.get("gradients_found") or "none")
+    return Loop(tuple(Update.from_json(u) for u in updates), clips, run.facts["device"] != "cpu", gradients)
 
 
 def _add_shapes(document: dict[str, Any], run: Ledger) -> None:

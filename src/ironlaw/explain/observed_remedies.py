@@ -65,6 +65,8 @@ def _data(now: Observed) -> Remedy | None:
     titles = {
         "workers": ("Use more DataLoader workers", "DataLoader(..., num_workers=4, persistent_workers=True)"),
         "tokenise": ("Tokenise once, before training", "write token ids to a file once, and memory-map it"),
+        "rebuilt": ("Keep the DataLoader's iterator", "for batch in loader: over many batches, with "
+                    "persistent_workers=True where an epoch is short"),
         "read": ("Read ahead, or from faster storage", "DataLoader(..., num_workers=2, prefetch_factor=4), or a copy "
                  "of the data on a local disk or in memory"),
     }  # fmt: skip
@@ -126,7 +128,8 @@ def _fused_update(now: Observed) -> Remedy | None:
     return _remedy(
         now, "fused_update", "Fuse the update", Effect.ROUNDING, "rounding differs in the last bits",
         "the optimizer updates tensor by tensor, or in several passes", f"{found['name']}(..., fused=True)",
-        found["seconds"] - found["fused_seconds"], "both ways timed at the end of the run",
+        now.phase(Phase.OPTIMIZER) * (1 - found["fused_seconds"] / found["seconds"]),
+        "both ways timed at the end of the run",
     )  # fmt: skip
 
 
@@ -135,14 +138,14 @@ def _blocked(now: Observed) -> Remedy | None:
     found = now.run.facts.get("fused_calls_seconds")
     if not found or now.run.facts.get("device") != "cpu":
         return None
-    again = int(now.run.facts.get("accumulation") or 1)
+    spent = sum(x.seconds or 0.0 for x in reconcile(now.run)[0].lines if x.kind is Kind.ATTENTION)
     return _remedy(
         now, "blocked", "Attention as batched products", Effect.ROUNDING,
         "keeps half of the scores for the backward pass; in bf16 scores are rounded",
         "PyTorch's fused attention is slow on this processor at these shapes",
         "from ironlaw.model.blocked import causal_attention; causal_attention(q, k, v) in place of "
         "scaled_dot_product_attention(q, k, v, is_causal=True)",
-        (found["fused"] - found["blocked"]) * again, "both kernels timed at the end of the run",
+        spent * (1 - found["blocked"] / found["fused"]), "both kernels timed at the end of the run",
     )  # fmt: skip
 
 
@@ -196,7 +199,8 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     run, _ = reconcile(now.run)
     roots = {line.operation.rpartition(".")[0] for line in run.lines if line.operation.endswith(".softmax")}
     roots = {root for root in roots if any(_under(line.operation, root, "bmm") for line in run.lines)}
-    if not roots or now.profile is None:
+    timed = now.run.facts.get("attention_seconds")  # at the end of the run: the machine as it was then
+    if not roots or (now.profile is None and timed is None):
         return None
     spent = sum(  # everything that the module does itself, between its linear layers: products, masks, scales, casts
         line.seconds or 0.0
@@ -212,11 +216,12 @@ def unfused_attention(now: Observed) -> tuple[float, float, float] | None:
     for batch, tokens, size in products:
         pairs = batch * tokens * tokens / 2
         scores += 4 * batch * tokens * tokens
+        if timed is not None or now.profile is None:
+            continue
         for direction in ("forward", "backward"):
             precision = "bf16" if now.run.facts.get("precision") == "bf16" else "fp32"
             fused += pairs * now.profile.attention_seconds_per_pair(precision, direction, tokens, size)
     again = int(now.run.facts.get("accumulation") or 1)
-    timed = now.run.facts.get("attention_seconds")  # at the end of the run: the machine as it was then
     return spent, (fused if timed is None else timed["fused"]) * again, scores
 
 

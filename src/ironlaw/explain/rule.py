@@ -45,7 +45,8 @@ class Rule:
         """The sentence, and the figures behind it."""
         found = evidence.fact(self.placed) if self.placed else {}
         found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
-        figures = [found["place"]] if found.get("place") else []
+        place = found.get("place") or (evidence.fact("places") or {}).get(self.name)
+        figures = [place] if place else []
         if self.figures is not None:
             figures += self.figures(evidence)
         else:

@@ -93,6 +93,7 @@ STAGES = {
     "workers": ": the loader's workers do not keep up",
     "tokenise": ": text is tokenised on one core while the step waits",
     "read": ": it is read while the step waits",
+    "rebuilt": ": a DataLoader begins anew in every step",
     "lock": ": a thread of the same process prepares it, and shares the interpreter's lock with the loop",
     "copy": ": it is copied to the device while the step waits",
 }
@@ -121,13 +122,19 @@ def _input_figures(e: Evidence) -> list[str]:
     elif _stage(e) in STAGES:
         busy = percent(e.fact("data_cpu_fraction"), 0)
         figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
+        figures += _lines_of(e, Phase.DATA)
     return figures
 
 
 def _host_share(e: Evidence) -> float | None:
-    """The loop's own Python, less what is known to be logging."""
-    host = e.phase_share(Phase.HOST)
-    return None if host is None else max(0.0, host - (logging_share(e) or 0.0))
+    """The loop's own Python and what it sleeps or waits for, less what is known to be logging. Waiting for a core that
+    other programs have, or for a device, is no doing of its own."""
+    host, idle = e.phase_share(Phase.HOST), e.phase_share(Phase.IDLE)
+    if host is None and idle is None:
+        return None
+    delayed = (host or 0.0) * float(e.fact("run_delay") or 0.0)
+    waits = max(0.0, (idle or 0.0) - delayed) if e.fact("device") != "cuda" else 0.0
+    return max(0.0, (host or 0.0) + waits - (logging_share(e) or 0.0))
 
 
 def _host_figures(e: Evidence) -> list[str]:

@@ -18,6 +18,8 @@ ROOM = 0.85  # of the memory
 MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
 NOTICED = 0.001  # the threshold, and the value, of what is named though it costs nothing here
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
+MODE_COSTS = 0.03
+COPIES = ("copy", "clone", "contiguous", "to_copy", "to")
 TILE = 128  # rows and columns of a tile of matrix units
 
 
@@ -205,17 +207,57 @@ def _grows_figures(e: Evidence) -> list[str]:
 
 
 def _unread_forwards(e: Evidence) -> float | None:
-    """Forward passes with gradients enabled that no backward pass follows, as a share of the step."""
-    forwards, backwards = e.fact("forwards_per_step"), e.fact("backwards_per_step")
-    if not forwards or not backwards:
+    """Forward passes with gradients enabled that no backward pass comes through, as a share of the step."""
+    forwards, read = e.fact("forwards_per_step"), e.fact("read_forwards_per_step")
+    if not forwards or not read:
         return None
-    return max(0.0, 1 - backwards / forwards) * (e.phase_share(Phase.FORWARD) or 0.0)
+    return max(0.0, 1 - read / forwards) * (e.phase_share(Phase.FORWARD) or 0.0)
 
 
 def _unread_figures(e: Evidence) -> list[str]:
-    forwards, backwards = e.fact("forwards_per_step"), e.fact("backwards_per_step")
-    passes = f"{forwards:.1f} forward and {backwards:.1f} backward passes per step"
+    forwards, read = e.fact("forwards_per_step"), e.fact("read_forwards_per_step")
+    passes = f"backward passes come through {read:.1f} of {forwards:.1f} forward passes per step"
     return [*(e.fact("forward_lines") or [])[:3], passes]
+
+
+def _recompiles(e: Evidence) -> float | None:
+    """Wall time of steps, after the first few, in which the compiler ran, above that of a typical step."""
+    spent, wall = e.fact("recompile_seconds"), e.fact("wall_seconds") or {}
+    return None if spent is None or not wall.get("training") else float(spent) / float(wall["training"])
+
+
+def _copies(e: Evidence) -> float | None:
+    """Of the recorded operations' time: copies and conversions within the module's passes, and what calling them costs.
+    Autocast's own belong to it."""
+    passes = [line for line in e.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    whole, calls = sum(line.seconds or 0.0 for line in e.run.lines), sum(line.count or 0 for line in passes)
+    if not whole or not calls or e.fact("autocast"):
+        return None
+    calling = sum(line.seconds or 0.0 for line in passes if line.kind is Kind.HOST) / calls
+    copies = [line for line in passes if line.operation.rpartition(".")[2] in COPIES]
+    return sum((line.seconds or 0.0) + calling * (line.count or 0) for line in copies) / whole
+
+
+def _by_hand(e: Evidence) -> float | None:
+    """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
+    lines, place = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER)), (e.fact("places") or {}).get("update_by_hand")
+    if lines is None or place is None:
+        return None
+    return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
+
+
+def _by_hand_figures(e: Evidence) -> list[str]:
+    lines = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), [])
+    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
+
+
+def _copies_figures(e: Evidence) -> list[str]:
+    lines = (e.fact("lines") or {}).get(str(Phase.FORWARD), [])
+    return [f"{place}: {percent(share, 0)} of the forward pass" for place, share in lines if place != "?"]
+
+
+def _mode_free(e: Evidence) -> float | None:
+    return 0.0 if e.gains.get("mode", 0.0) >= MODE_COSTS else _found("left_on")(e)
 
 
 CODE_RULES: tuple[Rule, ...] = (
@@ -225,8 +267,20 @@ CODE_RULES: tuple[Rule, ...] = (
         "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
         "or the loop holds a graph of every step", _grows_figures, placed="memory_growth",
     ),
+    Rule(  # it spoils the training itself
+        "gradients_uncleared", Axis.ALGORITHM, 0.5, _found("added_gradients", 0.9),
+        "Gradients are never cleared: every step adds to those of all steps before.",
+        "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
+        placed="added_gradients",
+    ),
     Rule(
-        "mode_left_on", Axis.ALGORITHM, 0.03, _gain("mode"), "{name} is left on: it costs {share} of the step.",
+        "recompiles", Axis.ALGORITHM, 0.05, _recompiles,
+        "torch.compile compiles again and again: {share} of the time, after the first steps.",
+        "keep shapes the same (pad, or drop the last batch), or torch.compile(..., dynamic=True)",
+        "steps in which a graph was compiled, above a typical one; a settled loop compiles nothing",
+    ),
+    Rule(
+        "mode_left_on", Axis.ALGORITHM, MODE_COSTS, _gain("mode"), "{name} is left on: it costs {share} of the step.",
         "switch it back", "the same kernels timed both ways at the end of the run; 3% is above their noise",
         placed="left_on",
     ),
@@ -248,6 +302,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "fused=True in the optimizer's constructor", "both timed at the end of the run; 5% is above their noise",
     ),
     Rule(
+        "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
+        "The loop itself works on gradients or weights beside the optimizer's update: {share} of the step.",
+        "torch._foreach_ functions, torch.nn.utils.clip_grad_norm_, torch.optim.swa_utils, or every so many steps",
+        "clipping by PyTorch's own function takes under 5%", _by_hand_figures,
+    ),
+    Rule(
         "attention_kernel", Axis.ALGORITHM, 0.05, _gain("blocked"),
         "PyTorch's fused attention is the slower kernel here: {share} of the step would be saved by batched products.",
         "from ironlaw.model.blocked import causal_attention, in place of scaled_dot_product_attention",
@@ -255,8 +315,8 @@ CODE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "forwards_unread", Axis.ALGORITHM, 0.05, _unread_forwards,
-        "The model runs forward more often than backward: {share} of the step computes what nothing learns from, with "
-        "gradients enabled.",
+        "The model runs forward for nothing: {share} of the step computes, with gradients enabled, what no backward "
+        "pass comes back to.",
         "with torch.no_grad(): around what is only looked at, and less often",
         "a pass that nothing learns from is free to leave out; 5% as for evaluation", _unread_figures,
     ),
@@ -300,6 +360,11 @@ CODE_RULES: tuple[Rule, ...] = (
         "recompute_needless", Axis.ALGORITHM, 0.05, _recomputes,
         "Activations are recomputed although memory has room for them: {share} of the step.",
         "turn recomputation off", "forward operations within the backward pass, when memory stays under 85%",
+    ),
+    Rule(
+        "copies", Axis.ALGORITHM, 0.15, _copies, "Copying and converting tensors takes {share} of the step.",
+        "convert once, outside of the step; .contiguous() and .clone() only where something needs them",
+        "laying out heads and residuals costs a few percent of a step", _copies_figures,
     ),
     Rule(
         "sync_points", Axis.ALGORITHM, 0.02, _syncs, _syncs_sentence,
@@ -382,6 +447,10 @@ CODE_RULES: tuple[Rule, ...] = (
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
         "loss.backward() without retain_graph", "only a second backward pass through the same graph needs it",
         placed="retained_graphs", fault=False, notice=True,
+    ),
+    Rule(
+        "mode_left_on_free", Axis.ALGORITHM, NOTICED, _mode_free, "{name} is left on: it costs little here.",
+        "switch it back", "named because it costs on an accelerator", placed="left_on", fault=False, notice=True,
     ),
     Rule(  # never less than the threshold: what a synchronisation costs shows on an accelerator only
         "sync_points_free", Axis.ALGORITHM, NOTICED, lambda e: max(_syncs(e) or 0.0, NOTICED) if _sync_calls(e)

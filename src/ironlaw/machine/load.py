@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
+_SCHEDULE = Path("/proc/thread-self/schedstat")
 LEAST_SECONDS = 0.5  # the system counts in hundredths of a second
 _BUSY = (1, 2, 3, 6, 7)  # user, nice, system, irq, softirq; not idle, waiting for a disk, nor stolen by a neighbour
 
@@ -34,6 +35,23 @@ class OtherLoad:
 
     def _now(self) -> tuple[float, float, float]:
         return busy_seconds(self._stat), time.process_time(), time.perf_counter()
+
+
+class RunDelay:
+    """`share()`: seconds that this thread waited for a core, per second that it had one; None off Linux."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def share(self) -> float | None:
+        now, began = self._now(), self._began
+        return (now[1] - began[1]) / max(1e-9, now[0] - began[0]) if now and began else None
+
+    def _now(self) -> tuple[float, float] | None:
+        try:
+            return time.thread_time(), int(_SCHEDULE.read_text(encoding="ascii").split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return None
 
 
 def busy_seconds(stat: Path = _STAT) -> float:

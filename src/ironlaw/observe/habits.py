@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,11 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ironlaw.ledger import Phase
 from ironlaw.machine import host
+from ironlaw.observe.inputs import input_tensors
 from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_calling, user_line
 
 TURNS = 7
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
+SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
 
 
@@ -55,6 +59,17 @@ MODES = (
 )  # fmt: skip
 
 
+NAMED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("oversubscribed", "threads_few"), ("set_num_threads", "OMP_NUM_THREADS", "MKL_NUM_THREADS")),
+    "batch_small": ("batch_size",),
+    **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax")),
+    "recompute_needless": ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable"),
+    "recompiles": ("compile",),
+    "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
+}
+"""Rule -> what the code that it is about calls, or sets."""
+
+
 @dataclass
 class Habits:
     """`look()` in every backward pass, `stepped()` after every step, `facts()` at the end; calls count by line."""
@@ -65,23 +80,57 @@ class Habits:
     zeroed: Counter[str] = field(default_factory=Counter)  # zero_grad(set_to_none=False)
     retained: Counter[str] = field(default_factory=Counter)  # backward(retain_graph=True)
     forwards: int = 0
-    backwards: int = 0
+    read: int = 0  # forward passes that a backward pass has come back through
     forward_lines: Counter[str] = field(default_factory=Counter)
+    unread_lines: Counter[str] = field(default_factory=Counter)
+    added_to: Counter[str] = field(default_factory=Counter)  # backward passes that found gradients of the step before
+    loaders: Counter[str] = field(default_factory=Counter)  # iterators made of DataLoaders
+    lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # rule -> where it begins
+    compiled: list[int] = field(default_factory=list)  # steps in which the compiler ran
     profiled: bool = False  # by a profiler that is not ours
 
     def __post_init__(self) -> None:
         self._files = files_of(self.module)
         self.profiled = torch.autograd._profiler_enabled()
+        self._graphs = _compiled_graphs()
 
     def forward_begins(self) -> None:
         self.forwards += 1
-        self.forward_lines[user_line() or "?"] += 1
+        self._place = user_line() or "?"
+        self.forward_lines[self._place] += 1
+
+    def forward_ended(self, output: Any) -> None:
+        """A gradient that comes to any of its outputs tells that the pass was of use."""
+        place, come = self._place, False
+        self.unread_lines[place] += 1
+
+        def comes(gradient: torch.Tensor) -> None:
+            nonlocal come
+            if not come:
+                come = True
+                self.read += 1
+                self.unread_lines[place] -= 1
+
+        for tensor in input_tensors((output,), {}):
+            if tensor.requires_grad:
+                tensor.register_hook(comes)
 
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.backwards += 1
         if keeps_graph(args, kwargs):
             self.retained[user_line() or "?"] += 1
         self.look()
+
+    def finds_gradients(self) -> None:
+        self.added_to[user_line() or "?"] += 1
+
+    def updates(self) -> None:
+        self.lines["update_by_hand"][user_line() or "?"] += 1
+
+    def between(self, phase: Phase) -> None:
+        self.lines[f"{phase}_frequent"][user_line() or "?"] += 1
+
+    def loads_anew(self) -> None:
+        self.loaders[user_line() or "?"] += 1
 
     def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if zeroes(args, kwargs):
@@ -93,6 +142,9 @@ class Habits:
     def stepped(self) -> None:
         self.look()
         self.resident.append(host.resident_bytes())
+        if (graphs := _compiled_graphs()) > self._graphs:
+            self.compiled.append(len(self.resident))
+            self._graphs = graphs
 
     def facts(self, rows: int | None, precision: str | None) -> dict[str, Any]:
         steps = max(1, len(self.resident))
@@ -104,13 +156,28 @@ class Habits:
             ],
             "float64": self._float64(rows),
             "memory_growth": self._growth(),
-            "zeroed_gradients": _most(self.zeroed, steps),
-            "retained_graphs": _most(self.retained, steps),
+            "zeroed_gradients": most_calls(self.zeroed, steps),
+            "retained_graphs": most_calls(self.retained, steps),
+            "added_gradients": most_calls(self.added_to, steps),
+            "places": self._places(),
             "forwards_per_step": self.forwards / steps,
-            "backwards_per_step": self.backwards / steps,
-            "forward_lines": [place for place, _ in self.forward_lines.most_common(4)],
+            "read_forwards_per_step": self.read / steps,
+            "forward_lines": [place for place, count in self.unread_lines.most_common(4) if count],
             "profiled": line_calling(("profile", "emit_itt"), self._files) or "?" if self.profiled else None,
         }  # fmt: skip
+
+    def _places(self) -> dict[str, str]:
+        """Rule -> the line that it is about, where the run or the text of the code tells."""
+        seen = {rule: lines.most_common(1)[0][0] for rule, lines in self.lines.items()}
+        if self.forward_lines:
+            seen["precision"] = self.forward_lines.most_common(1)[0][0]
+        named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
+        return {rule: place for rule, place in {**named, **seen}.items() if place and place != "?"}
+
+    def recompile_seconds(self, steps: Sequence[float]) -> float:
+        """Of the steps after the first few in which the compiler ran, above the median step."""
+        usual = statistics.median(steps)
+        return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
 
     def _float64(self, rows: int | None) -> dict[str, Any] | None:
         """Share of a forward and backward pass that fp32 weights would save; None where no weight is float64."""
@@ -134,6 +201,7 @@ class Habits:
         grown = middles[-1] - middles[0]
         even = grown >= max(LEAST_BYTES, LEAST_GROWTH * middles[0]) and min(rises) >= EVEN * grown / 3
         name, graphs = holder_of(len(self.resident)) or (None, False)
+        even &= name is not None or not self.profiled  # a profiler's record grows too
         if not (even or graphs):  # graphs of all steps are a leak, however small each is
             return None
         return {
@@ -142,7 +210,13 @@ class Habits:
         }  # fmt: skip
 
 
-def _most(calls: Counter[str], steps: int) -> dict[str, Any] | None:
+def _compiled_graphs() -> int:
+    """So far in this process, where the compiler has been imported at all."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return int(counters["stats"]["unique_graphs"]) if counters else 0
+
+
+def most_calls(calls: Counter[str], steps: int) -> dict[str, Any] | None:
     """The line with the most calls, where there is about one per step."""
     place, count = calls.most_common(1)[0] if calls else ("", 0)
     return {"place": place, "per_step": count / steps} if count >= 0.5 * steps else None

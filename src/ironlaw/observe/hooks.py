@@ -6,12 +6,10 @@ Nothing of the user's code changes. What is wrapped is put back when the observa
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +18,8 @@ from torch.utils.data import dataloader
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.user_code import user_line
 
-_TORCH = str(Path(torch.__file__).parent)
-_OPTIMIZERS = str(Path(torch.optim.__file__).parent)
-_HERE = str(Path(__file__).parent)
 # Each makes the host wait for the device, and ends the time in which it could run ahead.
 _SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
 
@@ -33,11 +29,16 @@ class Listener:
     """What the hooks tell the watch besides phases."""
 
     forward_begins: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+    forward_ended: Callable[[Any], None]  # with what the model returned
+    backward_begins: Callable[[], None]
     backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
+    updates: Callable[[], None]
     stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
     cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given, once it is through
     skipped: Callable[[], None]  # loss scaling left an update out
     loader: Callable[[int], None]  # a DataLoader with so many workers was asked for a batch
+    loads_anew: Callable[[], None]  # a DataLoader made an iterator
+    between: Callable[[Phase], None]  # steps: an evaluation or a checkpoint begins
 
 
 @contextmanager
@@ -50,7 +51,8 @@ def listening(
             _watch_optimizer(stack, optimizer, partition, listener, ends_step=optimizer is optimizers[-1])
         _wrap(stack, torch.autograd, "backward", _backward(stack, model, partition, listener))
         _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", _next_batch(model, partition, listener))
-        _wrap(stack, torch, "save", _phased(partition, lambda: Phase.CHECKPOINT))
+        _wrap(stack, dataloader.DataLoader, "__iter__", _iterator(model, partition, listener))
+        _wrap(stack, torch, "save", _phased(partition, lambda: _begins(listener, Phase.CHECKPOINT)))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
         if torch.distributed.is_available():
             for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier", "broadcast"):
@@ -65,18 +67,21 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, liste
     def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         depth += 1
-        if depth > 1:
+        if depth > 1 or partition.running is Phase.BACKWARD:  # within a pass, or run again for its backward pass
             return
         training = module.training and torch.is_grad_enabled()
         if training:
             listener.forward_begins(module, args, kwargs)
-        partition.begin(Phase.FORWARD if training else Phase.EVALUATION)
+        partition.begin(Phase.FORWARD if training else _begins(listener, Phase.EVALUATION))
 
     def ends(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal depth
         depth -= 1
-        if not depth:
-            partition.end()
+        if depth or partition.running is Phase.BACKWARD:
+            return
+        if partition.running is Phase.FORWARD:
+            listener.forward_ended(output)
+        partition.end()
 
     for module in (model, *_parts(model)):
         stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True, prepend=True).remove)
@@ -96,6 +101,7 @@ def _watch_optimizer(
     stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener, ends_step: bool
 ) -> None:
     def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        listener.updates()
         partition.begin(Phase.OPTIMIZER)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
         if closure is None:
@@ -157,6 +163,7 @@ def _backward(stack: ExitStack, model: nn.Module, partition: Partition, listener
     def around(original: Any) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
+            listener.backward_begins()
             partition.begin(Phase.BACKWARD)
             try:
                 return original(*args, **kwargs)
@@ -220,6 +227,28 @@ def _next_batch(model: nn.Module, partition: Partition, listener: Listener) -> C
     return around
 
 
+def _iterator(model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
+    """Workers start and samples are drawn when a loader is iterated over, before the first batch is asked for."""
+
+    def around(original: Any) -> Any:
+        timed = _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION)(original)
+
+        @functools.wraps(original)
+        def call(self: Any) -> Any:
+            if model.training:
+                listener.loads_anew()
+            return timed(self)
+
+        return call
+
+    return around
+
+
+def _begins(listener: Listener, phase: Phase) -> Phase:
+    listener.between(phase)
+    return phase
+
+
 def _scaled_step(listener: Listener) -> Callable[[Any], Any]:
     """The scaler calls the optimizer only when all gradients are finite."""
 
@@ -250,8 +279,12 @@ class SyncPoint:
     seconds: float = 0.0
 
 
+# A dataset's tensors are the host's, and so are an optimizer's counters.
+_ON_THE_HOST = (Phase.DATA, Phase.OPTIMIZER)
+
+
 @contextmanager
-def sync_points() -> Iterator[dict[str, SyncPoint]]:
+def sync_points(partition: Partition) -> Iterator[dict[str, SyncPoint]]:
     """Every `.item()`, `float(tensor)`, `.cpu()` and the like while active, by the line of the user's code it is in."""
     found: dict[str, SyncPoint] = {}
     inside = False
@@ -260,18 +293,17 @@ def sync_points() -> Iterator[dict[str, SyncPoint]]:
         @functools.wraps(original)
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            if inside:
+            if inside or partition.running in _ON_THE_HOST:
                 return original(self, *args, **kwargs)
             inside, began = True, time.perf_counter()
             try:
                 return original(self, *args, **kwargs)
             finally:
                 inside = False
-                place = _user_line()
-                if place is not None:
-                    point = found.setdefault(f"{place} {name}", SyncPoint(place, name))
-                    point.count += 1
-                    point.seconds += time.perf_counter() - began
+                place = user_line() or "?"
+                point = found.setdefault(f"{place} {name}", SyncPoint(place, name))
+                point.count += 1
+                point.seconds += time.perf_counter() - began
 
         return call
 
@@ -279,13 +311,3 @@ def sync_points() -> Iterator[dict[str, SyncPoint]]:
         for name in _SYNCHRONISING:
             _wrap(stack, Tensor, name, functools.partial(around, name))
         yield found
-
-
-def _user_line() -> str | None:
-    """The innermost line that is neither torch's nor ours; None in optimizers, whose counters live on the host."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
-        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
-            return None
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

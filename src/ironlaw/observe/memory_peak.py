@@ -63,18 +63,17 @@ def find_peak(
     peak = MemoryPeak(total, dict(now), {}, [])
     first = allocations[0].moment
     for index, allocation in enumerate(allocations):
+        changes = []
+        # What is at an address that is given out has been freed, by another thread if not by this one.
+        if (gone := alive.pop(allocation.address, None)) is not None:
+            changes.append((-1, gone))
         if allocation.bytes > 0:
-            entry = _Alive(allocation.bytes, categories[index], group_at(allocation.moment))
-            alive[allocation.address] = entry
-            sign = 1
-        else:
-            found = alive.pop(allocation.address, None)
-            if found is None:  # allocated before the recording, and none of ours
-                continue
-            entry, sign = found, -1
-        now[entry.category] += sign * entry.bytes
-        groups[entry.group] += sign * entry.bytes
-        total += sign * entry.bytes
+            alive[allocation.address] = entry = _Alive(allocation.bytes, categories[index], group_at(allocation.moment))
+            changes.append((1, entry))
+        for sign, entry in changes:
+            now[entry.category] += sign * entry.bytes
+            groups[entry.group] += sign * entry.bytes
+            total += sign * entry.bytes
         peak.curve.append(((allocation.moment - first) / 1e9, total))
         if total > peak.bytes:
             peak.bytes, peak.parts, peak.groups = total, dict(now), dict(groups)

@@ -78,6 +78,7 @@ class Sampler:
                     stage, place = classify(frame, list(frames.values()))
                     self._stages[stage] += 1
                     self._places[place] += 1
+            del frame, frames  # or tensors of a function that returns now are freed late, and by this thread
             time.sleep(EVERY_SECONDS)
 
     def lines(self) -> dict[str, list[tuple[str, float]]]:

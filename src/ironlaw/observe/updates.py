@@ -27,8 +27,11 @@ def _update(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Update |
     like: OptimizerName | None = "momentum" if known == "sgd" and group.get("momentum") else known
     extra = bool(group.get("amsgrad")) + bool(group.get("centered")) + (like == "rmsprop" and group["momentum"] > 0)
     states = [value for p in trained for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
+    foreach = group.get("foreach")
+    if foreach is None:  # PyTorch's own choice; not every optimizer has one
+        foreach = "foreach" in group and trained[0].is_cuda
     return Update(
         type(optimizer).__name__, like, tuple(Counter(tuple(p.shape) for p in trained).items()),
         trained[0].element_size(), bool(group.get("fused")), bool(group.get("weight_decay")), int(extra),
-        sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in states}.values()),
+        sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in states}.values()), bool(foreach),
     )  # fmt: skip

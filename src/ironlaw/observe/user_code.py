@@ -72,13 +72,16 @@ def _nodes(files: Sequence[str]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _last_name(node: ast.AST) -> str | None:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=name) | ast.Constant(value=str(name)):
+            return name
+    return None
 
 
 def line_calling(names: Sequence[str], files: Sequence[str]) -> str | None:
-    """Where one of these names is used for the first time; imports do not count."""
+    """Where one of these is used for the first time, as a name, a keyword or a text; imports do not count."""
     for file, node in _nodes(files):
-        if isinstance(node, ast.Attribute | ast.Name) and _last_name(node) in names:
+        if isinstance(node, ast.Attribute | ast.Name | ast.keyword | ast.Constant) and _last_name(node) in names:
             return f"{file}:{node.lineno}"
     return None
 

@@ -31,12 +31,13 @@ from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase, subtract
 from ironlaw.machine import host, interference
+from ironlaw.machine.load import OtherLoad, RunDelay
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.board import find_board, processor_throttle_count
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
-from ironlaw.observe.habits import Habits
+from ironlaw.observe.habits import Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
@@ -125,14 +126,16 @@ class Watch:
     def __enter__(self) -> Self:
         self._habits = Habits(_inner(self.model))
         listener = Listener(
-            self._forward_begins, self._backward_ended, self._stepped, self._cleared, self._skipped,
-            self._loader_asked,
+            self._forward_begins, self._habits.forward_ended, self._backward_begins, self._backward_ended,
+            self._habits.updates, self._stepped, self._cleared, self._skipped, self._loader_asked,
+            self._habits.loads_anew, self._habits.between,
         )  # fmt: skip
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
         self._listener = listener
         accelerated = self.device.type == "cuda"
         self._board = find_board(self.device.index or 0) if accelerated else None
         self._energy = EnergyMeter(accelerated=accelerated, board=self._board)
+        self._load, self._delay = OtherLoad(), RunDelay()
         self._throttled = processor_throttle_count()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
         self._prober = Probe(self._machine.fp32_products) if self._machine is not None else None
@@ -220,8 +223,6 @@ class Watch:
         self._habits.cleared(args, kwargs)
         if self._recorder is not None and not self._recording:
             self._forget_cleared()
-        if self._forwards and len(self.metrics) == LOOKED_AT and not self._gradients():
-            self.gradients_found = self.gradients_found.replace("kept", "forward")
 
     gradients_found = "none"  # by the forward pass: as `Loop.gradients`
 
@@ -234,6 +235,14 @@ class Watch:
         self.data_workers = workers
 
     data_workers: int | None = None
+
+    def _backward_begins(self) -> None:
+        if self._forwards != 1 or len(self.metrics) < LOOKED_AT or self.gradients_found == "none":
+            return
+        if not self._gradients():
+            self.gradients_found = "forward"
+        elif any(bool(p.grad.any()) for p in self.model.parameters() if p.grad is not None):
+            self._habits.finds_gradients()
 
     def _backward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._habits.backward_ended(args, kwargs)
@@ -294,7 +303,7 @@ class Watch:
         self._recorder = profile(activities=activities, profile_memory=True)
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(modules_recorded(self.model))
-        self.sync = self._recording_stack.enter_context(sync_points())
+        self.sync = self._recording_stack.enter_context(sync_points(self.partition))
         self.sampler = self._recording_stack.enter_context(Sampler(self.partition))
         with silent_stderr():
             self._recorder.start()
@@ -343,6 +352,7 @@ class Watch:
             if entry["step"] in self.recorded:
                 entry["recorded"] = True
         usual = sorted(self.micro_batches)[len(self.micro_batches) // 2]
+        anew = most_calls(self._habits.loaders, len(done))
         facts: dict[str, Any] = {
             "source": "observe",
             "machine": torch.cuda.get_device_name() if self.device.type == "cuda" else host.cpu_name(),
@@ -358,9 +368,10 @@ class Watch:
             "interrupted": error.__name__ if error is not None else None,
             "skipped_updates": self.skipped,
             "data_workers": self.data_workers,
-            "data_stage": self.sampler.stage() if self.sampler is not None else None,
+            "data_stage": "rebuilt" if anew else self.sampler.stage() if self.sampler is not None else None,
             "logging_fraction": self.sampler.logging_fraction() if self.sampler is not None else None,
-            "data_place": self.sampler.place() if self.sampler is not None else None,
+            "data_place": anew["place"] if anew else self.sampler.place() if self.sampler is not None else None,
+            "recompile_seconds": self._habits.recompile_seconds([t.wall_seconds for t in done]),
             "data_cpu_fraction": _fraction(
                 sum(t.data_cpu_seconds for t in done), sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
             ),
@@ -371,7 +382,8 @@ class Watch:
             "world_size": torch.distributed.get_world_size() if _distributed() else 1,
             "gradient_syncs_per_step": self.gradient_syncs / len(done),
             "machine_slowdown": interference.middle(self.probes),
-            "other_load": interference.others(self.probes),
+            "other_load": interference.others(self.probes) if self.probes else self._load.share(),
+            "run_delay": self._delay.share(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
             "thread_gain": threads_unlike_cores(

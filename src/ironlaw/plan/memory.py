@@ -104,6 +104,9 @@ class _Rank:
         mine = [p for stage in self.stages for p in self.program.stages[stage].shards]
         for tensor in self.program.tensors[self.position]:
             walk.now[tensor.component] = tensor.bytes
+        first = (op for layer in self.layers.get(0, ()) for op in layer.forward)
+        if walk.now["gradients"] + sum(op.gradient_bytes for op in first) > 0:
+            self.has_gradients.add(0)  # a user's loop keeps them from step to step
         if self.ddp:
             walk.now["gradients"] = self.whole(self.stages[0])
         self._communication_state(mine)
@@ -118,7 +121,7 @@ class _Rank:
                 self._forward(0)
                 self._backward(0, last=last, piped=False)
         self._finish()
-        update = 0
+        update = max((op.temporary_bytes for s in self.stages for op in self.program.stages[s].update), default=0)
         if mine and not recipe.offloads_optimizer:
             update = update_temporary_bytes(mine, recipe.optimizer, cuda=recipe.cuda)
         walk.add("temporaries", update, f"update, {Phase.OPTIMIZER}")

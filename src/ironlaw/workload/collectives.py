@@ -29,6 +29,7 @@ from typing import NamedTuple
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import counted_together, replicas_of
+from ironlaw.workload.messages import context_messages
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Batch, Recipe
@@ -301,21 +302,19 @@ class _Stage:
 
     def small_gradients(self) -> Iterable[Line]:
         """Gradients of whole tensors of which a rank sees only its heads or positions."""
-        partial = [p for p in self.parameters if p.name.endswith(("query_norm.weight", "key_norm.weight"))]
-        narrow = ("query_down.weight", "latent_down.weight", "latent_norm.weight")
-        partial += [p for p in self.parameters if p.name.endswith(narrow)]
-        partial += [p for p in self.parameters if p.name.endswith((".router.weight", ".shared_gate.weight"))]
+        partial = [p for p in self.parameters if p.partial]
         if self.layout.sp:
-            partial += [p for p in self.parameters if "_norm." in p.name and p not in partial]
-            partial += [p for p in self.parameters if p.name.startswith("positions.")]
+            partial += [
+                p for p in self.parameters if ("_norm." in p.name and not p.partial) or p.name.startswith("positions.")
+            ]
         if partial:
             size = sum(-(-p.shape[0] // self.ranks) * math.prod(p.shape[1:]) for p in partial) * FP32
             yield "tp", "all_reduce", self.parts, size * self.parts
 
     def context_parallel(self) -> Iterable[Line]:
-        model, m = self.model, self.micro_batches
-        both = 2 * self.layout.micro_batch * self.sequence * model.key_value_size // self.layout.tp
-        both *= self.product_bytes
+        m, layout = self.micro_batches, self.layout
+        ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.product_bytes, padded=True)
+        both = ways["all_gather"][0].bytes
         gathers, reductions = (len(self.layers) + len(self.again)) * m, len(self.layers) * m
         yield "cp", "all_gather", gathers, gathers * both
         yield "cp", "reduce_scatter", reductions, reductions * both

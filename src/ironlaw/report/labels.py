@@ -1,0 +1,123 @@
+"""What figures are called, how they are printed, and what they mean."""
+
+from __future__ import annotations
+
+from ironlaw import units
+from ironlaw.report.document import Print
+
+
+def _flop(value: float | None) -> str:
+    return units.si(value, "FLOP")
+
+
+def _tokens_rate(value: float | None) -> str:
+    return units.rate(value, "token")
+
+
+def _loss(value: float | None) -> str:
+    return units.NOT_KNOWN if value is None else f"{value:.3f} nats/token"
+
+
+# Name of a total -> (what people call it, how it is printed)
+TOTALS: dict[str, tuple[str, Print]] = {
+    "parameters": ("Parameters", units.count),
+    "flops_per_step": ("FLOPs per step", _flop),
+    "flops_per_step_unmasked": ("FLOPs, causal mask ignored", _flop),
+    "step_seconds": ("Step time", units.seconds),
+    "tokens_per_second": ("Throughput", _tokens_rate),
+    "mfu": ("MFU", units.percent),
+    "peak_bytes": ("Peak tensor memory", units.bytes_),
+    "resident_bytes": ("Process memory", units.bytes_),
+    "total_seconds": ("Total time", units.seconds),
+    "energy_joules": ("Energy, processor", units.energy),
+    "train_loss": ("Training loss", _loss),
+    "validation_loss": ("Validation loss", _loss),
+    "unigram_loss": ("Unigram model's loss", _loss),
+}
+
+# The totals as `Explanation.to_json` nests them.
+EXPLAINED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("step_seconds", ("time", "step")),
+    ("tokens_per_second", ("time", "tokens_per_second")),
+    ("mfu", ("mfu",)),
+    ("peak_bytes", ("memory", "peak")),
+    ("resident_bytes", ("memory", "resident")),
+    ("total_seconds", ("time", "total")),
+    ("energy_joules", ("energy",)),
+    ("parameters", ("parameters",)),
+    ("flops_per_step", ("flops_per_step",)),
+)
+
+MEANINGS = {
+    "data": "waiting for the next batch",
+    "transfer": "copying the batch to the device",
+    "forward": "the model's output and loss",
+    "backward": "gradients",
+    "communication": "waiting for other devices",
+    "optimizer": "clipping and the update",
+    "host": "Python: dispatch, logging, the loop",
+    "idle": "nothing ran",
+    "matmul": "matrix products",
+    "attention": "scores, softmax, weighted sum",
+    "norm": "LayerNorm, RMSNorm",
+    "elementwise": "activations, residuals, casts",
+    "embedding": "table look-ups and their gradients",
+    "loss": "softmax over the vocabulary",
+    "collective": "communication",
+    "other": "not matched to a planned operation",
+    "unattributed": "in the step, in none of the phases",
+    "weights": "fp32 parameters",
+    "gradients": "alive at the peak",
+    "optimizer state": "two moments per parameter",
+    "activations": "kept for the backward pass",
+    "temporaries": "freed within the phase",
+    "gathered": "weights of other ranks, for a while",
+    "reducing": "gradients on their way to other ranks",
+    "messages": "between pipeline stages",
+    "batch": "tokens and targets",
+    "average": "exponential average of the weights",
+    "checkpoint copy": "a checkpoint on its way to the disk",
+}
+
+# What a total counts, in a line.
+COUNTS = {
+    "tokens_per_second": "tokens trained on, per second of step time",
+    "mfu": "model FLOPs as a share of the machine's measured matmul rate",
+    "peak_bytes": "at the highest moment of a step",
+    "resident_bytes": "tensors, Python and its libraries",
+    "total_seconds": "planned: steps and evaluations; measured: the whole command",
+    "flops_per_step": "matrix products, forward and backward",
+}
+
+CHECKS = {
+    "step_time": "Step time, plan against run",
+    "peak_memory": "Peak memory, plan against run",
+    "unattributed": "Step time without a name",
+}
+
+WALL = {
+    "training": "training steps",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "startup": "start-up",
+    "profiling": "the profiler",
+    "repeated": "steps taken again",
+    "other": "everything else",
+}
+
+
+def label(name: str) -> str:
+    return TOTALS[name][0] if name in TOTALS else name.replace("_", " ")
+
+
+def error(value: float | None) -> str:
+    """A plan's relative error; an error that rounds to nothing has no sign."""
+    if value is None:
+        return units.NOT_KNOWN
+    text = units.signed_percent(value)
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
+def meaning(name: str, show: Print) -> str:
+    """Of a part of the step, or of memory."""
+    return MEANINGS.get("optimizer state" if show is units.bytes_ and name == "optimizer" else name, "")

@@ -1,0 +1,83 @@
+"""What each rank's flight recorder says: PyTorch's own list of the latest collectives, kept by gloo and by NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from ironlaw.train.parallel.ranks import Ranks
+
+KEPT = 256  # collectives
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective as one rank called it: the `number`-th of the group of `members`, along a mesh dimension."""
+
+    kind: str
+    number: int
+    dimension: str
+    members: tuple[int, ...]
+    started_seconds: float  # time.time()
+    done: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.number} over {self.dimension}"
+
+
+def switch_on() -> None:
+    """Before the first process group: the buffer is made with it."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # how long each kernel took
+
+
+def groups_of(ranks: Ranks) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dimension and ranks of the groups that a step uses, by PyTorch's name.
+
+    Other groups may wait as long as they like: for data to be prepared, for a checkpoint to be written.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, group in ranks.process_groups().items():
+        if group.size() > 1:
+            found.setdefault(group.group_name, (name, tuple(dist.get_process_group_ranks(group))))
+    return found
+
+
+def operations(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[Operation]:
+    """The latest of this rank, oldest first."""
+    found = []
+    for entry in _entries():
+        dimension, members = groups.get(entry["process_group"][0], ("", ()))
+        if not members:
+            continue
+        kind = entry["profiling_name"].partition(":")[2]
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        done = entry["retired"] or entry["state"] == "completed"
+        found.append(Operation(kind, number, dimension, members, entry["time_created_ns"] / 1e9, done))
+    return found
+
+
+_counted = -1
+
+
+def kernel_seconds() -> float:
+    """Of NCCL's collectives since the last call, as long as the buffer holds them all."""
+    global _counted
+    entries = [entry for entry in _entries() if entry["record_id"] > _counted and "duration_ms" in entry]
+    _counted = max((entry["record_id"] for entry in entries), default=_counted)
+    return sum(float(entry["duration_ms"]) for entry in entries) / 1e3
+
+
+def _entries() -> list[dict[str, Any]]:
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+        if entries:
+            return list(entries)
+    return []

@@ -1,0 +1,115 @@
+"""Gradients that travel as less than fp32, by PyTorch's own hooks: bf16, or PowerSGD (arXiv 1905.13727).
+
+DDP takes a hook; FSDP2 is told another type for its reductions. PowerSGD keeps per rank what it left out of the last
+step, and its matrices, by bucket: its state is saved rank by rank and goes on to the bit on as many ranks.
+
+DDP compares the annotations of hooks with types, so they are not strings in this file.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from ironlaw.config import CommunicationConfig
+from ironlaw.train.parallel.communication import bucket_hook
+
+EPSILON = 1e-8
+"""Added to a column's length: gradients of a rank below PowerSGD's have columns of zeros."""
+
+
+def reduction(communication: CommunicationConfig) -> MixedPrecisionPolicy:
+    """FSDP2's policy: weights as they are, gradients reduced in bf16 if so wished."""
+    return MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if communication.gradients == "bf16" else None)
+
+
+def hook(model: DistributedDataParallel, communication: CommunicationConfig) -> "PowerSGD | None":
+    """Put the wished hook on DDP; its own reduction, too, is a hook, so that it can be observed."""
+    group = model.process_group
+    if communication.gradients == "powersgd":
+        compressor = PowerSGD(group, communication)
+        model.register_comm_hook(compressor, bucket_hook(PowerSGD.reduce, group))
+        return compressor
+    reduce = _in_bf16 if communication.gradients == "bf16" else default_hooks.allreduce_hook
+    model.register_comm_hook(group, bucket_hook(reduce, group))
+    return None
+
+
+def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """PyTorch's hook under another name: DDP refuses that one without NCCL, though gloo adds bf16 up as well."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+class PowerSGD:
+    """PyTorch's hook and its state. Call `settle` before the first step: DDP regroups its buckets after a first pass,
+    and the state is kept by bucket."""
+
+    def __init__(self, group: dist.ProcessGroup, communication: CommunicationConfig) -> None:
+        self.group, self._settled = group, False
+        self.state = powerSGD_hook.PowerSGDState(
+            group, communication.rank, communication.start_step, orthogonalization_epsilon=EPSILON
+        )
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        if not self._settled:
+            return default_hooks.allreduce_hook(self.group, bucket)
+        future = powerSGD_hook.powerSGD_hook(self.state, bucket)
+        if bucket.buffer().device.type == "cpu":
+            # gloo runs the hook's later parts on its own few threads, and they wait there for further reductions: two
+            # buckets at once could wait for each other for ever.
+            future.wait()
+        return future
+
+    def settle(self, model: DistributedDataParallel, inputs: Tensor, targets: Tensor) -> None:
+        """A pass whose gradients are thrown away: from here on, the buckets are what they will always be."""
+        model.eval()
+        model(inputs, targets).backward()
+        model.zero_grad(set_to_none=True)
+        model.train()
+        self._settled = True
+
+    # -- checkpoints: `Spread` of train/parallel/store.py ----------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.state.iter}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state.iter = int(state["steps"])
+
+    def _named(self) -> dict[str, dict[int, Tensor]]:
+        """The matrices are the same on all ranks; what was left out is each rank's own."""
+        own = f"powersgd/left_out/{dist.get_rank(self.group)}of{dist.get_world_size(self.group)}"
+        state = self.state
+        return {own: state.error_dict, "powersgd/p": state.p_memory_dict, "powersgd/q": state.q_memory_dict}
+
+    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = {f"{name}/{bucket}": t.clone() for name, kept in self._named().items() for bucket, t in kept.items()}
+        return tensors | own
+
+    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """Room for what the checkpoint has. Of another number of ranks: nothing, what was left out then is lost."""
+        found: dict[str, Tensor] = {}
+        for name, kept in self._named().items():
+            kept.clear()
+            for bucket in (int(key.removeprefix(name + "/")) for key in known if key.startswith(name + "/")):
+                kept[bucket] = found[f"{name}/{bucket}"] = torch.empty(known[f"{name}/{bucket}"])
+        if not self.state.error_dict:  # then the matrices start anew too
+            found = {}
+            self.state.p_memory_dict.clear()
+            self.state.q_memory_dict.clear()
+        return tensors | found
+
+    def after_read(self) -> None:
+        for kept in self._named().values():
+            for bucket, tensor in kept.items():
+                kept[bucket] = tensor.to(_device())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
