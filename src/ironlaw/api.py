@@ -21,6 +21,7 @@ from ironlaw.config import RunConfig, build_config, load_config, with_settings
 from ironlaw.errors import UserError
 from ironlaw.files import read_json_lines
 from ironlaw.ledger import Estimate, Ledger
+from ironlaw.plan.request_types import PlanOutcome
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,13 +66,8 @@ class Total:
         return self if result is None else result.ledger.totals.get(self._name)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, repr=False)
-class PlanResult(Shown):
-    """What `ironlaw.plan` answers. `more`: candidates, budget, advice; the keys of `ironlaw plan --json`."""
-
-    fits: bool
-    ledger: Ledger = field(repr=False)
-    more: dict[str, Any] = field(repr=False)
+class PlanResult(PlanOutcome, Shown):
+    """What `ironlaw.plan` answers: `fits`, `ledger`, and `more`, the sections beside it in `ironlaw plan --json`."""
 
     parameters = Total("Exact count.")
     flops_per_step = Total("FLOPs of matrix products of one optimizer step; exact.")
@@ -84,17 +80,10 @@ class PlanResult(Shown):
     tpot_seconds = Total("Of served requests: mean seconds per token after the first.")
     output_tokens_per_second = Total("Of served requests: of all copies.")
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `ironlaw plan --json`."""
-        from ironlaw.plan.request_types import PlanOutcome
-
-        return PlanOutcome(self.ledger, self.fits, self.more).to_json()
-
     def _show(self, console: Console) -> None:
         from ironlaw.cli.plan import show_answer
-        from ironlaw.plan.request_types import PlanOutcome
 
-        show_answer(console, PlanOutcome(self.ledger, self.fits, self.more))
+        show_answer(console, self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,9 +134,7 @@ class ExplainResult(Shown):
     def write_html(self, path: str | Path) -> Path:
         """The report with charts, as one page that opens offline."""
         if self._html is None:
-            raise UserError(
-                "only the explanation of one training run has a page: give one run, not two or a served load"
-            )
+            raise UserError("only one training run's explanation has a page: give one run, not two or a served load")
         return self._html(Path(path))
 
     def _show(self, console: Console) -> None:
@@ -261,7 +248,7 @@ def plan(
             Prices(price_per_hour, None, None), network=network,
         )  # fmt: skip
         answer = plan_request(subject, on=on or "this", overrides=overrides, options=options)
-    return PlanResult(answer.fits, answer.ledger, answer.more)
+    return PlanResult(answer.ledger, answer.fits, answer.more)
 
 
 def train(

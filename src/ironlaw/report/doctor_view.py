@@ -13,7 +13,7 @@ from ironlaw.report.tables import heading, paragraph, show, table
 
 
 def show_checkup(console: Console, document: Mapping[str, Any]) -> None:
-    """The document of `Checkup.to_json`."""
+    """The document of `machine.doctor.examine`."""
     versions = [f"{name} {version}" for name, version in document["versions"].items() if version]
     paragraph(console, ", ".join(versions), style="bold")
     for device in document["devices"]:
@@ -23,7 +23,7 @@ def show_checkup(console: Console, document: Mapping[str, Any]) -> None:
     measured = document["measured"]
     if measured is not None:
         when = measured["created"][:16].replace("T", " ")
-        paragraph(console, f"Measured {when}: {measured['name']} ({measured['device']}), {measured['path']}")
+        paragraph(console, f"Measured {when}: {measured['name']} ({measured['device']})")
     heading(console, "Optional parts")
     made = table("extra", "here", "gives", left=("here", "gives"))
     for extra in document["extras"]:
