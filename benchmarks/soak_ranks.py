@@ -60,7 +60,7 @@ def _arm(kill: dict[str, Any], log: Path) -> None:
     import soak
 
     from ironlaw.train.checkpointer import Checkpointer
-    from ironlaw.train.parallel.trainer import DistributedTrainer
+    from ironlaw.train.loop import Trainer
 
     def die() -> None:
         with log.open("a", encoding="utf-8") as file:
@@ -82,24 +82,24 @@ def _arm(kill: dict[str, Any], log: Path) -> None:
         Checkpointer._run = write  # type: ignore[method-assign]
         return
     if kill["kind"] == "call":
-        train = DistributedTrainer.train
+        train = Trainer.train
 
-        def armed(self: DistributedTrainer) -> Any:
+        def armed(self: Trainer) -> Any:
             calls = iter(range(1, 10**9))
             for owner, name in soak.CALLS:
                 setattr(owner, name, soak._counted(getattr(owner, name), calls, kill, die))
             return train(self)
 
-        DistributedTrainer.train = armed  # type: ignore[method-assign]
-    step, steps = DistributedTrainer._timed_step, iter(range(1, 10**6))
+        Trainer.train = armed  # type: ignore[method-assign]
+    step, steps = Trainer._timed_step, iter(range(1, 10**6))
 
-    def timed(self: DistributedTrainer, *arguments: Any, **named: Any) -> Any:
+    def timed(self: Trainer, *arguments: Any, **named: Any) -> Any:
         # All ranks but the first write little: what has made too few calls by then goes by the clock.
         if next(steps) == kill.get("step", MOST_STEPS):
             die_in(kill.get("seconds", 0.0))
         return step(self, *arguments, **named)
 
-    DistributedTrainer._timed_step = timed  # type: ignore[method-assign]
+    Trainer._timed_step = timed  # type: ignore[method-assign]
 
 
 def soak_ranks(

@@ -4,9 +4,10 @@ import pytest
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
-from ironlaw.workload.transformer import Shape, training_operations
+from ironlaw.workload.program import training_operations
 
 NAMES = ["gpt2", "gpt2-xl", "gpt3-175b", "llama3-8b", "llama3-70b", "mistral-7b"]
 

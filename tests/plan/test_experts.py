@@ -23,9 +23,10 @@ from ironlaw.plan.measured.read import read_runs
 from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.requests.cluster_result import other_conventions
 from ironlaw.plan.work import Work
+from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.moe import IMBALANCE
-from ironlaw.workload.transformer import Shape, training_operations
+from ironlaw.workload.program import training_operations
 
 MIXTRAL = ModelConfig.named("mixtral-8x7b")
 SEQUENCE, BATCH = 4096, 1024

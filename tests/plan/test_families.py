@@ -7,9 +7,10 @@ import pytest
 from ironlaw.catalog.models import model_names
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
+from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
-from ironlaw.workload.transformer import Shape, training_operations
+from ironlaw.workload.program import training_operations
 
 NAMES = [name for name in model_names() if ModelConfig.named(name).switched]
 

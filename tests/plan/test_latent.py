@@ -24,11 +24,12 @@ from ironlaw.plan.engines.named import engine
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import ClusterRequest
 from ironlaw.plan.work import Work
+from ironlaw.workload.blocks import Shape
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.operations import total_flops
+from ironlaw.workload.program import training_operations
 from ironlaw.workload.sharding import stage_parameters
-from ironlaw.workload.transformer import Shape, training_operations
 
 NAMES = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2")
 V3 = ModelConfig.named("deepseek-v3")

@@ -12,7 +12,7 @@ from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
-from ironlaw.workload.kinds import backward_of, forward_of
+from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
 from ironlaw.workload.recipe import Batch, Recipe
@@ -74,7 +74,7 @@ def test_operations_of_many_candidates_are_those_of_the_exact_program(name):
         layers = {layer.kind: layer for layer in program_of(model, layout).stages[0].layers if layer.recomputed == ()}
         for kind in layers.keys() - {"embedding", "head"}:
             exact = [op for op in (*layers[kind].forward, *layers[kind].backward) if op.repeat]
-            many = forward_of(shape, kind) + backward_of(shape, kind)
+            many = [op for part in both_passes(shape, kind) for op in part]
             assert [op.name for op in exact] == [op.name for op in many]
             for one, op in zip(exact, many, strict=True):
                 values = (*(one.matmul or ()), one.batch, one.flops or 0, one.bytes_moved, one.saved_bytes)

@@ -19,8 +19,7 @@ from ironlaw.plan.step import plan_run, plan_step
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
-from ironlaw.workload.program import in_order, layers_of_shape, step
-from ironlaw.workload.transformer import training_operations
+from ironlaw.workload.program import in_order, layers_of_shape, step, training_operations
 
 CURVE = Curve((256.0, 2.0**24), (1e-4, 1e-2))
 COSTS = RankCosts("this", "today", 2, dict.fromkeys(KINDS, CURVE), {"compute": 1.9, "memory": 1.5}, 1e-4, 1e-4, 1e-4)

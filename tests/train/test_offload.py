@@ -1,4 +1,4 @@
-"""Offloading, run on a CPU through a lane that copies as late as it may: the losses are those of a run without."""
+"""Offloading, run on a CPU through a stream that copies as late as it may: the losses are those of a run without."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ironlaw.plan.cluster.system import Host
 from ironlaw.plan.offload import blocks_of, on_device, saved_by
 from ironlaw.plan.recipe import check_supported
 from ironlaw.plan.step import plan_run
-from ironlaw.train.lane import Arrival
 from ironlaw.train.loop import Outcome
 from ironlaw.train.offload import ActivationOffload
+from ironlaw.train.transfer_stream import Arrival
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
 from ironlaw.workload.program import in_order, layers_of_shape, unfolded
@@ -49,7 +49,7 @@ class Late:
     wait_on_device = wait_on_host
 
 
-class LateLane:
+class LateStream:
     def __init__(self) -> None:
         self.out_bytes = self.back_bytes = 0
         self._last: dict[int, Late] = {}  # by the host's memory
@@ -72,10 +72,10 @@ class LateLane:
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
+def stream(monkeypatch: pytest.MonkeyPatch) -> LateStream:
     """A CPU that offloads everything, however small, to itself."""
-    late = LateLane()
-    monkeypatch.setattr("ironlaw.train.step.lane_to_host", lambda device: late)
+    late = LateStream()
+    monkeypatch.setattr("ironlaw.train.step.stream_to_host", lambda device: late)
     monkeypatch.setattr("ironlaw.train.offload.SMALLEST_BYTES", 1)
     monkeypatch.setattr("ironlaw.plan.offload.SMALLEST_BYTES", 1)
     monkeypatch.setattr("ironlaw.plan.step.host_of_machine", lambda profile: HOST)
@@ -96,21 +96,21 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     ],
 )
 def test_losses_to_the_bit(
-    offload: str, sections: dict[str, Any], tiny_config: Config, train: Train, lane: LateLane,
+    offload: str, sections: dict[str, Any], tiny_config: Config, train: Train, stream: LateStream,
     losses: Callable[[Path], dict[int, float]], tmp_path: Path,
 ) -> None:  # fmt: skip
     sections = {name: dict(table) for name, table in sections.items()}
     model = {"layers": 5} | sections.pop("model", {})
     table = {"steps": 5} | sections.pop("train", {})
     train(tiny_config(model, train=table, **sections), tmp_path / "plain")
-    assert lane.out_bytes == 0
+    assert stream.out_bytes == 0
     train(tiny_config(model, train=table | {"offload": offload}, **sections), tmp_path / "offloaded")
-    assert lane.out_bytes > 0 and lane.back_bytes > 0
+    assert stream.out_bytes > 0 and stream.back_bytes > 0
     assert losses(tmp_path / "plain") == losses(tmp_path / "offloaded")
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
-    tiny_config: Config, train: Train, lane: LateLane, losses: Callable[[Path], dict[int, float]], tmp_path: Path
+    tiny_config: Config, train: Train, stream: LateStream, losses: Callable[[Path], dict[int, float]], tmp_path: Path
 ) -> None:
     def config(steps: int) -> RunConfig:
         return tiny_config(train={"steps": steps, "offload": "both"}, schedule={"kind": "constant"})
@@ -125,15 +125,15 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     "moe", [{}, {"experts": 4, "experts_per_token": 2}, {"experts": 4, "experts_per_token": 3, "dense_layers": 2}]
 )
 def test_the_bytes_are_those_of_the_plan(
-    moe: dict[str, int], tiny_config: Config, train: Train, lane: LateLane, tmp_path: Path
+    moe: dict[str, int], tiny_config: Config, train: Train, stream: LateStream, tmp_path: Path
 ) -> None:
     """Two micro-batches of every block but the last; gradients out and weights back once."""
     model = {"layers": 4} | ({"moe": moe, "bias": False} if moe else {})
     config = tiny_config(model, train={"steps": 1, "micro_batch": 4, "offload": "both"}, evaluation={"every": 0})
     train(config, tmp_path / "run")
     offload = Ledger.load(tmp_path / "run" / "plan.json").facts["offload"]
-    assert lane.out_bytes == pytest.approx(offload["activation_bytes"] + offload["optimizer_bytes"], rel=0.02)
-    assert lane.back_bytes <= lane.out_bytes  # what was not gone yet need not come back
+    assert stream.out_bytes == pytest.approx(offload["activation_bytes"] + offload["optimizer_bytes"], rel=0.02)
+    assert stream.back_bytes <= stream.out_bytes  # what was not gone yet need not come back
     assert offload["optimizer_bytes"] == 4 * config.model.parameters
     ledger = Ledger.load(tmp_path / "run" / "ledger.json")
     assert ledger.facts["host_bytes"] == pytest.approx(offload["host_bytes"], rel=0.02)
@@ -161,12 +161,12 @@ def test_the_plan_of_offloaded_experts_holds_two_blocks(moe: dict[str, int], tin
     ]
 
 
-def test_what_leaves_is_bounded(tiny_config: Config, lane: LateLane) -> None:
+def test_what_leaves_is_bounded(tiny_config: Config, stream: LateStream) -> None:
     """However late the copies are, no more than asked for plus one tensor is on its way."""
     from ironlaw.model.transformer import Transformer
 
     model = Transformer(tiny_config({"layers": 5}).model)
-    offload = ActivationOffload(model, torch.device("cpu"), lane, ahead_bytes=20_000, smallest_bytes=1)
+    offload = ActivationOffload(model, torch.device("cpu"), stream, ahead_bytes=20_000, smallest_bytes=1)
     model.around = offload.around
     highest = largest = 0
     pack = offload._pack
@@ -187,7 +187,7 @@ def test_what_leaves_is_bounded(tiny_config: Config, lane: LateLane) -> None:
 
 
 def test_the_plan_needs_less_memory_and_says_what_it_costs(
-    tiny_config: Config, machine_profile: Profile, lane: LateLane, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Config, machine_profile: Profile, stream: LateStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = {"layers": 12, "hidden": 64, "context": 64}
     plain = plan_run(tiny_config(model), machine_profile)

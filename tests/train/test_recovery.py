@@ -18,7 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.train import rollback
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.recovery import Measured, Recovery, Skips, Spike, find_spike
-from ironlaw.train.step import Step
+from ironlaw.train.step import Agreed, Step
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -325,15 +325,15 @@ def test_an_fp16_step_that_overflows_is_no_fault(
     half = config.model_copy(update=tables | {"scaler": ScalerConfig(initial=1024.0)})
     plain = Step.update
 
-    def update(self: Step, number: int, recording: bool = False) -> float:
+    def update(self: Step, loss: Any, number: int, *rest: Any) -> Agreed:
         weight = next(self.model.parameters())
         if number in (0, 33):
             assert weight.grad is not None
             weight.grad.view(-1)[0] = math.inf
         before = weight.detach().clone()
-        norm = plain(self, number, recording)
+        agreed = plain(self, loss, number, *rest)
         assert torch.equal(before, weight) is (number in (0, 33))
-        return norm
+        return agreed
 
     monkeypatch.setattr(Step, "update", update)
     train(half, tmp_path / "run")

@@ -25,6 +25,7 @@ from ironlaw.observe.clock import StepClock
 from ironlaw.plan.step import plan_run
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.loop import Outcome
+from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.precision import LossScale
 from ironlaw.train.schedule import learning_rate
@@ -104,7 +105,7 @@ def make_step(tiny_config: Config, machine_profile: Profile, user_cache: Path) -
     def make(model: dict[str, Any] | None = None, **sections: Any) -> Step:
         config = tiny_config(GPT | (model or {}), **sections)
         torch.manual_seed(0)
-        return Step(config, plan_run(config, machine_profile), machine_profile, torch.device("cpu"))
+        return Mesh(torch.device("cpu")).step(config, plan_run(config, machine_profile), machine_profile)
 
     return make
 

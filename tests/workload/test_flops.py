@@ -21,8 +21,9 @@ from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.step import plan_run
+from ironlaw.workload.blocks import Shape, attention_score_pairs
 from ironlaw.workload.operations import total_flops
-from ironlaw.workload.transformer import Shape, attention_score_pairs, training_operations
+from ironlaw.workload.program import training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 4, "vocab": 101, "context": 40}
 LLAMA: dict[str, Any] = GPT | {

@@ -13,9 +13,9 @@ from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer, block_attention
 from ironlaw.plan.memory_walk import highest
+from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.operations import saved_bytes
-from ironlaw.workload.program import unfolded
-from ironlaw.workload.transformer import Precision, Shape, training_operations
+from ironlaw.workload.program import training_operations, unfolded
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {

@@ -21,11 +21,11 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.plan.decisions import choices, solve
 from ironlaw.plan.memory_walk import highest
 from ironlaw.train.recompute import recompute_blocks
-from ironlaw.workload.blocks import Policy
+from ironlaw.workload.blocks import Policy, Precision, Shape, attention_score_pairs
+from ironlaw.workload.kinds import layer_groups
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import unfolded
+from ironlaw.workload.program import training_operations, unfolded
 from ironlaw.workload.recompute import RecomputeConfig, keepable, policies
-from ironlaw.workload.transformer import Precision, Shape, attention_score_pairs, layer_groups, training_operations
 
 GPT: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 101, "context": 48}
 LLAMA: dict[str, Any] = GPT | {

@@ -16,11 +16,11 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.memory_walk import highest
+from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import Operation, saved_bytes, total_flops
-from ironlaw.workload.program import unfolded
+from ironlaw.workload.program import training_operations, unfolded
 from ironlaw.workload.trace import Trace, trace
-from ironlaw.workload.transformer import Precision, Shape, training_operations
 
 GPT = {}
 LLAMA = {

@@ -130,14 +130,14 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
-        folder = here.first_does(lambda: out or default_name(settings.model.name))
-        profile = here.first_does(profile_here)
+        folder = here.ranks.first_does(lambda: out or default_name(settings.model.name))
+        profile = here.ranks.first_does(profile_here)
         live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.first else None)
         with live if here.ranks.first else nullcontext():
             if here.ranks.first:
                 live.say(here.title)
             outcome = here.train(
-                folder, profile, resume=resume or here.meeting.restarted,
+                folder, profile, resume=resume or here.rendezvous.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.first:

@@ -1,7 +1,7 @@
 """The decoder as torch modules: every family is the same blocks with other choices in ModelConfig.
 
 Shapes in comments: B sequences, S tokens, H hidden, A heads, K key/value heads, D head size, V vocabulary.
-`workload/transformer.py` lists what these modules compute, operation by operation; change both together
+`workload/forward.py` lists what these modules compute, operation by operation; change both together
 (`tests/workload` compares them with PyTorch's own counter).
 """
 

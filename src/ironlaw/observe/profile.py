@@ -24,6 +24,7 @@ from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 
 STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
+COMMUNICATION_SCOPE = "ironlaw.communication"  # waiting for other ranks: counted by whoever waits
 RECOMPUTE_SCOPE = "ironlaw.recompute"
 NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
@@ -117,6 +118,10 @@ def step_scope(recording: bool) -> Any:
     return record_function(STEP_SCOPE) if recording else nullcontext()
 
 
+def communication_scope(recording: bool) -> Any:
+    return record_function(COMMUNICATION_SCOPE) if recording else nullcontext()
+
+
 def copy_scope() -> Any:
     return record_function(COPY_SCOPE)
 
@@ -197,7 +202,7 @@ def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> Step
     spans = [
         Span(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.sequence_nr())
         for e in events
-        if e.duration_ns() > 0
+        if e.duration_ns() > 0 and not e.name().startswith("gloo:")  # which lie across what runs meanwhile
     ]
     _nest(spans)
     result = StepProfile(lines=_lines(spans, steps))
@@ -219,7 +224,9 @@ def _nest(spans: list[Span]) -> None:
             parent.self_ns -= span.self_ns
             span.scope, span.phase, span.inside = parent.scope, parent.phase, parent.name
             span.again = parent.again
-        if span.name.startswith(PHASE_SCOPE):
+        if span.name == COMMUNICATION_SCOPE:
+            span.phase = None
+        elif span.name.startswith(PHASE_SCOPE):
             span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
         elif span.name == RECOMPUTE_SCOPE:
             span.scope, span.again = "Block", True

@@ -12,9 +12,11 @@ from ironlaw.catalog.precision_recipes import precision_recipe
 from ironlaw.ledger import UNNAMED, Key, Kind, Line, Origin, Phase
 from ironlaw.machine.links import RankCosts
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
+from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.kinds import has_experts
 from ironlaw.workload.operations import Operation, line_name
-from ironlaw.workload.transformer import Precision, Shape, optimizer_operations, training_operations
+from ironlaw.workload.optimizers import adamw_operations
+from ironlaw.workload.program import training_operations
 
 COPY_RATE = "memory (copy rate)"
 """Bound of a kernel without a curve of its own: its bytes at the measured rate of a copy, plus one small operation."""
@@ -92,7 +94,9 @@ class MeasuredMachine:
         for precision in self.profile.matmul:
             measured = self.profile.reference_step_seconds[precision]
             shape = Shape(REFERENCE, REFERENCE_BATCH, REFERENCE.context, cast(Precision, precision))
-            operations = training_operations(shape) + optimizer_operations(REFERENCE)
+            operations = training_operations(shape) + adamw_operations(
+                REFERENCE.parameters, REFERENCE.parameter_tensors
+            )
             kernels = sum(alone.time(op, precision).seconds * op.repeat for op in operations)
             calls = {p: sum(op.repeat for op in operations if op.phase is p) for p in (Phase.FORWARD, Phase.BACKWARD)}
             dispatch = sum(count * alone.dispatch_seconds(phase) for phase, count in calls.items())

@@ -13,8 +13,8 @@ from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
 from ironlaw.plan.record import time_interval
+from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.recompute import AGAIN
-from ironlaw.workload.transformer import attention_score_pairs
 
 # The byte count is exact for the operations listed (tests compare it with autograd's); what is left is workspace
 # that a library's kernel allocates inside.

@@ -17,7 +17,8 @@ def show_tuned(console: Console, document: Mapping[str, Any], path: str) -> None
     for trial in document["trials"]:
         change = ", ".join(f"{key} = {value}" for key, value in trial["settings"].items())
         made.add_row(
-            trial["remedy"], change, units.signed_percent(trial["predicted_gain"]),
+            trial["remedy"], change,
+            "" if trial["predicted_gain"] is None else units.signed_percent(trial["predicted_gain"]),
             units.signed_percent(trial["measured_gain"]), f"± {units.percent(trial['noise'])}",
             f"{trial['loss_change']:+.3f}", "kept" if trial["kept"] else trial["reason"],
         )  # fmt: skip

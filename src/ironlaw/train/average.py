@@ -13,17 +13,21 @@ NAME = "average"
 
 
 class WeightAverage:
-    """fp32 copies of the parameters that follow them: average += (1 - decay) (weight - average) after each step."""
+    """fp32 copies of the parameters that follow them: average += (1 - decay) (weight - average) after each step.
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    Of distributed tensors a rank averages the parts it holds: call it while weights are sharded, between two steps.
+    `by_name`: checkpoints hold it by name, as they hold weights (`train/parallel/store.py`), not in `state_dict`.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, by_name: bool = False) -> None:
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self.decay = decay
+        self.model, self.decay, self.by_name = model, decay, by_name
         self.tensors = [parameter.detach().clone() for parameter in self.parameters]
-        self.model = model
 
     @torch.no_grad()
     def update(self) -> None:
-        torch._foreach_lerp_(self.tensors, self.parameters, 1 - self.decay)
+        # Asked for anew each time: FSDP may put other storage behind a parameter.
+        torch._foreach_lerp_(_parts(self.tensors), _parts(self.parameters), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -34,12 +38,13 @@ class WeightAverage:
         finally:
             self._exchange()
 
+    @torch.no_grad()
     def _exchange(self) -> None:
-        for index, parameter in enumerate(self.parameters):
-            parameter.data, self.tensors[index] = self.tensors[index], parameter.data
-
-    def bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        """By content: FSDP, DDP and compiled blocks keep hold of their own tensors."""
+        for mine, weight in zip(_parts(self.tensors), _parts(self.parameters), strict=True):
+            kept = weight.clone()
+            weight.copy_(mine)
+            mine.copy_(kept)
 
     @torch.no_grad()
     def start_over(self) -> None:
@@ -50,10 +55,12 @@ class WeightAverage:
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tensors": list(self.tensors)}
+        return {} if self.by_name else {"tensors": list(self.tensors)}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Of many ranks' checkpoint the tensors have been read by name already."""
+        if self.by_name:
+            return
         for mine, saved in zip(self.tensors, state_dict.get("tensors", self.tensors), strict=True):
             mine.copy_(saved)
 
@@ -75,3 +82,7 @@ class WeightAverage:
 
     def after_read(self) -> None:
         pass
+
+
+def _parts(tensors: list[Tensor]) -> list[Tensor]:
+    return [(tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach() for tensor in tensors]

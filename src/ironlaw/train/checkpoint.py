@@ -30,10 +30,10 @@ from ironlaw.model.huggingface.configs import names_of
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
 from ironlaw.train.sessions import read_sessions
 from ironlaw.train.state import Stateful, host_copy, unique_weights
+from ironlaw.workload.blocks import FP32
 from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
 from ironlaw.workload.parameters import model_parameters
-from ironlaw.workload.transformer import FP32
 
 SCHEMA_VERSION = 2  # 1 had only the optimizer and torch's generators in training.pt; it is still read
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"

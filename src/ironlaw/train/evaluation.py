@@ -13,18 +13,23 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.model.transformer import Transformer
 
 
+def sum_of_losses(model: Transformer, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
+    """Over the targets of a batch that count, nats, and their number. The model is in evaluation mode."""
+    counted = int((batch.targets != IGNORED).sum())
+    if not counted:
+        return 0.0, 0
+    with autocast():
+        return float(model(batch.inputs, batch.targets, documents=batch.documents)) * counted, counted
+
+
 @torch.no_grad()
 def evaluate(model: Transformer, batches: Iterable[Batch[Tensor]], autocast: Callable[[], Any]) -> float:
     """Mean loss over all targets that count, nats per token. The model is in training mode again afterwards."""
     model.eval()
     total, tokens = 0.0, 0
     for batch in batches:
-        counted = int((batch.targets != IGNORED).sum())
-        if not counted:
-            continue
-        with autocast():
-            total += float(model(batch.inputs, batch.targets, documents=batch.documents)) * counted
-        tokens += counted
+        losses, counted = sum_of_losses(model, batch, autocast)
+        total, tokens = total + losses, tokens + counted
     model.train()
     return total / tokens
 

@@ -1,6 +1,6 @@
 """An optimizer whose state, master weights and update are on the host, for devices whose memory they would fill.
 
-    optimizer = HostOptimizer(groups, build, lane)      # `build` makes PyTorch's own over the host's copies
+    optimizer = HostOptimizer(groups, build, stream)      # `build` makes PyTorch's own over the host's copies
     ...                                                 # backward, clip, as ever: gradients stay on the device
     optimizer.step()
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.train.combined import Combined
-from ironlaw.train.lane import Arrival, Lane
+from ironlaw.train.transfer_stream import Arrival, TransferStream
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]
@@ -32,23 +32,23 @@ class _Pair:
     host: Tensor
     gradient: Tensor
 
-    def fetch(self, lane: Lane) -> list[Arrival]:
+    def fetch(self, stream: TransferStream) -> list[Arrival]:
         """Send for the gradient, if there is one."""
         self.host.grad = None
         if self.parameter.grad is None:
             return []
         self.host.grad = self.gradient
-        return [lane.out(self.parameter.grad, self.gradient)]
+        return [stream.out(self.parameter.grad, self.gradient)]
 
 
 class HostOptimizer(Combined):
     """Like the optimizer that `build` makes, to the bit where the device computes as the host does."""
 
     def __init__(
-        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], lane: Lane,
+        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
-        self.lane = lane
+        self.stream = stream
         self._buckets: list[list[_Pair]] = []
         parts = []
         for bucket in _bucketed(groups, bucket_bytes):
@@ -62,19 +62,19 @@ class HostOptimizer(Combined):
         super().__init__(parts)
 
     def _pair(self, parameter: nn.Parameter) -> _Pair:
-        host = self.lane.host_like(parameter.detach())
-        return _Pair(parameter, host.copy_(parameter.detach()), self.lane.host_like(parameter.detach()))
+        host = self.stream.host_like(parameter.detach())
+        return _Pair(parameter, host.copy_(parameter.detach()), self.stream.host_like(parameter.detach()))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
-        leaving = [[arrival for pair in pairs for arrival in pair.fetch(self.lane)] for pairs in self._buckets]
+        leaving = [[arrival for pair in pairs for arrival in pair.fetch(self.stream)] for pairs in self._buckets]
         returning = []
         for pairs, part, arrivals in zip(self._buckets, self.parts, leaving, strict=True):
             for arrival in arrivals:
                 arrival.wait_on_host()
             part.step()
-            returning += [self.lane.back_into(pair.host, pair.parameter.data) for pair in pairs]
+            returning += [self.stream.back_into(pair.host, pair.parameter.data) for pair in pairs]
         for arrival in returning:
             arrival.wait_on_device()  # the next forward pass reads new weights
 

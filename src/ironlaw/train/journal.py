@@ -66,6 +66,13 @@ class Journal:
         self._metrics.close()
 
 
+class Silent:
+    """The journal of ranks that write nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **named: None
+
+
 def write_event(run: RunDirectory, kind: str, **fields: Any) -> None:
     """Append to events.jsonl and wait until it is on the disk."""
     lines = JsonLines(run.events_file)

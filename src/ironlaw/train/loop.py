@@ -1,10 +1,11 @@
-"""The training loop: one process, one device, read from top to bottom.
+"""The training loop of one rank, read from top to bottom; a single process is a mesh of one (`mesh.py`).
 
-    trainer = Trainer(config, run, plan, dataset, profile)
+    trainer = Trainer(config, run, plan, dataset, profile, mesh)
     outcome = trainer.train()
 
 A step is: wait for the batch, forward and backward over its micro-batches, clip, update. Everything else
-(validation, checkpoints, recording) happens between steps and has its own line in the wall time.
+(validation, checkpoints, recording) happens between steps and has its own line in the wall time. Every rank runs this
+loop; the first one writes files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.config import RunConfig
-from ironlaw.cores import usable_threads
 from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
@@ -38,33 +38,20 @@ from ironlaw.observe.board import find_board
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
-from ironlaw.observe.profile import (
-    copy_scope,
-    named_modules_recorded,
-    phase_scope,
-    read_profile,
-    silent_stderr,
-    step_scope,
-)
-from ironlaw.observe.trials import misaligned_weights, odd_sizes
+from ironlaw.observe.profile import copy_scope, named_modules_recorded, read_profile, silent_stderr, step_scope
 from ironlaw.plan.recipe import batch_of
 from ironlaw.train import checkpoint
-from ironlaw.train.attention import attention_kernel
-from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.compile import compile_blocks
-from ironlaw.train.evaluation import evaluate, in_other_units
+from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.journal import Digested, Journal
+from ironlaw.train.journal import Digested, Journal, Silent
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.precision import autocast
+from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
-from ironlaw.train.restore import load
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.sessions import earlier_profile, keep_profile, now
 from ironlaw.train.state import RandomState, Stateful, seed_everything
-from ironlaw.train.step import Step
 from ironlaw.train.transfer import Transfer
 from ironlaw.workload.tensors import batch_bytes
 
@@ -100,7 +87,7 @@ class Outcome:
 
 
 class Trainer:
-    """One run on one device. Construct, then `train()` once."""
+    """One run on one rank. Construct, then `train()` once: on every rank of the mesh."""
 
     def __init__(
         self,
@@ -109,103 +96,77 @@ class Trainer:
         plan: Ledger,
         dataset: Dataset,
         profile: Profile,
+        mesh: Mesh,
         *,
+        observer: Observer | None = None,
         start: checkpoint.Checkpoint | None = None,
         watch: Callable[[StepReport], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.started = time.perf_counter()
         self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
+        self.mesh, self.observer, self.device = mesh, observer or Observer(), mesh.device
         self.watch = watch or (lambda report: None)
         self.say = say or (lambda message: None)
-        self.device = torch.device(profile.device)
-        self.precision: str = plan.decided.precision
-        self.about: dict[str, Any] = {}  # for the index of checkpoints: of adapters, their base
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
         self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
         self.data_facts: dict[str, Any] = {}
-        self.attention: str | None = None  # by which kernel
-        self.train_loss = self.validation_loss = float("nan")
-        self.average: WeightAverage | None = None
+        self.train_loss = self.validation_loss = self._gradient_norm = float("nan")
         self._interrupted: str | None = None
+        self._stop_agreed = False
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
+        self._spike_known = False
+        self._digested: Any = None
         self._setup(start)
 
     # -- set up ----------------------------------------------------------------------------------------------
 
     def _setup(self, start: checkpoint.Checkpoint | None) -> None:
-        config = self.config
+        config, mesh = self.config, self.mesh
         host.keep_freed_memory()
-        torch.set_num_threads(min(self.profile.threads, usable_threads()))
+        torch.set_num_threads(mesh.threads(self.profile))
         self.loader = Loader(self.dataset, config.data, config.sequence)
-        self.batches = self.loader.training(config.train.global_batch, config.train.seed)
+        self.batches = self.loader.training(config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.dp)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
-        self.one_step = Step(config, self.plan, self.profile, self.device, fresh=start is None)
-        self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
-        self.average = self.one_step.average
-        self.about = self.one_step.about
-        self.attention = attention_kernel(self.model, config, self.device, self.precision)
+        self.one_step = mesh.step(config, self.plan, self.profile, fresh=start is None, say=self.say)
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
-            self.run.checkpoints, config.checkpoint, config.model, say=self.say, store=self._store(),
-            before_write=lambda: self.journal.sync(),
+            self.run.checkpoints, config.checkpoint, config.model, say=self.say, store=self.one_step.store,
+            ranks=self.one_step.writers, before_write=lambda: self.journal.sync(),
         )  # fmt: skip
         if start is not None:
-            self._start_anew(load(start, self.model, config.model, self.states))
-            self.step, self.tokens = start.step, start.tokens
-            self.checkpointer.last = start
+            self._load(start)
             self.say(f"resumed from step {start.step}")
-        wanted = config.train.compile
-        self.compiled = wanted in ("on", "graphs") or (wanted == "auto" and self.device.type == "cuda")
-        if self.compiled:
-            self.compiled = compile_blocks(
-                self.model, self._micro_batch_like(), self._autocast, self.say, graphs=wanted == "graphs"
-            )
+        self.compiled = self.one_step.compile()
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file), ())
-        self._spike_known = False
-        self._digested: Any = None
-        self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
+        if mesh.first:
+            self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
+        else:
+            self.journal = cast(Journal, Silent())
+        mesh.barrier()  # the others read what rank 0's journal leaves of an earlier session
         self.recovery.start_over(self.run.metrics())
 
-    def _store(self) -> checkpoint.Store:
-        return checkpoint.AdapterFiles() if self.config.finetune.adapts else checkpoint.WholeFiles()
-
-    def _start_anew(self, missing: list[str]) -> None:
-        """What a checkpoint does not hold."""
+    def _load(self, found: checkpoint.Checkpoint) -> None:
+        """The state of `found`; what it does not hold starts anew."""
+        average = self.one_step.average
+        missing = self.one_step.load(found, self.states)
         for name in missing:
             self.say(f"the checkpoint holds no {name} state: it starts anew")
-        if self.average is not None and "average" in missing:
-            self.average.start_over()
+        if average is not None and "average" in missing:
+            average.start_over()
+        self.step, self.tokens = found.step, found.tokens
+        self.checkpointer.last = found
 
     def _setting(self) -> dict[str, Any]:
         """What must be alike for the step times of two sessions to be comparable."""
         return {
             "profile": self.profile.created, "device": self.profile.device, "threads": self.profile.threads,
-            "micro_batch": self.config.micro_batch, "precision": self.precision, "compile": self.compiled,
-            "torch": torch.__version__,
-        }  # fmt: skip
-
-    def _micro_batch_like(self) -> Tensor:
-        return torch.zeros(self.config.micro_batch, self.config.sequence, dtype=torch.long, device=self.device)
-
-    def _autocast(self) -> Any:
-        return autocast(self.device, self.precision)
-
-    def _step_metrics(self) -> dict[str, Any]:
-        return self.one_step.metrics()
-
-    def _step_facts(self) -> dict[str, Any]:
-        rows = self.config.micro_batch * self.config.sequence
-        return {
-            "attention": self.attention, "host_bytes": self.one_step.host_bytes(),
-            "skipped_updates": self.one_step.scale.skipped_steps,
-            "misaligned": misaligned_weights(self.model, rows, self.precision),
-            "odd_sizes": odd_sizes(rows, self.config.model.size_of_head),
-        }  # fmt: skip
+            "precision": self.one_step.precision, "compile": self.compiled, "torch": torch.__version__,
+        } | self.one_step.setting()  # fmt: skip
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -264,25 +225,30 @@ class Trainer:
             self.data_facts = self.loader.facts() | prefetcher.facts()
 
     def _stopping(self) -> bool:
+        if self.mesh.size > 1:
+            return self._stop_agreed  # never on this rank's own account: the others would wait for it
         return self._interrupted is not None
 
     def _enough_steps_left(self) -> bool:
         """A very short run is not recorded: every step of it would be slower."""
-        return self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
+        readable = self.mesh.size == 1 or self.device.type == "cpu"
+        return readable and self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
 
     def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
         """One optimizer step. `recording`: push the marks that the profiler's reader looks for."""
-        config, clock = self.config, self.clock
-        with clock.step() as times, step_scope(recording):
+        clock, observer, number = self.clock, self.observer, self.step
+        with clock.step() as times, step_scope(recording), observer.step(number + 1, clock):
             with clock.phase(Phase.DATA):
                 batch = next(batches)
-            loss = self.one_step.forward_backward(batch, self.step, clock, recording)
-            with clock.phase(Phase.OPTIMIZER), phase_scope(recording, Phase.OPTIMIZER):
-                self._gradient_norm = self.one_step.update(self.step, recording)
-            with clock.phase(Phase.HOST):
-                self.train_loss = float(loss)  # on CUDA the host waits here for the device
+            loss = self.one_step.forward_backward(batch, number, clock, recording)
+            stop, numbers = self._interrupted is not None, observer.numbers(number + 1)
+            agreed = self.one_step.update(loss, number, clock, recording, stop, numbers)
+        self.train_loss, self._gradient_norm, self._stop_agreed, _ = agreed
+        if agreed.stop and self._interrupted is None:
+            self._interrupted = "SIGTERM"  # another rank was told to stop
         self.step += 1
-        self.tokens += config.tokens_per_step
+        self.tokens += self.config.tokens_per_step
+        observer.told(agreed, self.step, self.journal.event, self.say)
         return times
 
     def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
@@ -293,8 +259,9 @@ class Trainer:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         finished: list[StepTimes] = []
+        persistent = self.one_step.persistent_bytes()
         recorded = profile(activities=activities, profile_memory=True)
-        with named_modules_recorded(self.model):
+        with named_modules_recorded(self.one_step.model), self.observer.recording():
             with silent_stderr():
                 recorded.start()
             try:
@@ -306,7 +273,9 @@ class Trainer:
                     recorded.stop()
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
-        keep_profile(self.run.profile_file, self.observed)
+        self.observer.recorded(recorded, self.observed.profile, persistent)
+        if self.mesh.first:
+            keep_profile(self.run.profile_file, self.observed)
         # The recorded steps themselves, and what happened between them, are counted where they belong.
         counted = sum(self.observed.wall_seconds.values()) - counted
         self.observed.wall_seconds["profiling"] = max(0.0, time.perf_counter() - began - counted)
@@ -320,8 +289,8 @@ class Trainer:
         entry: dict[str, Any] = {
             "step": step, "batch": self.recovery.skips.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
             "seconds": times.wall_seconds, "loader_tokens_per_second": self.prefetcher.tokens_per_second,
-            "lr": self.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
-        } | self._step_metrics()  # fmt: skip
+            "lr": self.one_step.optimizer.param_groups[0]["lr"], "grad_norm": self._gradient_norm, **phases,
+        } | self.one_step.metrics()  # fmt: skip
         if not recorded:  # recorded steps are counted with the profiling that slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
         validated = False
@@ -345,7 +314,7 @@ class Trainer:
             StepReport(
                 step, config.train.steps, self.train_loss, self.validation_loss if validated else None, self.tokens,
                 times.wall_seconds, times.phase_seconds.get(Phase.DATA, 0.0), entry["resident_bytes"], recorded,
-                self.attention,
+                self.one_step.attention,
             )
         )  # fmt: skip
 
@@ -358,30 +327,38 @@ class Trainer:
         self.validation_loss = self._validate()
         found = {"validation_loss": self.validation_loss}
         found |= in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
-        if self.average is not None:
-            with self.average.applied():
+        if self.one_step.average is not None:
+            with self.one_step.average.applied():
                 found["average_validation_loss"] = self._validate()
         found["evaluation_seconds"] = time.perf_counter() - began
         self.observed.wall_seconds["evaluation"] += found["evaluation_seconds"]
         return found
 
+    @torch.no_grad()
     def _validate(self) -> float:
-        config = self.config
-        batches = self.loader.validation(config.micro_batch, config.evaluation.batches * config.accumulation)
-        return evaluate(self.model, map(self.to_device, batches), self._autocast)
+        """Replicas share the batches. Collectives need every rank: one without a batch of its own works on another's,
+        and does not count it."""
+        mesh, step, every = self.mesh, self.one_step, self.config.evaluation.batches
+        batches = list(self.loader.validation(step.evaluation_rows, every * step.evaluation_batches))
+        total, tokens = 0.0, 0.0
+        with step.evaluating():
+            for first in range(0, len(batches), mesh.dp):
+                mine = first + mesh.index("dp")
+                counts = mine < len(batches) and step.takes(batches[mine])
+                if not step.takes(batches[0]):
+                    break  # less text than one batch
+                losses, counted = step.evaluate(self.to_device(batches[mine] if counts else batches[0]))
+                total, tokens = (total + losses, tokens + counted) if counts else (total, tokens)
+        total, tokens = mesh.sum([total, tokens])
+        return total / tokens if tokens else float("nan")
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the state of this moment; `checkpointer.write()` then writes it while the next steps run."""
         with copy_scope():
             seconds = self.checkpointer.take(
-                self.step,
-                self.tokens,
-                self.model,
-                self.states,
-                validation_loss,
-                turns=len(self.recovery.turns),
-                **self.about,
-            )
+                self.step, self.tokens, self.one_step.model, self.states, validation_loss,
+                turns=len(self.recovery.turns), **self.one_step.about,
+            )  # fmt: skip
         if self.device.type == "cpu" and self.step < self.config.train.steps:  # the next steps run beside it
             self.observed.checkpoint_copy_bytes = self.checkpointer.copied_bytes
         self.observed.wall_seconds["checkpoint"] += seconds
@@ -409,15 +386,25 @@ class Trainer:
             raise GoBack(target)
 
     def _answer(self, spike: Spike) -> checkpoint.Checkpoint | None:
-        return answer(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say)
+        """All ranks have found the spike in the same numbers; rank 0 looks at the disk, writes down what is done about
+        it and drops checkpoints."""
+        recovery, known = self.recovery, len(self.recovery.turns)
+
+        def decide() -> tuple[checkpoint.Checkpoint | None, list[dict[str, Any]]]:
+            return answer(spike, recovery, self.run.checkpoints, self.journal.event, self.say), recovery.turns[known:]
+
+        target, turns = self.mesh.first_does(decide)
+        if not self.mesh.first:
+            for event in turns:
+                recovery.take(event)
+        return target
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """To the state of `target`, as if the steps after it had not been; only the events and the clock know."""
         began = time.perf_counter()
-        load(target, self.model, self.config.model, self.states)
-        self.step, self.tokens = target.step, target.tokens
-        self.checkpointer.last = target
+        self._load(target)
         self.journal.forget_after(self.step, self.observed)
+        self.mesh.barrier()  # rank 0 has dropped the lines; all read what is left
         self.recovery.start_over(self.run.metrics())
         self._spike_known = False
         wall = self.observed.wall_seconds
@@ -426,7 +413,8 @@ class Trainer:
     def _probe_sometimes(self) -> None:
         """Is the machine still as fast as when it was measured?"""
         now = time.perf_counter()
-        if self.device.type == "cpu" and now - self._last_probe > PROBE_EVERY_SECONDS:
+        due = now - self._last_probe > PROBE_EVERY_SECONDS
+        if due and self.mesh.first and self.device.type == "cpu":
             self.observed.probes.append(self._probe.ratios(self.profile))
             self._last_probe = now
 
@@ -440,9 +428,13 @@ class Trainer:
         self.say(f"{self._interrupted}: finishing the step and saving; once more to stop without saving")
 
     def _finish(self) -> Ledger:
-        observed, config = self.observed, self.config
+        """The first rank's ledger has what all have seen; the others' is empty."""
+        observed, config, step = self.observed, self.config, self.one_step
+        self.observer.gather(observed)
+        if not self.mesh.first:
+            return Ledger("run")
         if config.finetune.adapts:
-            save_adapter(self.run.adapter, self.model, config)
+            save_adapter(self.run.adapter, step.model, config)
         total = time.perf_counter() - self.started
         observed.wall_seconds["other"] = max(0.0, total - sum(observed.wall_seconds.values()))
         self.journal.sessions.end(self._interrupted or "done", self.step, observed)
@@ -466,13 +458,13 @@ class Trainer:
                 "sessions": self.journal.sessions.facts(),
                 "rollbacks": len(self.recovery.turns),
             }
-            | self._step_facts()
+            | step.facts()
         )
-        average = self.average
         ledger = measured_ledger(
             observed,
             planned=self.plan,
-            held=held_bytes(self.model, self.optimizer, average.tensors if average else ()) | observed.copies(),
+            held=held_bytes(step.model, step.optimizer, step.average.tensors if step.average else ())
+            | observed.copies(),
             batch_bytes=batch_bytes(batch_of(config)),
             tokens_per_step=config.tokens_per_step,
             facts=facts,
@@ -489,6 +481,7 @@ class Trainer:
             ledger.totals["unigram_loss"] = Estimate(
                 self.dataset.unigram_loss, Origin.CALCULATED, "token frequencies of the training text alone"
             )
+        self.observer.complete(ledger)
         return ledger
 
 

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.errors import UserError
+from ironlaw.plan.recipe import micro_batch_of
+
 DECAY = 0.9  # of the averages, per estimate
 
 
@@ -38,3 +42,20 @@ class NoiseScale:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         self.signal, self.noise = float(state_dict["signal"]), float(state_dict["noise"])
+
+
+def first_part(config: RunConfig, layout: LayoutConfig) -> int:
+    """Micro-batches of a replica whose gradient is the small batch's. UserError where there are too few to make two
+    parts."""
+    assert layout.dp is not None
+    share = config.train.global_batch // layout.dp
+    micro_batches = share // micro_batch_of(config, share)
+    if layout.pp == 1 and micro_batches > 1:
+        return 1
+    if layout.pp > 1 and micro_batches % (2 * layout.pp) == 0:
+        return micro_batches // 2
+    needed = "two" if layout.pp == 1 else f"a multiple of {2 * layout.pp}"
+    raise UserError(
+        f"train.noise_scale_every compares a part of a step with the whole, and needs {needed} micro-batches per "
+        f"replica, not {micro_batches}: lower train.micro_batch, or leave it out"
+    )

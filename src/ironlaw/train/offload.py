@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.lane import Arrival, Lane
+from ironlaw.train.transfer_stream import Arrival, TransferStream
 
 SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
 
@@ -49,10 +49,10 @@ class ActivationOffload:
     """`begin()` before each forward pass, `with around(block): ...` around each block, `loss.backward()` anywhere."""
 
     def __init__(
-        self, model: Transformer, device: torch.device, lane: Lane, ahead_bytes: int,
+        self, model: Transformer, device: torch.device, stream: TransferStream, ahead_bytes: int,
         smallest_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self.device, self.blocks, self.lane = device, len(model.blocks), lane
+        self.device, self.blocks, self.stream = device, len(model.blocks), stream
         # Weights, rotary tables and so on are there anyway.
         self._stay = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         self.ahead_bytes = ahead_bytes
@@ -82,8 +82,8 @@ class ActivationOffload:
         kept = self._by_storage.get(key)
         if kept is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            host = self.lane.host_like(whole)
-            kept = _Kept(len(self._order), storage.nbytes(), host, self.lane.out(whole, host), whole)
+            host = self.stream.host_like(whole)
+            kept = _Kept(len(self._order), storage.nbytes(), host, self.stream.out(whole, host), whole)
             self._order.append(kept)
             self._by_storage[key] = kept
             self._leaving.append(kept)
@@ -135,5 +135,5 @@ class ActivationOffload:
 
     def _send_for(self, kept: _Kept) -> None:
         if kept.back is None:
-            kept.back, kept.arrival = self.lane.back(kept.host)
+            kept.back, kept.arrival = self.stream.back(kept.host)
             self._ahead += kept.bytes

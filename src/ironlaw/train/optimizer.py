@@ -12,15 +12,17 @@ from ironlaw.errors import UserError
 from ironlaw.train.combined import Combined
 from ironlaw.train.galore import GaLore
 from ironlaw.train.host_optimizer import HostOptimizer
-from ironlaw.train.lane import Lane
+from ironlaw.train.transfer_stream import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig, assign
 from ironlaw.workload.parameters import Parameter
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, *, lane: Lane | None = None) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, stream: TransferStream | None = None
+) -> torch.optim.Optimizer:
     """The optimizer of `model`. Groups carry `lr_scale`: `set_learning_rate` multiplies by it.
 
-    `lane`: state and update on the host that it leads to (`train/host_optimizer.py`).
+    `stream`: state and update on the host that it leads to (`train/host_optimizer.py`).
     """
     named = trained_parameters(model)
     assigned = assign(described(model), config)
@@ -35,8 +37,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, lane: Lane | N
             if is_matrix is matrix
         ]
 
-    if lane is not None:
-        return HostOptimizer(of(False), lambda some: _build(config.name, some, config), lane)
+    if stream is not None:
+        return HostOptimizer(of(False), lambda some: _build(config.name, some, config), stream)
     if config.name not in MATRIX_OPTIMIZERS:
         return _build(config.name, of(False), config)
     if not of(True):

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
-from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.profile import Profile
 from ironlaw.plan import record
 from ironlaw.plan.machines import is_emulated
-from ironlaw.plan.step import plan_run
-from ironlaw.plan.totals import fits
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.finetune import check_base
@@ -27,6 +27,7 @@ from ironlaw.train.journal import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_resumable
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
@@ -40,57 +41,69 @@ def run_training(
     config: RunConfig,
     out: Path,
     profile: Profile,
+    mesh: Mesh | None = None,
     *,
+    observer: Callable[[RunDirectory], Observer] = lambda run: Observer(),
     resume: bool = False,
     data_progress: DataProgress | None = None,
     planned: Callable[[Ledger, Dataset], None] | None = None,
     watch: Callable[[StepReport], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Train `config` into the directory `out`; `planned` is shown the plan before the first step.
+    """Train `config` into the directory `out`, on every rank of `mesh`; `planned` is shown the plan before the first
+    step. The callbacks are the first rank's, and only its outcome has a ledger.
 
     Raises UserError when the input cannot work (no text, no room, another model), before anything is written to `out`.
     """
+    mesh = mesh or Mesh(torch.device(profile.device))
+    if not mesh.first:
+        data_progress = planned = watch = say = None
     say = say or (lambda message: None)
-    check_installed(config.tracking)
-    run = find_run(out, config, resume)
+    mesh.first_does(lambda: check_installed(config.tracking))
+    run = mesh.first_does(lambda: find_run(out, config, resume))
     with contextlib.ExitStack() as held:
-        if out.is_dir():  # before its checkpoints are looked at; a new run is locked once there is a directory
-            held.enter_context(locked(out))
-        return _train_alone(config, run, profile, held, data_progress, planned, watch, say)
+
+        def lock() -> None:
+            held.enter_context(locked(run.path))
+
+        there = mesh.first_does(run.path.is_dir)
+        if there:  # before its checkpoints are looked at; a new run is locked once there is a directory
+            mesh.first_does(lock)
+        plan = mesh.plan(config, profile)
+        dataset = mesh.prepare(config, data_progress, say)
+        start = mesh.first_does(lambda: check_start(config, dataset, run, say))
+        if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
+            say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
+            return Outcome(Ledger.load(run.ledger_file), start.step, None)
+
+        def create() -> None:
+            create_run(run, config)
+            if not there:
+                lock()
+            plan.save(run.plan_file)
+            if dataset.tokenizer_path is not None:
+                shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+            if planned is not None:
+                planned(plan, dataset)
+
+        mesh.first_does(create)
+        with observer(run) as watching:
+            trainer = partial(
+                Trainer, config, run, plan, dataset, profile, mesh, observer=watching, start=start, watch=watch, say=say
+            )
+            return _train(trainer, config, run, plan, profile, mesh, start)
 
 
-def _train_alone(
-    config: RunConfig, run: RunDirectory, profile: Profile, held: contextlib.ExitStack,
-    data_progress: DataProgress | None, planned: Callable[[Ledger, Dataset], None] | None,
-    watch: Callable[[StepReport], None] | None, say: Callable[[str], None],
+def _train(
+    build: Callable[[], Trainer], config: RunConfig, run: RunDirectory, plan: Ledger, profile: Profile, mesh: Mesh,
+    start: checkpoint.Checkpoint | None,
 ) -> Outcome:  # fmt: skip
-    """The run directory is this process's, or does not exist yet."""
-    new = not run.path.is_dir()
-    plan = plan_run(config, profile)
-    if not fits(plan):
-        raise UserError(
-            "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
-        )
-    dataset = prepare(config.data, config.model.vocab, data_progress, say)
-    start = check_start(config, dataset, run, say)
-    if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
-        say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
-        return Outcome(Ledger.load(run.ledger_file), start.step, None)
-    create_run(run, config)
-    if new:
-        held.enter_context(locked(run.path))
-    plan.save(run.plan_file)
-    if dataset.tokenizer_path is not None:
-        shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
-    if planned is not None:
-        planned(plan, dataset)
     trainer: Trainer | None = None
     try:
-        trainer = Trainer(config, run, plan, dataset, profile, start=start, watch=watch, say=say)
+        trainer = build()
         outcome = trainer.train()
     except Exception as error:
-        if not is_out_of_memory(error):
+        if mesh.size > 1 or not is_out_of_memory(error):
             raise
         step = trainer.step if trainer is not None else 0
         last = trainer.checkpointer.last if trainer is not None else start
@@ -98,10 +111,13 @@ def _train_alone(
         with contextlib.suppress(OSError):
             write_event(run, "out_of_memory", step=step, message=str(answer))
         raise answer from None
-    outcome.ledger.save(run.ledger_file)
-    interference.remember(profile, trainer.observed.probes)
-    _remember(plan, outcome, profile, run)
-    supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
+    if mesh.first:
+        outcome.ledger.save(run.ledger_file)
+    mesh.barrier()
+    if mesh.size == 1:  # what is learned for the next plan is of one process
+        interference.remember(profile, trainer.observed.probes)
+        _remember(plan, outcome, profile, run)
+        supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
 
 

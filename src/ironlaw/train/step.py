@@ -1,79 +1,130 @@
-"""One optimizer step on one device: forward and backward over the micro-batches, clip, update.
+"""One optimizer step: forward and backward over the micro-batches, clip, update.
 
 Everything that changes what a step computes is held here: precision and loss scale, accumulation, recomputation,
-offloading, the average of the weights, the noise scale. The loop around it decides when.
+offloading, the average of the weights, the noise scale. The loop around it decides when. What a layout of many ranks
+changes is in the methods that `LayoutStep` has of its own (`train/parallel/step.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import IGNORED, Batch
-from ironlaw.ledger import Ledger, Phase
-from ironlaw.machine.profile import Profile
+from ironlaw.ledger import Decisions, Phase
 from ironlaw.model.linear import use_onednn
-from ironlaw.model.moe import update_routing
+from ironlaw.model.moe import Load, update_routing
 from ironlaw.model.transformer import Transformer, block_attention
 from ironlaw.observe.clock import StepClock
+from ironlaw.observe.measured import held_bytes
 from ironlaw.observe.profile import operation_scope, phase_scope
+from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.train import precision
+from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage
+from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
+from ironlaw.train.compile import compile_blocks
+from ironlaw.train.evaluation import sum_of_losses
 from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
-from ironlaw.train.lane import lane_to_host
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.recompute import recompute_blocks
+from ironlaw.train.restore import load
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import Stateful
+from ironlaw.train.transfer_stream import stream_to_host
+
+if TYPE_CHECKING:
+    from ironlaw.train.mesh import Mesh
+
+
+class Agreed(NamedTuple):
+    """The same on every rank: loss over the global batch, norm of the whole gradient before clipping, whether any rank
+    wants to stop, and the sums of what each had to add."""
+
+    loss: float
+    norm: float
+    stop: bool
+    added: list[float]
 
 
 class Step:
-    """`loss = step.forward_backward(batch, number)`, then `norm = step.update(number)`; steps are numbered from 0."""
+    """`loss = step.forward_backward(batch, number)`, then `step.update(loss, number)`; steps are numbered from 0."""
+
+    optimizer: torch.optim.Optimizer
+    store: Store
+    attention: str | None = None  # the kernel that computes it, where that is known
+    offload: ActivationOffload | None = None
+    moment: Any = None  # where rounding is drawn by step and micro-batch
 
     def __init__(
-        self, config: RunConfig, plan: Ledger, profile: Profile, device: torch.device, *, fresh: bool = True
-    ) -> None:
-        """`fresh`: no checkpoint follows, so that `train.start_from` says where the weights come from."""
-        self.config, self.device = config, device
-        self.precision: str = plan.decided.precision
+        self, config: RunConfig, decisions: Decisions, mesh: Mesh, *, onednn: bool = False, fresh: bool = True,
+        say: Callable[[str], None] = lambda message: None,
+    ) -> None:  # fmt: skip
+        """`fresh`: no checkpoint follows, so that first weights are drawn or read from `train.start_from`. `onednn`:
+        that library multiplies fp32."""
+        self.config, self.decisions, self.mesh, self.device, self.say = config, decisions, mesh, mesh.device, say
+        self.precision: str = decisions.precision
+        self.share = config.train.global_batch // mesh.dp  # sequences of this replica
+        self.about: dict[str, Any] = {}  # for the index of checkpoints: of adapters, their base
+        self.clock, self.recording = StepClock(), False
+        self.gradient_pointers: set[int] = set()  # of the last recorded step
+        self.small_square: tuple[int, float] | None = None  # sequences, squared norm of their gradient
+        self._norm = 0.0
+        self._expert_load: Load | None = None
+        self._build(onednn, fresh)
+        self.scale = precision.LossScale(self.device, self.precision, config.scaler)
+        decay = config.train.average_decay
+        self.average = None if decay is None else WeightAverage(self.model, decay, by_name=mesh.size > 1)
+        self.noise = NoiseScale()
+
+    def _build(self, onednn: bool, fresh: bool) -> None:
+        """Model, optimizer, and how checkpoints lie on the disk."""
+        config, device, plan = self.config, self.device, self.decisions
         self.model = Transformer(config.model)
-        source = config.train.start_from
-        self.about: dict[str, Any] = {}  # for the index of checkpoints
-        if source and (fresh or config.finetune.adapts):
+        self.micro_batch, self.micro_batches = config.micro_batch, config.accumulation
+        source, adapts = config.train.start_from, config.finetune.adapts
+        if source and (fresh or adapts):
             load_first_weights(source, self.model, config.model)
-        if source and config.finetune.adapts:
+        if source and adapts:
             add_adapters(self.model, config.model, config.finetune, source, self.precision)
             self.about = about_base(config.finetune, source)
         self.model.to(device)
-        use_onednn(self.model, profile.fp32_products == "onednn")
-        block_attention(self.model, plan.decided.blocked_attention)
+        use_onednn(self.model, onednn)
+        block_attention(self.model, plan.blocked_attention)
         self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train.seed)
         self.model.dropout_seed = config.train.seed
-        self.model.loss_chunk = plan.decided.loss_chunk
-        recompute_blocks(self.model.blocks, plan.decided.recompute)
-        lane = lane_to_host(device) if config.train.offload != "none" else None
+        self.model.loss_chunk = plan.loss_chunk
+        recompute_blocks(self.model.blocks, plan.recompute)
+        stream = stream_to_host(device) if config.train.offload != "none" else None
         self.optimizer = build_optimizer(
-            self.model, config.optimizer, lane=lane if config.train.offloads_optimizer else None
+            self.model, config.optimizer, stream=stream if config.train.offloads_optimizer else None
         )
-        self.scale = precision.LossScale(device, self.precision, config.scaler)
-        decay = config.train.average_decay
-        self.average = None if decay is None else WeightAverage(self.model, decay)
-        self.noise = NoiseScale()
-        self.offload: ActivationOffload | None = None
-        if lane is not None and config.train.offloads_activations:
-            self.offload = ActivationOffload(self.model, device, lane, plan.decided.offload_ahead_bytes)
+        if stream is not None and config.train.offloads_activations:
+            self.offload = ActivationOffload(self.model, device, stream, plan.offload_ahead_bytes)
             self.model.around = self.offload.around
-        self.gradient_pointers: set[int] = set()  # of the last recorded step
-        self._norm = 0.0
-        self._expert_load: Any = None
-        self._small_square: float | None = None
+        self.attention = attention_kernel(self.model, config, device, self.precision)
+        self.store = AdapterFiles() if adapts else WholeFiles()
+        self.writers: Any = self.mesh  # who write a checkpoint together
+
+    def compile(self) -> bool:
+        """Where the config wishes it and it works here."""
+        wanted = self.config.train.compile
+        if wanted == "off" or (wanted == "auto" and self.device.type != "cuda"):
+            return False
+        tokens = torch.zeros(self.micro_batch, self.config.sequence, dtype=torch.long, device=self.device)
+        return compile_blocks(self.model, tokens, self.autocast, self.say, graphs=wanted == "graphs")
+
+    def autocast(self) -> Any:
+        return precision.autocast(self.device, self.precision)
 
     def states(self) -> dict[str, Stateful]:
         """What must be as it was when a run goes on, beside the weights."""
@@ -86,53 +137,86 @@ class Step:
             states["noise scale"] = self.noise
         return states
 
-    def host_bytes(self) -> int | None:
-        """What offloading holds in the host's memory, None where nothing is offloaded."""
-        if self.offload is None and not isinstance(self.optimizer, HostOptimizer):
-            return None
-        moved = self.offload.moved_bytes if self.offload is not None else 0
-        return moved + (self.optimizer.host_bytes() if isinstance(self.optimizer, HostOptimizer) else 0)
+    def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
+        """Weights and states from the disk; the names of those that are not there."""
+        return load(checkpoint, self.model, self.config.model, states)
 
-    def forward_backward(self, batch: Batch[Tensor], number: int, clock: StepClock, recording: bool = False) -> Tensor:
-        """Gradients of the mean loss over all targets that count; returns that mean, still on the device.
+    # -- forward and backward --------------------------------------------------------------------------------
 
-        `recording`: push the marks that the profiler's reader looks for.
+    def forward_backward(
+        self, batch: Batch[Tensor], number: int, clock: StepClock | None = None, recording: bool = False
+    ) -> Tensor:
+        """Gradients of the mean loss over all targets that count. Returns this rank's part of that mean, still on the
+        device: the mean over ranks is the whole.
+
+        `clock` is told of the passes; `recording`: push the marks that the profiler's reader looks for.
         """
-        size = self.config.micro_batch
-        parts = [slice(first, first + size) for first in range(0, len(batch.inputs), size)]
+        self.clock, self.recording = clock or StepClock(), recording
+        every = self.config.train.noise_scale_every
+        loss = self._gradients(batch, number, every > 0 and (number + 1) % every == 0)
+        if recording:
+            self.gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
+        return loss
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """For the clock, and for the reader of a profile."""
+        with self.clock.phase(phase), phase_scope(self.recording, phase):
+            yield
+
+    def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
         # Padding and the ends of documents are no targets; without them every micro-batch has as many as any other.
         uneven = batch.documents is not None or self.config.data.packing == "best_fit"
         counted = (batch.targets != IGNORED).sum() if uneven else None
-        losses = []
-        for index, rows in enumerate(parts):
-            micro = batch.rows(rows)
-            if self.moment is not None:
-                self.moment.step, self.moment.micro_batch = number, index
-            with (
-                clock.phase(Phase.FORWARD),
-                phase_scope(recording, Phase.FORWARD),
-                precision.autocast(self.device, self.precision),
-            ):
-                if self.offload is not None:
-                    self.offload.begin()
-                loss = self._share_of_loss(micro, batch, counted, self._samples(number, rows))
-            with clock.phase(Phase.BACKWARD), phase_scope(recording, Phase.BACKWARD):
-                self.scale.scale(loss).backward()
-                losses.append(loss.detach())
-                del loss  # frees what is left of the graph, which is the backward pass's to pay
-            if index == 0 and self._estimates_noise(number):
-                self._small_square = self._squared_norm() * (len(batch.inputs) / len(micro.inputs)) ** 2
-        if recording:
-            self.gradient_pointers = {p.grad.data_ptr() for p in self.model.parameters() if p.grad is not None}
-        with clock.phase(Phase.HOST):
-            return torch.stack(losses).sum()
+        samples = self._samples(number)
 
-    def _samples(self, number: int, rows: slice) -> Tensor | None:
-        """Numbers of these sequences within the run, where dropout is drawn by them, as on any other layout."""
+        def loss_of(rows: slice) -> Tensor:
+            if self.offload is not None:
+                self.offload.begin()
+            return self._share_of_loss(batch.rows(rows), batch, counted, None if samples is None else samples[rows])
+
+        return self._micro_batches(len(batch.inputs), number, loss_of, self._look_at_first if estimating else None)
+
+    def _samples(self, number: int) -> Tensor | None:
+        """Numbers of this replica's sequences within the run, where dropout is drawn by them, as on any layout."""
         if self.config.layout is None or not self.config.model.dropout:
             return None
-        first = number * self.config.train.global_batch
-        return torch.arange(first + rows.start, min(first + rows.stop, first + self.config.train.global_batch))
+        first = number * self.config.train.global_batch + self.mesh.index("dp") * self.share
+        return torch.arange(first, first + self.share)
+
+    def _micro_batches(
+        self, sequences: int, number: int, loss_of: Callable[[slice], Tensor],
+        after_first: Callable[[int, int], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Forward and backward of so many sequences; `loss_of` some of them what they add to the mean."""
+        losses = []
+        starts = range(0, sequences, self.micro_batch)
+        for index, start in enumerate(starts):
+            if self.moment is not None:
+                self.moment.step, self.moment.micro_batch = number, index
+            rows = slice(start, min(start + self.micro_batch, sequences))
+            with self._synchronised(index == len(starts) - 1):
+                with self.phase(Phase.FORWARD), self.autocast():
+                    loss = loss_of(rows)
+                with self.phase(Phase.BACKWARD):
+                    self._scaled(loss).backward()
+                    self._after_backward()
+                    losses.append(loss.detach())
+                    del loss  # frees what is left of the graph, which is the backward pass's to pay
+            if index == 0 and after_first is not None:
+                after_first(rows.stop - rows.start, sequences)
+        with self.clock.phase(Phase.HOST):
+            return torch.stack(losses).sum()
+
+    def _synchronised(self, last: bool) -> AbstractContextManager[None]:
+        """Around each micro-batch: gradients are reduced over replicas with the last one."""
+        return nullcontext()
+
+    def _after_backward(self) -> None:
+        """When a micro-batch's gradients are there."""
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return self.scale.scale(loss)
 
     def _share_of_loss(
         self, micro: Batch[Tensor], batch: Batch[Tensor], counted: Tensor | None, samples: Tensor | None
@@ -145,47 +229,112 @@ class Step:
             loss = self.model(micro.inputs, micro.targets, samples, micro.documents, reduction="sum")
             return loss / counted
         loss = self.model(micro.inputs, micro.targets, samples)
-        if len(batch.inputs) % self.config.micro_batch:
+        if len(batch.inputs) % self.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))
-        return loss / self.config.accumulation
+        return loss / self.micro_batches
 
-    def update(self, number: int, recording: bool = False) -> float:
-        """Clip by global norm, update, clear gradients. Returns the norm before clipping."""
-        set_learning_rate(self.optimizer, learning_rate(self.config, number))
-        with operation_scope(recording, "clip"):
-            self.scale.unscale(self.optimizer)
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        with operation_scope(recording, self.config.optimizer.name):
-            done = self.scale.step(self.optimizer)
-        if done and self.average is not None:
-            with operation_scope(recording, "average"):
-                self.average.update()
-        if self.config.model.moe:
-            self._expert_load = update_routing(self.model)
-        self.optimizer.zero_grad(set_to_none=True)
-        if done:  # a skipped step overflowed, which is no news of the gradient
-            self._norm = float(norm)
-        else:
-            self._small_square = None
-        self._observe_noise()
-        return self._norm
-
-    # -- gradient noise --------------------------------------------------------------------------------------
-
-    def _estimates_noise(self, number: int) -> bool:
-        every = self.config.train.noise_scale_every
-        return every > 0 and (number + 1) % every == 0
-
-    def _squared_norm(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+    def _look_at_first(self, sequences: int, of: int) -> None:
+        """The gradient of the first micro-batch by itself, for the noise scale."""
+        norm = float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         scale = self.scale.scaler.get_scale() if self.scale.enabled else 1.0
-        return (float(nn.utils.get_total_norm(gradients)) / scale) ** 2
+        self.small_square = sequences, (norm / scale) ** 2 * (of / sequences) ** 2
 
-    def _observe_noise(self) -> None:
-        if self._small_square is not None:
-            config = self.config
-            self.noise.observe(config.micro_batch, self._small_square, config.train.global_batch, self._norm**2)
-            self._small_square = None
+    # -- update ----------------------------------------------------------------------------------------------
+
+    def update(
+        self, loss: Tensor, number: int, clock: StepClock | None = None, recording: bool = False, stop: bool = False,
+        numbers: Sequence[float] = (),
+    ) -> Agreed:  # fmt: skip
+        """Clip by global norm, update, clear gradients. Every rank gets the same: `loss` over all ranks, the norm,
+        whether any of them wishes to `stop`, the sums of their `numbers`."""
+        self.clock, self.recording = clock or StepClock(), recording
+        with self.phase(self._agreeing_phase), operation_scope(recording, "clip"):
+            mean, norm, stop, added = self._agree(loss, stop, numbers)
+        with self.phase(Phase.OPTIMIZER):
+            set_learning_rate(self.optimizer, learning_rate(self.config, number))
+            with operation_scope(recording, self.config.optimizer.name):
+                done = self._step_optimizer()
+            if done and self.average is not None:
+                with operation_scope(recording, "average"):
+                    self.average.update()
+            if self.config.model.moe:
+                self._expert_load = self._balance_experts()
+            self.optimizer.zero_grad(set_to_none=True)
+            if done:  # a skipped step overflowed, which is no news of the gradient
+                self._norm = float(norm)
+                if self.small_square is not None:
+                    self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
+            self.small_square = None
+        with self.clock.phase(Phase.HOST):
+            return Agreed(float(mean), self._norm, stop, added)  # on CUDA the host waits here for the device
+
+    _agreeing_phase = Phase.OPTIMIZER
+
+    def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[Any, Any, bool, list[float]]:
+        """As `Agreed`, but for tensors that nobody has waited for. Clips the gradients."""
+        self.scale.unscale(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
+        return loss, norm, stop, list(numbers)
+
+    def _step_optimizer(self) -> bool:
+        """False for a gradient that overflowed, which changes nothing."""
+        return self.scale.step(self.optimizer)
+
+    def _balance_experts(self) -> Load | None:
+        return update_routing(self.model)
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    @property
+    def evaluation_rows(self) -> int:
+        """Sequences of one batch of `evaluate`, of a replica."""
+        return self.micro_batch
+
+    @property
+    def evaluation_batches(self) -> int:
+        """Batches of `evaluate` that all replicas together take in place of a global batch."""
+        return self.mesh.dp * self.micro_batches
+
+    def takes(self, batch: Batch[Any]) -> bool:
+        """Whether `evaluate` computes a batch of this size."""
+        return True
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        yield
+        self.model.train()
+
+    def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
+        """Sum of the losses of this rank's targets that count, and their number."""
+        return sum_of_losses(self.model, batch, self.autocast)
+
+    # -- what is known of it ---------------------------------------------------------------------------------
+
+    def persistent_bytes(self) -> int:
+        """Of tensors that are held between steps."""
+        return sum(held_bytes(self.model, self.optimizer, self.average.tensors if self.average else ()).values())
+
+    def host_bytes(self) -> int | None:
+        """What offloading holds in the host's memory, None where nothing is offloaded."""
+        if self.offload is None and not isinstance(self.optimizer, HostOptimizer):
+            return None
+        moved = self.offload.moved_bytes if self.offload is not None else 0
+        return moved + (self.optimizer.host_bytes() if isinstance(self.optimizer, HostOptimizer) else 0)
+
+    def setting(self) -> dict[str, Any]:
+        """What must be alike for the step times of two sessions to be comparable."""
+        return {"micro_batch": self.micro_batch}
+
+    def facts(self) -> dict[str, Any]:
+        """For the ledger of the run."""
+        rows = self.micro_batch * self.config.sequence
+        return {
+            "attention": self.attention, "host_bytes": self.host_bytes(),
+            "skipped_updates": self.scale.skipped_steps,
+            "misaligned": misaligned_weights(self.model, rows, self.precision),
+            "odd_sizes": odd_sizes(rows, self.config.model.size_of_head),
+        }  # fmt: skip
 
     def metrics(self) -> dict[str, Any]:
         """What of this is worth a line per step."""
@@ -194,6 +343,4 @@ class Step:
             result |= {"loss_scale": self.scale.scaler.get_scale(), "skipped_steps": self.scale.skipped_steps}
         if self.config.train.noise_scale_every and self.noise.sequences is not None:
             result["critical_batch"] = self.noise.sequences
-        if self._expert_load is not None:
-            result |= self._expert_load.metrics()
-        return result
+        return result if self._expert_load is None else result | self._expert_load.metrics()

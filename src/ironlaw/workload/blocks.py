@@ -1,18 +1,18 @@
 """Shapes and saved bytes that the forward and the backward pass of a decoder share.
 
-Symbols as in `transformer.py`.
+Symbols as in `forward.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.switches import score_blocks
 from ironlaw.workload.conventions import OURS, Conventions
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, call
 from ironlaw.workload.sizes import Size, divided, several, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -212,7 +212,7 @@ def rotary_saved_bytes(shape: Shape) -> Size:
     return tables + (0 if shape.composes_attention else shape.rotated_bytes)
 
 
-def dropout(shape: Shape, phase: Phase) -> list[Operation]:
+def dropout(shape: Shape) -> list[Operation]:
     """On a branch before it joins the residual stream: noise of the branch's type on a CPU, a byte per element on CUDA.
 
     Nothing without dropout.
@@ -222,12 +222,11 @@ def dropout(shape: Shape, phase: Phase) -> list[Operation]:
     elements = shape.tokens * shape.model.hidden
     branch = elements * shape.matmul_bytes
     noise = elements if shape.fused_rmsnorm else branch
-    if phase is Phase.FORWARD:
-        return [elementwise(shape, "dropout", "multiply", elements, 3, saved=noise, temporary=branch,
-                            frees_temporary=branch)]  # fmt: skip
     # The gradient of the stream stays beside the branch's; in reduced precision its cast copy dies.
-    return [elementwise(shape, "dropout", "multiply", elements, 3, backward=True, temporary=branch, frees_saved=noise,
-                        frees_temporary=branch if shape.casts else 0)]  # fmt: skip
+    back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=noise,
+                       frees_temporary=branch if shape.casts else 0)  # fmt: skip
+    return [elementwise(shape, "dropout", "multiply", elements, 3, saved=noise, temporary=branch,
+                        frees_temporary=branch, gradient=[back])]  # fmt: skip
 
 
 def qk_norm_saved_bytes(shape: Shape) -> int:
@@ -246,17 +245,9 @@ def qk_norm_saved_bytes(shape: Shape) -> int:
     return norms + cast_input + output
 
 
-def elementwise(
-    shape: Shape, name: str, kernel: str, elements: Size, tensors: float, *, backward: bool = False,
-    saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0,
-) -> Operation:  # fmt: skip
-    """`tensors`: how many tensors of `elements` it reads and writes."""
-    phase = Phase.BACKWARD if backward else Phase.FORWARD
-    return Operation(
-        name, Kind.ELEMENTWISE, phase, "block", kernel, shape.model.layers, elements=elements,
-        bytes_moved=tensors * elements * shape.matmul_bytes, saved_bytes=saved, temporary_bytes=temporary,
-        frees_saved_bytes=frees_saved, frees_temporary_bytes=frees_temporary,
-    )  # fmt: skip
+def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: float, **memory: Any) -> Operation:
+    """`tensors`: how many tensors of `elements`, as wide as the products, it reads and writes; else as `call`."""
+    return call(name, kernel, elements, tensors * elements * shape.matmul_bytes, **memory)
 
 
 def _blocked_working_bytes(shape: Shape, backward: bool) -> int:
@@ -270,31 +261,33 @@ def _blocked_working_bytes(shape: Shape, backward: bool) -> int:
     return 4 * copy + shared + 2 * block
 
 
-def attention(shape: Shape, phase: Phase) -> Operation:
-    model = shape.model
+def attention(shape: Shape) -> Operation:
+    """Forward QK^T and PV; backward the two gradients of each. A flash kernel recomputes the scores on top; that is
+    work of the implementation, not of the model, and is not counted."""
+    model, w, tokens = shape.model, shape.matmul_bytes, shape.tokens
     pairs = divided(attention_score_pairs(shape.sequence, model.sliding_window), shape.cp)
-    backward = phase is Phase.BACKWARD
-    # Forward: QK^T and PV. Backward: the two gradients of each. A flash kernel recomputes the scores on top; that
-    # is work of the implementation, not of the model, and is not counted.
-    flops = (2 if backward else 1) * shape.micro_batch * (model.query_size + model.mixed_size) * pairs
-    w, tokens = shape.matmul_bytes, shape.tokens
     values = model.key_value_heads * shape.value_width
     inputs = tokens * (model.query_size + model.key_value_size + values) * w
     outputs = tokens * model.heads * shape.value_width * w
     padded = tokens * values * w if shape.pads_values else 0  # a copy, which waits for the backward pass
+    saved = attention_saved_bytes(shape)
     # Composed: scores before the softmax, and their gradients.
-    working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
-    if shape.blocked:
-        working = _blocked_working_bytes(shape, backward)
-    kernel = "blocked" if shape.blocked else "attention"
-    return Operation(
-        "attention", Kind.ATTENTION, phase, "block", f"{kernel}_{phase}", model.layers,
-        attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
-        flops=flops, elements=shape.micro_batch * model.heads * pairs // 2,
-        bytes_moved=(2 * inputs + 2 * outputs) if backward else inputs + outputs,
-        saved_bytes=0 if backward else attention_saved_bytes(shape),
-        temporary_bytes=working + (inputs if backward else 0),
-        frees_saved_bytes=(attention_saved_bytes(shape) + rotary_saved_bytes(shape) + padded) if backward else 0,
-        frees_temporary_bytes=working + (outputs if backward else 0),
-        gradient_bytes=model.heads * FP32 if backward and model.attention_sinks else 0,
+    scores = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
+    working, working_back = ([_blocked_working_bytes(shape, back) for back in (False, True)]
+                             if shape.blocked else (scores, scores))  # fmt: skip
+
+    def one(phase: Phase, times: int, **memory: Any) -> Operation:
+        flops = times * shape.micro_batch * (model.query_size + model.mixed_size) * pairs
+        kernel = f"{'blocked' if shape.blocked else 'attention'}_{phase}"
+        elements = shape.micro_batch * model.heads * pairs // 2
+        return replace(
+            call("attention", kernel, elements, times * (inputs + outputs), kind=Kind.ATTENTION, **memory), flops=flops,
+            attention=(shape.micro_batch, shape.sequence, model.heads, model.key_value_heads, model.size_of_head),
+        )  # fmt: skip
+
+    back = one(
+        Phase.BACKWARD, 2, temporary=working_back + inputs, frees_temporary=working_back + outputs,
+        frees_saved=saved + rotary_saved_bytes(shape) + padded,
+        parameters=model.heads * FP32 if model.attention_sinks else 0,
     )  # fmt: skip
+    return one(Phase.FORWARD, 1, saved=saved, temporary=working, frees_temporary=working, gradient=[back])

@@ -301,13 +301,11 @@ class _Stage:
 
     def small_gradients(self) -> Iterable[Line]:
         """Gradients of whole tensors of which a rank sees only its heads or positions."""
-        partial = [p for p in self.parameters if p.name.endswith(("query_norm.weight", "key_norm.weight"))]
-        narrow = ("query_down.weight", "latent_down.weight", "latent_norm.weight")
-        partial += [p for p in self.parameters if p.name.endswith(narrow)]
-        partial += [p for p in self.parameters if p.name.endswith((".router.weight", ".shared_gate.weight"))]
+        partial = [p for p in self.parameters if p.partial]
         if self.layout.sp:
-            partial += [p for p in self.parameters if "_norm." in p.name and p not in partial]
-            partial += [p for p in self.parameters if p.name.startswith("positions.")]
+            partial += [
+                p for p in self.parameters if ("_norm." in p.name and not p.partial) or p.name.startswith("positions.")
+            ]
         if partial:
             size = sum(-(-p.shape[0] // self.ranks) * math.prod(p.shape[1:]) for p in partial) * FP32
             yield "tp", "all_reduce", self.parts, size * self.parts

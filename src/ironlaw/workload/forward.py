@@ -1,13 +1,18 @@
-"""The operations of a decoder's forward pass: embedding, one block (repeated `layers` times), output layer and loss.
+"""The operations of a decoder, each with its backward pass: embedding, one block, output layer and loss.
 
-Symbols as in `transformer.py`.
+The list mirrors `model/transformer.py` line by line, as PyTorch executes it without fusion. FLOPs equal
+`torch.utils.flop_counter` on that module exactly (the counter ignores the causal mask; here a masked score costs
+nothing, so causal attention counts half). Saved bytes equal what autograd holds.
+
+Symbols: T = micro-batch x sequence tokens, H hidden, Q and KV widths of all query and key/value heads, F FFN width,
+V vocabulary, `w` bytes of a matmul input or output, 4 bytes everywhere else.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Kind
 from ironlaw.workload import latent
 from ironlaw.workload.blocks import (
     FP32,
@@ -19,89 +24,107 @@ from ironlaw.workload.blocks import (
     qk_norm_saved_bytes,
     rotary_saved_bytes,
 )
-from ironlaw.workload.division import on_rank
 from ironlaw.workload.layers import joining, linear, norm, residual
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, call, differentiate, gradient_first, gradient_last, product
 from ironlaw.workload.sizes import Size
 
 
 def embedding(shape: Shape) -> list[Operation]:
-    model, tokens = shape.model, shape.tokens
-    full = tokens * model.hidden * FP32
+    model, elements, kind = shape.model, shape.tokens * shape.model.hidden, Kind.EMBEDDING
+    full, table = elements * FP32, model.vocab * model.hidden * FP32
     if shape.conventions.fused:
         stream = shape.stream_tokens * model.hidden
-        looked_up = elementwise(shape, "embedding", "embedding_forward", stream, 2)
-        return [replace(looked_up, kind=Kind.EMBEDDING, group="embedding", repeat=1)]
-    operations = [
-        Operation(
-            "embedding", Kind.EMBEDDING, Phase.FORWARD, "embedding", "embedding_forward",
-            elements=tokens * model.hidden, bytes_moved=2 * full + tokens * INDEX, saved_bytes=full,
+        added = elementwise(shape, "embedding", "embedding_backward", stream, 4, kind=kind)
+        return [elementwise(shape, "embedding", "embedding_forward", stream, 2, kind=kind, gradient=[added])]
+    # A tied table already has the head's gradient: this one is a second copy until they are added.
+    again = table if model.tied else 0
+    gradient = [
+        call(
+            "embedding", "embedding_backward", elements, 2 * full + table, kind=kind, parameters=table - again,
+            temporary=again, frees_temporary=full + again,
+            frees_saved=0 if shape.composes_attention else shape.mask_bytes,
         )
     ]  # fmt: skip
-    if shape.mask_bytes:  # kept by every layer's attention; a composed one uses it up
-        saved = 0 if shape.composes_attention else shape.mask_bytes
+    if model.tied:
+        gradient.append(call("embedding", "add_in_place", table // FP32, 3 * table, kind=kind))
+    kept = full if shape.keeps_stream else 0
+    operations = [
+        call(
+            "embedding", "embedding_forward", elements, 2 * full + shape.tokens * INDEX, kind=kind, saved=kept,
+            temporary=full - kept, gradient=gradient,
+        )
+    ]  # fmt: skip
+    if mask := shape.mask_bytes:  # kept by every layer's attention; a composed one uses it up
+        saved = 0 if shape.composes_attention else mask
         operations.append(
-            Operation(
-                "mask", Kind.ATTENTION, Phase.FORWARD, "embedding", "add", elements=shape.mask_bytes // FP32,
-                bytes_moved=3 * shape.mask_bytes, saved_bytes=saved, temporary_bytes=shape.mask_bytes - saved,
-            )
-        )  # fmt: skip
+            call("mask", "add", mask // FP32, 3 * mask, kind=Kind.ATTENTION, saved=saved, temporary=mask - saved)
+        )
     if model.positions == "learned":
+        positions, own = model.context * model.hidden * FP32, full * (1 + shape.documents)
+        numbers = shape.tokens * INDEX if shape.documents else 0  # which position each token has
+        back = call(
+            "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, frees_saved=numbers
+        )
         operations.append(
-            Operation(
-                "positions", Kind.EMBEDDING, Phase.FORWARD, "embedding", "add", elements=tokens * model.hidden,
-                bytes_moved=2 * full, temporary_bytes=full * (1 + shape.documents),
-                frees_temporary_bytes=full * (1 + shape.documents),
-                saved_bytes=tokens * INDEX if shape.documents else 0,  # which position each token has
-            )
+            call("positions", "add", elements, 2 * full, kind=kind, temporary=own, frees_temporary=own, saved=numbers,
+                 gradient=[back])
         )  # fmt: skip
     if model.embedding_scale != 1.0:
-        operations.append(scaled(shape, "embedding_scale", "embedding", Phase.FORWARD))
+        operations.append(scaled(shape, "embedding_scale"))
     if model.embedding_norm:  # keeps what it is given; its result is the stream
-        operations += norm(replace(shape, precision="fp32"), "embedding_norm", "embedding", 1, reader="")
-    if not shape.keeps_stream:
-        operations[0] = replace(operations[0], saved_bytes=0, temporary_bytes=full)
-    return on_rank(shape, operations)
+        operations += norm(replace(shape, precision="fp32"), "embedding_norm", reader="", residual=False)
+    return operations
 
 
-def scaled(shape: Shape, name: str, group: str, phase: Phase) -> Operation:
-    """The residual stream times a number, which takes its place."""
-    elements = shape.tokens * shape.model.hidden
-    return Operation(
-        name, Kind.ELEMENTWISE, phase, group, "multiply", elements=elements, bytes_moved=2 * elements * FP32,
-        temporary_bytes=elements * FP32, frees_temporary_bytes=elements * FP32,
-    )  # fmt: skip
+def scaled(shape: Shape, name: str) -> Operation:
+    """The residual stream times a number, which takes its place; its gradient likewise."""
+    full = shape.tokens * shape.model.hidden * FP32
+    back = call(name, "multiply", full // FP32, 2 * full, temporary=full, frees_temporary=full)
+    return replace(back, gradient=(back,))
 
 
 def block(shape: Shape) -> list[Operation]:
     """One block with a dense feed-forward network. Other orders than GPT-2's: `arrangements.py`."""
-    model, layers = shape.model, shape.model.layers
-    operations = attention_half(shape)
-    operations += norm(shape, "ffn_norm", "block", layers, reader="ffn_gate" if model.gated_ffn else "ffn_up")
-    operations += feed_forward(shape, model.ffn_size, "ffn")
-    operations += joining(shape, Phase.FORWARD)
-    operations.append(residual(shape, layers))
-    return on_rank(shape, operations)
+    operations = attention_half(shape) + norm(shape, "ffn_norm", reader=network_reader(shape))
+    operations += feed_forward(shape, shape.model.ffn_size, "ffn") + joining(shape)
+    return [*operations, residual(shape)]
+
+
+def network_reader(shape: Shape) -> str:
+    """The linear layer of a dense network that first reads what its norm gives."""
+    return "ffn_gate" if shape.model.gated_ffn else "ffn_up"
 
 
 def attention_half(shape: Shape) -> list[Operation]:
     """Norm, attention and its residual addition."""
     reader = "qkv" if shape.model.latent is None else latent.first_reader(shape.model)
-    operations = norm(shape, "attention_norm", "block", shape.model.layers, reader=reader)
-    operations += attention_branch(shape) + joining(shape, Phase.FORWARD)
-    return [*operations, residual(shape, shape.model.layers)]
+    operations = norm(shape, "attention_norm", reader=reader) + attention_branch(shape) + joining(shape)
+    return [*operations, residual(shape)]
 
 
-def attention_branch(shape: Shape, keep: bool = False) -> list[Operation]:
-    """From the normed input to what the output layer gives; `keep`: a norm after it saves that."""
-    model, tokens, w, layers = shape.model, shape.tokens, shape.matmul_bytes, shape.model.layers
-    if model.latent is not None:
-        operations = [*latent.projections(shape), attention(shape, Phase.FORWARD), *latent.unpadded(shape)]
-    else:
-        operations = [*projections(shape), attention(shape, Phase.FORWARD)]
+def branch_gradient(shape: Shape) -> Size:
+    """Bytes of a branch's own copy of the gradient of the residual stream.
+
+    That gradient stays alive beside the branch, so dy of the branch frees nothing; in reduced precision, and after
+    dropout or a factor, the branch works on its own copy.
+    """
+    own = shape.casts or shape.model.dropout or shape.model.residual_scale != 1.0
+    return shape.tokens * shape.model.hidden * shape.matmul_bytes if own else 0
+
+
+def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = None) -> list[Operation]:
+    """From the normed input to what the output layer gives; `keep`: a norm after it saves that.
+
+    `consumes`: bytes of the gradient of its output that die with their last use, `branch_gradient` unless given.
+    """
+    model, tokens, w = shape.model, shape.tokens, shape.matmul_bytes
+    parts = projections(shape) if model.latent is None else latent.projections(shape)
+    operations = [*parts, attention(shape), *latent.unpadded(shape)]
     operations += linear(
-        shape, "attention_out", "block", layers, model.mixed_size, model.hidden, keep=keep, bias=model.has_out_bias
-    )
+        shape, "attention_out", model.mixed_size, model.hidden, keep=keep, bias=model.has_out_bias,
+        frees=tokens * model.mixed_size * w if shape.pads_values else 0,
+        consumes=branch_gradient(shape) if consumes is None else consumes,
+    )  # fmt: skip
     if shape.composes_attention:  # the module's variables die when it returns
         qkv = tokens * (model.query_size + 2 * model.key_value_size) * w
         dying = shape.rotated_bytes + (0 if shape.keeps_qkv else qkv)
@@ -113,71 +136,101 @@ def attention_branch(shape: Shape, keep: bool = False) -> list[Operation]:
 
 def projections(shape: Shape) -> list[Operation]:
     """From the normed residual stream to queries, keys and values with their positions."""
-    model, tokens, layers = shape.model, shape.tokens, shape.model.layers
+    model, tokens, w, fused = shape.model, shape.tokens, shape.matmul_bytes, shape.conventions.fused
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
-    operations = linear(shape, "qkv", "block", layers, model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias)
-    if model.qk_norm:
-        operations.append(
-            replace(
-                elementwise(
-                    shape, "qk_norm", "rmsnorm_forward", tokens * heads, 2,
-                    saved=qk_norm_saved_bytes(shape),
-                ),
-                kind=Kind.NORM,
-            )
+    operations = linear(
+        shape, "qkv", model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias, frees=tokens * model.hidden * w
+    )
+    if not (fused and model.positions == "rope"):  # whose kernel gives gradients in their place
+        # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
+        size = tokens * qkv * w
+        operations = gradient_first(
+            operations,
+            elementwise(shape, "qkv", "concatenate", tokens * qkv, 2, temporary=size, frees_temporary=size,
+                        frees_saved=size if shape.keeps_qkv else 0),
         )  # fmt: skip
-    if shape.conventions.fused and model.positions != "rope":  # batched products want them in another order
-        operations.append(elementwise(shape, "qkv", "copy", tokens * qkv, 2))
-    if model.positions == "rope":
-        rotated = shape.rotated_bytes if shape.composes_attention else 0
+    if model.qk_norm:
+        saved = qk_norm_saved_bytes(shape)
+        back = elementwise(
+            shape, "qk_norm", "rmsnorm_backward", tokens * heads, 3, kind=Kind.NORM, frees_saved=saved,
+            parameters=sum(model.qk_norm_sizes) * FP32,
+        )  # fmt: skip
         operations.append(
             elementwise(
-                shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_saved_bytes(shape), temporary=rotated
+                shape, "qk_norm", "rmsnorm_forward", tokens * heads, 2, kind=Kind.NORM, saved=saved, gradient=[back]
+            )
+        )
+    if fused and model.positions != "rope":  # batched products want them in another order
+        operations.append(elementwise(shape, "qkv", "copy", tokens * qkv, 2))
+    if model.positions == "rope":
+        operations.append(
+            elementwise(
+                shape, "rotary", "rotary", tokens * heads, 2, saved=rotary_saved_bytes(shape),
+                temporary=shape.rotated_bytes if shape.composes_attention else 0,
+                gradient=[elementwise(shape, "rotary", "rotary", tokens * heads, 2)],
             )
         )  # fmt: skip
     return operations
 
 
-def feed_forward(shape: Shape, width: int, name: str, keep: bool = False) -> list[Operation]:
+def feed_forward(
+    shape: Shape, width: Size, name: str, *, keep: bool = False, consumes: Size | None = None, owns_input: bool = True
+) -> list[Operation]:
     """A dense network `width` wide, from its normed input; the first linear layer finds it in its own precision.
 
-    `keep`: a norm after it saves its result.
+    `keep`: a norm after it saves its result; `consumes` as in `attention_branch`; `owns_input`: nobody else frees that.
     """
-    model, layers, w = shape.model, shape.model.layers, shape.matmul_bytes
-    inner, normed, bias = shape.tokens * width, shape.tokens * model.hidden * w, model.has_ffn_bias
+    model, w, bias = shape.model, shape.matmul_bytes, shape.model.has_ffn_bias
+    inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
     if shape.conventions.fused:
         both = 2 * width if model.gated_ffn else width
-        operations = linear(shape, f"{name}_up", "block", layers, model.hidden, both, keep=True, bias=bias)
+        operations = linear(shape, f"{name}_up", model.hidden, both, keep=True, bias=bias)
         operations.append(activated(shape, inner))
-        return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=keep, bias=bias)
-    first = f"{name}_gate" if model.gated_ffn else f"{name}_up"
+        return operations + linear(shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias)
     # relu keeps its result, which the next product keeps too; the others keep what they are given.
     relu = model.activation == "relu"
-    operations = linear(shape, first, "block", layers, model.hidden, width, keep=not relu, bias=bias)
-    dying = inner * w if relu else 0
+    made = inner * w * (2 if model.activation == "relu2" else 1)  # one gradient for each factor
+    operations = linear(
+        shape, f"{name}_gate" if model.gated_ffn else f"{name}_up", model.hidden, width, keep=not relu, bias=bias,
+        frees=normed if owns_input else 0,
+    )  # fmt: skip
+    back = elementwise(shape, "activation", f"{model.activation}_backward", inner, 3, temporary=made,
+                       frees_saved=inner * w, frees_temporary=made)  # fmt: skip
     operations.append(
-        elementwise(
-            shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w, frees_temporary=dying
-        )
-    )
+        elementwise(shape, "activation", f"{model.activation}_forward", inner, 2, saved=inner * w,
+                    frees_temporary=inner * w if relu else 0, gradient=[back])
+    )  # fmt: skip
     if model.gated_ffn:
+        stream = shape.tokens * model.hidden
+        operations = gradient_last(
+            operations, elementwise(shape, "ffn_norm", "add_in_place", stream, 3, frees_temporary=normed)
+        )
         if shape.casts:  # autocast does not remember the cast that the gate has already made of the same input
-            operations.append(
-                elementwise(shape, f"{name}_up_cast", "cast", shape.tokens * model.hidden, 3, saved=normed)
-            )
-        operations += linear(shape, f"{name}_up", "block", layers, model.hidden, width, keep=True, bias=bias)
-        operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w))
-    return operations + linear(shape, f"{name}_down", "block", layers, width, model.hidden, keep=keep, bias=bias)
+            operations.append(elementwise(shape, f"{name}_up_cast", "cast", stream, 3, saved=normed))
+        operations += linear(shape, f"{name}_up", model.hidden, width, keep=True, bias=bias,
+                             frees=normed if shape.casts else 0)  # fmt: skip
+        back = elementwise(shape, "gate_product", "multiply_backward", inner, 6, temporary=2 * inner * w,
+                           frees_saved=(1 if relu else 2) * inner * w, frees_temporary=inner * w)  # fmt: skip
+        operations.append(elementwise(shape, "gate_product", "multiply", inner, 3, saved=inner * w, gradient=[back]))
+    return operations + linear(
+        shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias,
+        frees=0 if relu and not model.gated_ffn else inner * w,
+        consumes=branch_gradient(shape) if consumes is None else consumes,
+    )  # fmt: skip
 
 
 def activated(shape: Shape, inner: Size) -> Operation:
     """The activation, its product with a gate's other half included, as one kernel; the next product keeps the result.
 
-    Eager software keeps more: what lies between the two.
+    Eager software keeps more: what lies between the two. Backward, of a gate: two gradients from one and both factors.
     """
     held = shape.conventions.storage.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
-    tensors = 3 if shape.model.gated_ffn else 2
-    return elementwise(shape, "activation", f"{shape.model.activation}_forward", inner, tensors, saved=inner * held)
+    forward, backward = (3, 5) if shape.model.gated_ffn else (2, 10 / 3)
+    kernel = shape.model.activation
+    return elementwise(
+        shape, "activation", f"{kernel}_forward", inner, forward, saved=inner * held,
+        gradient=[elementwise(shape, "activation", f"{kernel}_backward", inner, backward)],
+    )  # fmt: skip
 
 
 def head(shape: Shape) -> list[Operation]:
@@ -185,14 +238,14 @@ def head(shape: Shape) -> list[Operation]:
     if shape.composes_attention:  # the mask dies with the pass
         last = operations[-1]
         operations[-1] = replace(last, frees_temporary_bytes=last.frees_temporary_bytes + shape.mask_bytes)
-    return on_rank(shape, operations)
+    return operations
 
 
 def final_norm(shape: Shape) -> list[Operation]:
     """The last norm, as the output layer reads it."""
-    operations = norm(shape, "final_norm", "head", 1, reader="head")
+    operations = norm(shape, "final_norm", reader="head", residual=False)
     if shape.model.logit_scale != 1.0:
-        operations.insert(1, scaled(shape, "logit_scale", "head", Phase.FORWARD))
+        operations.insert(1, scaled(shape, "logit_scale"))
     if not shape.keeps_stream:  # the norm is the first to keep what it is given
         stream = shape.tokens * shape.model.hidden * FP32
         first = operations[0]
@@ -203,108 +256,90 @@ def final_norm(shape: Shape) -> list[Operation]:
 
 
 def full_head(shape: Shape) -> list[Operation]:
-    model, tokens = shape.model, shape.tokens
+    model, tokens, w, fused = shape.model, shape.tokens, shape.matmul_bytes, shape.conventions.fused
     logits = tokens * model.vocab
-    if shape.conventions.fused:
-        return [
-            *linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=False),
-            fused_loss(shape, Phase.FORWARD),
-        ]
-    operations = final_norm(shape)
-    operations += linear(shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=model.head_bias)
+    operations = [] if fused else final_norm(shape)
+    operations += linear(
+        shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
+        frees=0 if fused else tokens * model.hidden * w,
+    )  # fmt: skip
+    if fused:  # to fp32 and their log-sum-exp; backward, their gradient, as wide as the products
+        back, there = (
+            call("loss", f"loss_{phase}", logits, logits * (w + 2 * FP32), kind=Kind.LOSS)
+            for phase in ("backward", "forward")
+        )
+        return [*operations, replace(there, gradient=(back,))]
+    full, size = logits * FP32, logits * w
     if model.logit_cap is not None:
-        size = logits * shape.matmul_bytes
+        back = call("logit_cap", "tanh_backward", logits, 7 * size, temporary=size, frees_temporary=size,
+                    frees_saved=size)  # fmt: skip
         operations.append(
-            Operation(
-                "logit_cap", Kind.ELEMENTWISE, Phase.FORWARD, "head", "tanh", elements=logits, bytes_moved=6 * size,
-                saved_bytes=size, temporary_bytes=size, frees_temporary_bytes=size,
-            )
+            call("logit_cap", "tanh", logits, 6 * size, saved=size, temporary=size, frees_temporary=size,
+                 gradient=[back])
         )  # fmt: skip
     if shape.casts:
+        back = call("loss", "cast", logits, full + size, kind=Kind.LOSS, temporary=size, frees_temporary=full)
         operations.append(
-            Operation(
-                "loss", Kind.LOSS, Phase.FORWARD, "head", "cast", elements=logits,
-                bytes_moved=logits * (FP32 + shape.matmul_bytes), temporary_bytes=logits * FP32,
-                frees_temporary_bytes=logits * shape.matmul_bytes,
-            )
+            call("loss", "cast", logits, full + size, kind=Kind.LOSS, temporary=full, frees_temporary=size,
+                 gradient=[back])
         )  # fmt: skip
-    operations.append(
-        Operation(
-            "loss", Kind.LOSS, Phase.FORWARD, "head", "loss_forward", elements=logits,
-            bytes_moved=2 * logits * FP32, saved_bytes=logits * FP32, frees_temporary_bytes=logits * FP32,
-        )
-    )  # fmt: skip
-    return operations
-
-
-def fused_loss(shape: Shape, phase: Phase) -> Operation:
-    """Logits to fp32 and their log-sum-exp; backward, their gradient, as wide as the products."""
-    logits = shape.tokens * shape.model.vocab
-    return Operation(
-        "loss", Kind.LOSS, phase, "head", f"loss_{phase}", elements=logits,
-        bytes_moved=logits * (shape.matmul_bytes + 2 * FP32),
-    )  # fmt: skip
+    # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
+    back = call("loss", "loss_backward", logits, 4 * full, kind=Kind.LOSS, temporary=2 * full, frees_saved=full,
+                frees_temporary=full)  # fmt: skip
+    loss = call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, saved=full, frees_temporary=full,
+                gradient=[back])  # fmt: skip
+    return [*operations, loss]
 
 
 def chunked_head(shape: Shape) -> list[Operation]:
     """`model/loss.py`: the logits of some tokens at a time, turned at once into the gradients of x and the weight.
 
-    Those two are what is kept: the result of the last norm dies with the pass.
+    Those two are what is kept: the result of the last norm dies with the pass. Backward they are scaled in place, and
+    the weight's becomes the parameter's.
     """
     model, w = shape.model, shape.matmul_bytes
     hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
-    operations = final_norm(replace(shape, precision="fp32"))
+    operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]
     gradients = hidden * w + table * FP32
-    operations[0] = replace(operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32)
+    operations[0] = replace(
+        operations[0], saved_bytes=statistics + gradients, temporary_bytes=hidden * FP32,
+        gradient=tuple(differentiate(final_norm(shape))),
+    )  # fmt: skip
     if shape.casts:
-        operations.append(
-            Operation(
-                "head_cast", Kind.ELEMENTWISE, Phase.FORWARD, "head", "cast", elements=table,
-                bytes_moved=table * (FP32 + w), temporary_bytes=table * w,
-            )
-        )  # fmt: skip
+        operations.append(call("head_cast", "cast", table, table * (FP32 + w), temporary=table * w))
     operations += _chunk(shape, min(shape.loss_chunk, shape.tokens), whole)
     if rest:
         operations += _chunk(shape, rest, 1)
     turned = table * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
     dying = hidden * FP32 + (table * w if shape.casts else 0)
-    operations.append(
-        Operation(
-            "loss", Kind.LOSS, Phase.FORWARD, "head", "add", elements=max(1, turned // FP32), bytes_moved=2 * turned,
-            temporary_bytes=turned, frees_temporary_bytes=turned + dying,
-        )
-    )  # fmt: skip
-    return operations
+    gradient = [
+        replace(call("loss", "", 0, 0, kind=Kind.OTHER, frees_saved=gradients), repeat=0),
+        call("loss", "add_in_place", hidden + table, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
+             parameters=table * FP32),
+    ]  # fmt: skip
+    loss = call("loss", "add", max(1, turned // FP32), 2 * turned, kind=Kind.LOSS, temporary=turned,
+                frees_temporary=turned + dying, gradient=gradient)  # fmt: skip
+    return [*operations, loss]
 
 
 def _chunk(shape: Shape, rows: int, repeat: int) -> list[Operation]:
     """Logits, loss, their gradient in place, and its two products."""
-    model, w = shape.model, shape.matmul_bytes
-    onednn, logits = shape.onednn and not shape.casts, rows * model.vocab
-
-    def product(m: int, n: int, k: int, kernel: str, takes: int, frees: int) -> Operation:
-        return Operation(
-            "head", Kind.MATMUL, Phase.FORWARD, "head", kernel, repeat, matmul=(m, n, k), flops=2 * m * n * k,
-            bytes_moved=w * (m * k + k * n + m * n), temporary_bytes=takes, frees_temporary_bytes=frees,
-        )  # fmt: skip
-
-    def loss(kernel: str, tensors: int, takes: int, frees: int) -> Operation:
-        return Operation(
-            "loss", Kind.LOSS, Phase.FORWARD, "head", kernel, repeat, elements=logits,
-            bytes_moved=tensors * logits * FP32, temporary_bytes=takes, frees_temporary_bytes=frees,
-        )  # fmt: skip
-
+    vocab, hidden, w = shape.model.vocab, shape.model.hidden, shape.matmul_bytes
+    onednn, logits = shape.onednn and not shape.casts, rows * vocab
+    full = logits * FP32
     reduced = logits * w if shape.casts else 0
-    part = rows * model.hidden * FP32 if onednn else 0
+    part = rows * hidden * FP32 if onednn else 0
     # The product before it is added; a CPU adds reduced precision to fp32 by way of a copy in fp32.
     before = w + (0 if shape.fused_rmsnorm else FP32) if shape.casts else FP32 if onednn else 0
-    table = model.vocab * model.hidden * before
-    return [
-        product(rows, model.vocab, model.hidden, "matmul", logits * w, 0),
-        loss("loss_forward", 2, logits * FP32, logits * w),
-        loss("loss_backward", 3, reduced, 0),
-        product(rows, model.hidden, model.vocab, "matmul", part, part),
-        product(model.vocab, model.hidden, rows, "matmul_weight_gradient", table, table + logits * FP32 + reduced),
-    ]
+    table = vocab * hidden * before
+    calls = [
+        product("head", (rows, vocab, hidden), w, temporary=logits * w),
+        call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, temporary=full, frees_temporary=logits * w),
+        call("loss", "loss_backward", logits, 3 * full, kind=Kind.LOSS, temporary=reduced),
+        product("head", (rows, hidden, vocab), w, temporary=part, frees_temporary=part),
+        product("head", (vocab, hidden, rows), w, kernel="matmul_weight_gradient", temporary=table,
+                frees_temporary=table + full + reduced),
+    ]  # fmt: skip
+    return [replace(op, repeat=repeat) for op in calls]

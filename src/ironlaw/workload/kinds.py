@@ -1,4 +1,4 @@
-"""Kinds of layers: the groups into which a decoder's blocks fold, and the operations of one block of each.
+"""Kinds of layers: the groups into which a decoder's blocks fold, and the two passes of one layer of each.
 
 A group is named `block`, or `moe_block` where a layer has experts. Among layers with a sliding window, those that look
 at all tokens add ` full` to that; among rotated ones, those without positions add ` unrotated`.
@@ -6,18 +6,16 @@ at all tokens add ` full` to that; among rotated ones, those without positions a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.arrangements import arranged, arranged_backward
-from ironlaw.workload.backward import block_backward
+from ironlaw.workload.arrangements import norms_after, side_by_side
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.division import on_rank
-from ironlaw.workload.forward import block
+from ironlaw.workload.forward import block, embedding, head
 from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import moe_block, moe_block_backward
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.moe import moe_block
+from ironlaw.workload.operations import Operation, differentiate
 
 
 def layer_groups(model: ModelConfig) -> list[str]:
@@ -37,7 +35,7 @@ FULL, UNROTATED = " full", " unrotated"
 def shape_of(shape: Shape, kind: str) -> Shape:
     """The shape of a model whose layers are all of that kind."""
     model = shape.model
-    if not (model.full_every or model.full_first or model.unrotated_every):
+    if not is_block(kind) or not (model.full_every or model.full_first or model.unrotated_every):
         return shape
     return replace(shape, model=model.of_kind(FULL not in kind, UNROTATED not in kind))
 
@@ -50,27 +48,27 @@ def has_experts(kind: str) -> bool:
     return kind.startswith(MOE_GROUP)
 
 
+def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
+    """The forward and the backward pass of one layer: of a block of a kind, the "embedding" or the "head"."""
+    shape = shape_of(shape, kind)
+    whole = _listed(shape, kind)
+    passes = on_rank(shape, whole), on_rank(shape, differentiate(whole))
+    forward, backward = ([replace(op, group=kind) for op in operations] for operations in passes)
+    return forward, backward
+
+
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
-    """The forward pass of one block of a kind."""
-    shape = shape_of(shape, kind)
+    """Each call once, in the order of execution."""
+    return both_passes(shape, kind)[0]
+
+
+def _listed(shape: Shape, kind: str) -> list[Operation]:
+    if kind == "embedding":
+        return embedding(shape)
+    if kind == "head":
+        return head(shape)
     if has_experts(kind):
-        return _grouped(kind, moe_block(shape))
-    return _grouped(kind, on_rank(shape, arranged(shape)) if _is_arranged(shape.model) else block(shape))
-
-
-def backward_of(shape: Shape, kind: str) -> list[Operation]:
-    """`forward_of` in reverse."""
-    shape = shape_of(shape, kind)
-    if has_experts(kind):
-        return _grouped(kind, moe_block_backward(shape))
-    arrangement = _is_arranged(shape.model)
-    return _grouped(kind, on_rank(shape, arranged_backward(shape)) if arrangement else block_backward(shape))
-
-
-def _is_arranged(model: ModelConfig) -> bool:
-    return bool(model.parallel_norms) or model.norm_place != "pre"
-
-
-def _grouped(kind: str, operations: Iterable[Operation]) -> list[Operation]:
-    """Of one block: each call once."""
-    return [replace(op, group=kind, repeat=1) for op in operations]
+        return moe_block(shape)
+    if shape.model.parallel_norms:
+        return side_by_side(shape)
+    return block(shape) if shape.model.norm_place == "pre" else norms_after(shape)

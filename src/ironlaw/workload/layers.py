@@ -1,6 +1,6 @@
-"""Single layers of a decoder, forward and backward: linear layers, norms, the residual stream.
+"""Single layers of a decoder with their backward passes: linear layers, norms, the residual stream.
 
-Symbols as in `transformer.py`.
+Symbols as in `forward.py`.
 """
 
 from __future__ import annotations
@@ -10,193 +10,154 @@ from dataclasses import replace
 from ironlaw.ledger import Kind, Phase
 from ironlaw.workload.blocks import FP32, Shape, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.conventions import Casts
-from ironlaw.workload.operations import Operation
+from ironlaw.workload.operations import Operation, call, product
 from ironlaw.workload.sizes import Size
 
 
 def linear(
-    shape: Shape, name: str, group: str, repeat: int, inputs: Size, outputs: Size, *, keep: bool, bias: bool,
-    rows: Size | None = None,
+    shape: Shape, name: str, inputs: Size, outputs: Size, *, keep: bool, bias: bool, frees: Size = 0,
+    consumes: Size | None = None, rows: Size | None = None,
 ) -> list[Operation]:  # fmt: skip
     """y = x W^T + b of `rows` tokens, all unless given. `keep`: somebody downstream saves y, else y is temporary.
 
+    `frees`: saved bytes (of x) that die with its backward pass; `consumes`: bytes of dy that do, all unless given.
     In reduced precision autocast first casts x (from an fp32 producer) and W; W's copy lives until its backward.
     """
     w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
-    out_bytes = tokens * outputs * w
-    operations = quantised(shape, name, group, repeat, Phase.FORWARD, tokens, inputs, outputs)
-    if shape.casts:
-        weights = inputs * outputs
-        operations.append(
-            Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
-                elements=weights, bytes_moved=weights * (FP32 + w), saved_bytes=weights * w,
-            )
-        )  # fmt: skip
-    operations.append(
-        Operation(
-            name, Kind.MATMUL, Phase.FORWARD, group, "matmul_bias" if bias else "matmul", repeat,
-            matmul=(tokens, outputs, inputs),
-            flops=2 * tokens * outputs * inputs,
-            bytes_moved=w * (tokens * inputs + inputs * outputs + tokens * outputs),
-            saved_bytes=out_bytes if keep else 0,
-            temporary_bytes=0 if keep else out_bytes,
+    out_bytes, dy = tokens * outputs * w, tokens * outputs * w if consumes is None else consumes
+    gradients = product_gradients(shape, name, (tokens, outputs, inputs), frees=frees)
+    if bias and not shape.conventions.fused:
+        gradients.append(
+            call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
         )
-    )  # fmt: skip
-    return operations
+    else:
+        gradients[-1] = replace(gradients[-1], frees_temporary_bytes=dy)
+    casts = quantising(shape, name, Phase.BACKWARD, tokens, inputs, outputs)
+    return [
+        *quantising(shape, name, Phase.FORWARD, tokens, inputs, outputs),
+        *weight_cast(shape, name, inputs * outputs),
+        product(
+            name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
+            saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts, *gradients],
+        ),
+    ]  # fmt: skip
 
 
-def quantised(
-    shape: Shape, name: str, group: str, repeat: int, phase: Phase, rows: Size, inputs: Size, outputs: Size,
-    batch: Size = 1,
+def product_gradients(
+    shape: Shape, name: str, of: tuple[Size, Size, Size], *, batch: Size = 1, weights: Size | None = None,
+    rows: Size | None = None, frees: Size = 0, moved: Size | None = None,
 ) -> list[Operation]:  # fmt: skip
+    """dx = dy W and dW = dy^T x of a product of (tokens, outputs, inputs), as many FLOPs each as it has itself.
+
+    `batch` of them side by side have `weights` elements and `rows` rows together.
+    """
+    (tokens, outputs, inputs), w = of, shape.matmul_bytes
+    count, rows = inputs * outputs if weights is None else weights, tokens if rows is None else rows
+    copy, flops = count * w if shape.casts else 0, 2 * rows * inputs * outputs
+    moved = w * (rows * inputs + count + rows * outputs) if moved is None else moved
+    return [
+        product(
+            name, (tokens, inputs, outputs), w, batch=batch, flops=flops, moved=moved, temporary=rows * inputs * w
+        ),
+        product(
+            name, (outputs, inputs, tokens), w, kernel="matmul_weight_gradient", batch=batch, flops=flops, moved=moved,
+            parameters=0 if shape.casts else count * FP32, temporary=copy, frees_saved=frees + copy,
+        ),
+    ]  # fmt: skip
+
+
+def weight_cast(shape: Shape, name: str, weights: Size) -> list[Operation]:
+    """Autocast's copy of a weight, and the cast of its gradient; nothing where products are as wide as weights."""
+    if not shape.casts:
+        return []
+    copy, full = weights * shape.matmul_bytes, weights * FP32
+    back = call(f"{name}_cast", "cast", weights, copy + full, parameters=full, frees_temporary=copy)
+    return [call(f"{name}_cast", "cast", weights, copy + full, saved=copy, gradient=[back])]
+
+
+def quantising(
+    shape: Shape, name: str, phase: Phase, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
+) -> list[Operation]:
     """What a product of 8 or 4 bits costs beside itself: casts of its operands, in a block's linear layers only."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
-    if casts == Casts() or group == "head" or name in ("router", "shared_gate"):
+    if casts == Casts() or name in ("head", "router", "shared_gate"):
         return []
     if phase is Phase.FORWARD:
         moved = casts.inputs * rows * inputs * batch + casts.weights * weights
     else:
         moved = casts.gradients * rows * outputs * batch + casts.inputs_again * rows * inputs * batch
         moved = moved + casts.weights_again * weights
-    return [Operation(f"{name}_cast", Kind.ELEMENTWISE, phase, group, "quantise", repeat, bytes_moved=moved)]
+    return [call(f"{name}_cast", "quantise", 0, moved)]
 
 
-def norm(shape: Shape, name: str, group: str, repeat: int, *, reader: str) -> list[Operation]:
-    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first."""
-    hidden, tokens, w = shape.model.hidden, shape.stream_tokens, shape.matmul_bytes
-    full, cast = tokens * hidden * shape.stream_bytes, tokens * hidden * w
-    kernel = f"{shape.model.norm}_forward"
-    statistics = norm_saved_bytes(shape, tokens, hidden)
-    norm = Operation(
-        name, Kind.NORM, Phase.FORWARD, group, kernel, repeat,
-        elements=tokens * hidden, bytes_moved=2 * full,
-        saved_bytes=statistics + (0 if shape.casts else shape.normed_bytes),
-        temporary_bytes=full if shape.casts else 0,
-    )  # fmt: skip
-    if not shape.casts:
-        return [norm]
-    return [
-        norm,
-        Operation(
-            f"{reader}_cast", Kind.ELEMENTWISE, Phase.FORWARD, group, "cast", repeat,
-            elements=tokens * hidden, bytes_moved=full + cast, saved_bytes=cast, frees_temporary_bytes=full,
-        ),
+def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_input: bool = True) -> list[Operation]:
+    """x (already held by the residual stream) to y; y is saved by `reader`, the linear layer that casts it first.
+
+    Backward, dy to dx, and with `residual` the sum with the gradient that came along the residual connection.
+    `owns_input`: x, the residual stream of this point, is freed by nobody else.
+    """
+    elements = shape.stream_tokens * shape.model.hidden
+    full = elements * shape.stream_bytes
+    statistics = norm_saved_bytes(shape, shape.stream_tokens, shape.model.hidden)
+    gradients = [
+        call(
+            name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full,
+            frees_temporary=full, frees_saved=full * owns_input + statistics,
+            parameters=shape.model.norm_parameters * FP32,
+        )
     ]  # fmt: skip
+    if residual:
+        gradients.append(joined_gradient(shape))
+    operations = [
+        call(
+            name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
+            saved=statistics + (0 if shape.casts else shape.normed_bytes), temporary=full if shape.casts else 0,
+            gradient=gradients,
+        )
+    ]  # fmt: skip
+    return operations + input_cast(shape, reader, frees=full)
 
 
-def residual(shape: Shape, repeat: int) -> Operation:
-    """x + f(x): the new stream is saved by the next norm; f(x) dies."""
-    elements, width = shape.stream_tokens * shape.model.hidden, shape.stream_bytes
-    return Operation(
-        "residual", Kind.ELEMENTWISE, Phase.FORWARD, "block", "add", repeat,
-        elements=elements, bytes_moved=elements * (2 * width + shape.matmul_bytes),
-        saved_bytes=elements * (width + shape.conventions.dropout_mask_bytes),
-        frees_temporary_bytes=elements * shape.matmul_bytes,
+def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
+    """Of what a linear layer reads of the stream's width, which keeps its copy; `frees` bytes of what was cast."""
+    if not shape.casts:
+        return []
+    elements, w = shape.stream_tokens * shape.model.hidden, shape.matmul_bytes
+    full, cast = elements * shape.stream_bytes, elements * w
+    back = call(f"{reader}_cast", "cast", elements, full + cast, temporary=full, frees_temporary=cast)
+    return [call(f"{reader}_cast", "cast", elements, full + cast, saved=cast, frees_temporary=frees, gradient=[back])]
+
+
+def joined_gradient(shape: Shape) -> Operation:
+    """The gradient that came along the residual connection is added to a branch's."""
+    elements = shape.stream_tokens * shape.model.hidden
+    full = elements * shape.stream_bytes
+    tensors = 2 if shape.conventions.fused else 3
+    return call("residual", "add_in_place", elements, tensors * full, frees_temporary=full)
+
+
+def residual(shape: Shape) -> Operation:
+    """x + f(x): the new stream is saved by the next norm; f(x) dies. Its gradient is the branch's, cast for it."""
+    elements, width, w = shape.stream_tokens * shape.model.hidden, shape.stream_bytes, shape.matmul_bytes
+    gradient = []
+    if shape.casts:
+        every = shape.tokens * shape.model.hidden
+        gradient = [call("residual_cast", "cast", every, every * (FP32 + w), temporary=every * w)]
+    return call(
+        "residual", "add", elements, elements * (2 * width + w), frees_temporary=elements * w,
+        saved=elements * (width + shape.conventions.dropout_mask_bytes), gradient=gradient,
     )  # fmt: skip
 
 
-def joining(shape: Shape, phase: Phase) -> list[Operation]:
+def joining(shape: Shape) -> list[Operation]:
     """What a branch goes through before it joins the residual stream: a factor, dropout; mostly nothing."""
     if shape.conventions.fused:  # with the addition that follows
         return []
-    elements = shape.tokens * shape.model.hidden
-    branch, backward = elements * shape.matmul_bytes, phase is Phase.BACKWARD
-    dropped = dropout(shape, phase)
+    dropped = dropout(shape)
     if shape.model.residual_scale == 1.0:
         return dropped
-    if shape.model.norm_place != "pre":  # norms give fp32, and their gradient is the stream's own
-        branch = elements * FP32
-    freed = 0 if backward and not dropped and not (shape.casts and shape.model.norm_place == "pre") else branch
-    scaled = elementwise(
-        shape, "residual_scale", "multiply", elements, 2, backward=backward, temporary=branch, frees_temporary=freed
-    )
-    return [*dropped, scaled] if backward else [scaled, *dropped]
-
-
-def linear_backward(
-    shape: Shape, name: str, group: str, repeat: int, inputs: Size, outputs: Size, *, frees: Size, bias: bool,
-    consumes: Size | None = None, rows: Size | None = None,
-) -> list[Operation]:  # fmt: skip
-    """dx = dy W and dW = dy^T x, and the bias gradient: a sum of dy over tokens.
-
-    `frees`: saved bytes (the input x) that die when the node is done; `consumes`: bytes of dy that die with it.
-    """
-    w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
-    dy = tokens * outputs * w if consumes is None else consumes
-    flops = 2 * tokens * outputs * inputs
-    moved = w * (tokens * inputs + inputs * outputs + tokens * outputs)
-    weight_copy = inputs * outputs * w if shape.casts else 0
-    weight_gradient = inputs * outputs * FP32
-    operations = [
-        *quantised(shape, name, group, repeat, Phase.BACKWARD, tokens, inputs, outputs),
-        Operation(
-            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul", repeat,
-            matmul=(tokens, inputs, outputs), flops=flops, bytes_moved=moved, temporary_bytes=tokens * inputs * w,
-        ),
-        Operation(
-            name, Kind.MATMUL, Phase.BACKWARD, group, "matmul_weight_gradient", repeat,
-            matmul=(outputs, inputs, tokens), flops=flops, bytes_moved=moved,
-            gradient_bytes=0 if shape.casts else weight_gradient, temporary_bytes=weight_copy,
-            frees_saved_bytes=frees + weight_copy,
-        ),
-    ]  # fmt: skip
-    if bias and not shape.conventions.fused:
-        operations.append(
-            Operation(
-                name, Kind.ELEMENTWISE, Phase.BACKWARD, group, "sum_rows", repeat,
-                elements=tokens * outputs, bytes_moved=tokens * outputs * w, gradient_bytes=outputs * FP32,
-            )
-        )  # fmt: skip
-    operations[-1] = replace(operations[-1], frees_temporary_bytes=dy)
-    if shape.casts:
-        operations.append(
-            Operation(
-                f"{name}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat,
-                elements=inputs * outputs, bytes_moved=weight_copy + weight_gradient,
-                gradient_bytes=weight_gradient, frees_temporary_bytes=weight_copy,
-            )
-        )  # fmt: skip
-    return operations
-
-
-def norm_backward(shape: Shape, name: str, group: str, repeat: int, *, reader: str, residual: bool) -> list[Operation]:
-    """dy to dx, then (inside a block) the sum with the gradient that came along the residual connection."""
-    hidden, tokens, w = shape.model.hidden, shape.stream_tokens, shape.matmul_bytes
-    full = tokens * hidden * shape.stream_bytes
-    operations = []
-    if shape.casts:
-        operations.append(
-            Operation(
-                f"{reader}_cast", Kind.ELEMENTWISE, Phase.BACKWARD, group, "cast", repeat, elements=tokens * hidden,
-                bytes_moved=full + tokens * hidden * w, temporary_bytes=full,
-                frees_temporary_bytes=tokens * hidden * w,
-            )
-        )  # fmt: skip
-    statistics = norm_saved_bytes(shape, tokens, hidden)
-    operations.append(
-        Operation(
-            name, Kind.NORM, Phase.BACKWARD, group, f"{shape.model.norm}_backward", repeat,
-            elements=tokens * hidden, bytes_moved=3 * full, temporary_bytes=full, frees_temporary_bytes=full,
-            # The norm's input: the residual stream of this point, which nobody needs any more.
-            frees_saved_bytes=full + statistics,
-            gradient_bytes=shape.model.norm_parameters * FP32,
-        )
-    )  # fmt: skip
-    if residual:
-        operations.append(
-            Operation(
-                "residual", Kind.ELEMENTWISE, Phase.BACKWARD, group, "add_in_place", repeat,
-                elements=tokens * hidden, bytes_moved=(2 if shape.conventions.fused else 3) * full,
-                frees_temporary_bytes=full,
-            )
-        )  # fmt: skip
-    return operations
-
-
-def cast_gradient(shape: Shape) -> Operation:
-    elements = shape.tokens * shape.model.hidden
-    return Operation(
-        "residual_cast", Kind.ELEMENTWISE, Phase.BACKWARD, "block", "cast", shape.model.layers, elements=elements,
-        bytes_moved=elements * (FP32 + shape.matmul_bytes), temporary_bytes=elements * shape.matmul_bytes,
-    )  # fmt: skip
+    elements, pre = shape.tokens * shape.model.hidden, shape.model.norm_place == "pre"
+    branch = elements * (shape.matmul_bytes if pre else FP32)  # norms give fp32, and their gradient is the stream's own
+    freed = 0 if not dropped and not (shape.casts and pre) else branch
+    back = elementwise(shape, "residual_scale", "multiply", elements, 2, temporary=branch, frees_temporary=freed)
+    return [replace(back, frees_temporary_bytes=branch, gradient=(back,)), *dropped]

@@ -19,17 +19,19 @@ def replicas_of(layout: Layout) -> tuple[int, int]:
 
 
 def aliases_of(model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe) -> dict[str, str]:
-    """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first."""
+    """Dimensions whose groups have the same ranks as another's: a run counts both under the name of the first.
+
+    `world` stays apart: what all ranks agree on there shows how long they wait for the slowest.
+    """
     inner = of_site(layout, recipe.communication)
     names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
     groups = {name: group_of(inner, name) for name in names}
     groups["site"] = layout.dp // inner.dp, inner.accelerators
     if model.moe is not None:
         groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
-    groups["world"] = layout.accelerators, 1
     first: dict[tuple[int, int], str] = {}
     aliases = {}
-    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:], "world"):
+    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:]):
         if groups.get(name, (1, 1))[0] > 1 and first.setdefault(groups[name], name) != name:
             aliases[name] = first[groups[name]]
     return aliases

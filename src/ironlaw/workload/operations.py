@@ -1,12 +1,22 @@
-"""What one operation of a training step is, before any hardware is known."""
+"""What a step is made of, before any hardware is known: operations, their backward passes, and parameters.
+
+    forward = [call("activation", "silu_forward", ..., gradient=[call("activation", "silu_backward", ...)]), ...]
+    backward = differentiate(forward)
+
+Whoever lists an operation of a forward pass says in the same place what its backward pass computes and lets go of.
+Nothing lists a backward pass: it is the gradients of the operations, the last one first.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ironlaw.ledger import Kind, Phase
+from ironlaw.model.config import ModelConfig
 from ironlaw.workload.sizes import Size
 
 
@@ -19,6 +29,8 @@ class Operation:
 
     Memory: what the call allocates and what is freed when it is done, in two pools. *Saved* bytes wait for the
     backward pass; *temporary* bytes die within the same phase. `gradient_bytes` are parameter gradients it creates.
+
+    `gradient`: the operations of its backward pass, in order; none of an operation that is in a backward pass itself.
     """
 
     name: str
@@ -39,6 +51,100 @@ class Operation:
     frees_saved_bytes: Size = 0
     frees_temporary_bytes: Size = 0
     gradient_bytes: Size = 0
+    gradient: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained tensor, and how it divides.
+
+    `embedding`: a lookup table, also where the output layer shares it. `divided`: by which degrees of a layout along
+    which dimensions. `partial`: whole on every tensor parallel rank, each of which sees a part of its gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    embedding: bool = False
+    divided: tuple[tuple[str, int], ...] = ()
+    partial: bool = False
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_block_matrix(self) -> bool:
+        """A matrix of a linear layer inside a block: what optimizers for matrices are meant for."""
+        return len(self.shape) == 2 and not self.embedding and not self.is_small and self.name.startswith("blocks.")
+
+    @property
+    def is_small(self) -> bool:
+        """A vector, or those of all experts together."""
+        return len(self.shape) < 2 or self.name.endswith("bias")
+
+
+ROWS, COLUMNS = (("tp", 0),), (("tp", 1),)
+
+
+def linear_parameters(
+    name: str, outputs: int, inputs: int, bias: bool = False, divided: tuple[tuple[str, int], ...] = (),
+    partial: bool = False,
+) -> list[Parameter]:  # fmt: skip
+    """The weight (outputs, inputs) of a linear layer; its bias divides with the rows."""
+    weight = Parameter(f"{name}.weight", (outputs, inputs), divided=divided, partial=partial)
+    own = ROWS if divided == ROWS else ()
+    return [weight, Parameter(f"{name}.bias", (outputs,), divided=own)] if bias else [weight]
+
+
+def feed_forward_parameters(model: ModelConfig, name: str, width: int) -> list[Parameter]:
+    """Up, gate where there is one, down."""
+    result = []
+    for which in ("up", "gate") if model.gated_ffn else ("up",):
+        result += linear_parameters(f"{name}.{which}", width, model.hidden, model.has_ffn_bias, divided=ROWS)
+    return result + linear_parameters(f"{name}.down", model.hidden, width, model.has_ffn_bias, divided=COLUMNS)
+
+
+def call(
+    name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, saved: Size = 0,
+    temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, parameters: Size = 0,
+    precision: str | None = None, gradient: Sequence[Operation] = (),
+) -> Operation:  # fmt: skip
+    """An operation that is no product, on `elements`, which moves `moved` bytes; `parameters`: bytes of gradients of
+    parameters that it makes. Its group is that of the layer that it ends up in (`kinds.py`)."""
+    return Operation(
+        name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
+        saved_bytes=saved, temporary_bytes=temporary, frees_saved_bytes=frees_saved,
+        frees_temporary_bytes=frees_temporary, gradient_bytes=parameters, gradient=tuple(gradient),
+    )  # fmt: skip
+
+
+def product(
+    name: str, shape: tuple[Size, Size, Size], element_bytes: Size, *, kernel: str = "matmul", batch: Size = 1,
+    flops: Size | None = None, moved: Size | None = None, **memory: Any,
+) -> Operation:  # fmt: skip
+    """C[m, n] = A[m, k] B[k, n], `batch` times: 2 m n k FLOPs each, and every matrix read or written once."""
+    m, n, k = shape
+    return replace(
+        call(name, kernel, 0, element_bytes * batch * (m * k + k * n + m * n) if moved is None else moved, **memory),
+        kind=Kind.MATMUL, matmul=shape, batch=batch, flops=2 * batch * m * n * k if flops is None else flops,
+    )  # fmt: skip
+
+
+def differentiate(operations: Sequence[Operation]) -> list[Operation]:
+    """The backward pass: what each operation says of its own, in reverse."""
+    return [replace(op, phase=Phase.BACKWARD) for forward in reversed(operations) for op in forward.gradient]
+
+
+def gradient_first(operations: Sequence[Operation], *more: Operation) -> list[Operation]:
+    """The same with `more` first in their backward pass."""
+    *others, last = operations
+    return [*others, replace(last, gradient=(*more, *last.gradient))]
+
+
+def gradient_last(operations: Sequence[Operation], *more: Operation) -> list[Operation]:
+    """The same with `more` last in their backward pass: where what they read is read elsewhere too, gradients meet."""
+    first, *others = operations
+    return [replace(first, gradient=(*first.gradient, *more)), *others]
 
 
 def total_flops(operations: Iterable[Operation]) -> int:

@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.backward import embedding_backward, head_backward
-from ironlaw.workload.blocks import FP32, Policy, Shape
+from ironlaw.workload.blocks import Policy, Shape
 from ironlaw.workload.collectives import Collective, collectives
 from ironlaw.workload.division import local_shape
-from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.kinds import backward_of, forward_of, layer_groups
+from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import adamw_operations, update_operations
@@ -200,18 +198,17 @@ def layers_of_shape(shape: Shape) -> list[Layer]:
     made: dict[tuple[str, Policy], Layer] = {}
     kinds = layer_groups(shape.model)
     policies: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
-    layers = [Layer(EMBEDDING, "embedding", tuple(embedding(shape)), tuple(embedding_backward(shape)))]
+    layers = [replace(_layer(shape, "embedding"), name=EMBEDDING)]
     for number, (kind, policy) in enumerate(zip(kinds, policies, strict=True)):
         known = made.get((kind, policy))
         if known is None:
-            known = made[kind, policy] = _block(shape, kind, policy)
+            known = made[kind, policy] = _layer(shape, kind, policy)
         layers.append(replace(known, name=f"blocks.{number}"))
-    layers.append(Layer(HEAD, "head", tuple(head(shape)), tuple(head_backward(shape))))
-    return layers
+    return [*layers, replace(_layer(shape, "head"), name=HEAD)]
 
 
-def _block(shape: Shape, kind: str, policy: Policy) -> Layer:
-    forward, backward = forward_of(shape, kind), backward_of(shape, kind)
+def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
+    forward, backward = both_passes(shape, kind)
     if policy is None:
         return Layer("", kind, tuple(forward), tuple(backward))
     return Layer(
@@ -240,6 +237,11 @@ def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
         yield from ((op, op.repeat * len(group)) for op in group[0].backward if op.repeat)
 
 
+def training_operations(shape: Shape) -> list[Operation]:
+    """Every call of one micro-batch, forward then backward, layers folded into `repeat`."""
+    return [replace(op, repeat=times) for op, times in folded(layers_of_shape(shape))]
+
+
 def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
     """Every call of a micro-batch in the order of execution, layer by layer."""
     for layer in layers:
@@ -257,19 +259,3 @@ def in_order(layers: Sequence[Layer]) -> Iterator[Operation]:
 def unfolded(shape: Shape) -> Iterator[Operation]:
     """The same of the whole model."""
     return in_order(layers_of_shape(shape))
-
-
-__all__ = [
-    "EMBEDDING",
-    "FP32",
-    "HEAD",
-    "Layer",
-    "Program",
-    "Stage",
-    "folded",
-    "in_order",
-    "layers_of_shape",
-    "step",
-    "step_of_trace",
-    "unfolded",
-]

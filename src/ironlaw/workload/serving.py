@@ -18,13 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ironlaw.errors import UserError
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.blocks import Precision, Shape
+from ironlaw.workload.blocks import Precision, Shape, elementwise
 from ironlaw.workload.collectives import Collective
 from ironlaw.workload.conventions import Conventions
 from ironlaw.workload.division import local_shape
-from ironlaw.workload.forward import embedding, final_norm
+from ironlaw.workload.forward import final_norm
 from ironlaw.workload.kinds import forward_of, layer_groups, shape_of
 from ironlaw.workload.layers import linear
 from ironlaw.workload.layout import Layout
@@ -68,7 +68,13 @@ def forward_pass(
     tokens = sum(chunk.tokens for chunk in chunks)
     whole = Shape(model, 1, tokens, precision, fused_rmsnorm=cuda, conventions=INFERENCE)
     shape = replace(local_shape(whole, layout), division=whole.division)
-    layers = [Layer(EMBEDDING, "embedding", tuple(_kept_none([op for op in embedding(shape) if op.name != "mask"])))]
+    layers = [
+        Layer(
+            EMBEDDING,
+            "embedding",
+            tuple(_kept_none([op for op in forward_of(shape, "embedding") if op.name != "mask"])),
+        )
+    ]
     blocks = {kind: tuple(_block(shape, kind, chunks)) for kind in dict.fromkeys(layer_groups(model))}
     layers += [Layer(f"blocks.{n}", kind, blocks[kind]) for n, kind in enumerate(layer_groups(model))]
     rows = tokens if all_logits else len(chunks)
@@ -142,9 +148,8 @@ def _touched(op: Operation, shape: Shape) -> Operation:
 
 
 def _cache_write(op: Operation, shape: Shape) -> Operation:
-    new = shape.tokens * kept_elements(shape.model)
-    moved = 2 * new * shape.matmul_bytes
-    return Operation("cache", Kind.ELEMENTWISE, Phase.FORWARD, op.group, "copy", elements=new, bytes_moved=moved)
+    written = elementwise(shape, "cache", "copy", shape.tokens * kept_elements(shape.model), 2)
+    return replace(written, group=op.group)
 
 
 def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> list[Operation]:
@@ -161,7 +166,8 @@ def _latent_attention(op: Operation, shape: Shape, chunks: Sequence[Chunk]) -> l
         made = latent.head_size + latent.value_size + rank * up // model.heads / chunk.tokens
         rows, width = (chunk.tokens, absorbed) if absorbed <= made else (keys, latent.head_size + latent.value_size)
         rows *= count
-        operations += linear(shape, "latent_up", op.group, 1, rank, up, keep=False, bias=False, rows=rows)
+        widened = linear(shape, "latent_up", rank, up, keep=False, bias=False, rows=rows)
+        operations += [replace(one, group=op.group) for one in widened]
         read = count * (chunk.tokens * model.query_size + keys * latent.down_size) * w
         heads = (model.heads, 1, latent.down_size)
         operations.append(
@@ -202,18 +208,10 @@ def _head(shape: Shape, rows: int) -> list[Operation]:
     """The last norm, and the logits of `rows` tokens."""
     model = shape.model
     operations = final_norm(shape)
-    operations += linear(
-        shape, "head", "head", 1, model.hidden, model.vocab, keep=False, bias=model.head_bias, rows=rows
-    )
+    operations += linear(shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias, rows=rows)
     if model.logit_cap is not None:
-        size = rows * model.vocab
-        operations.append(
-            Operation(
-                "logit_cap", Kind.ELEMENTWISE, Phase.FORWARD, "head", "tanh", elements=size,
-                bytes_moved=6 * size * shape.matmul_bytes,
-            )
-        )  # fmt: skip
-    return operations
+        operations.append(elementwise(shape, "logit_cap", "tanh", rows * model.vocab, 6))
+    return [replace(op, group="head") for op in operations]
 
 
 def _kept_none(operations: Sequence[Operation]) -> list[Operation]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.operations import ROWS
 from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.pipeline import layers_of
 
@@ -67,43 +68,27 @@ def stage_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Par
         if here.get(part, part == "blocks" and int(rest.split(".")[0]) in layers):
             found += _divided(parameter, model, layout)
     if last and not first and model.tied:
-        found += _divided(Parameter("head.weight", (model.vocab, model.hidden)), model, layout)
+        found += _divided(Parameter("head.weight", (model.vocab, model.hidden), divided=ROWS), model, layout)
     return found
 
 
 def _divided(parameter: Parameter, model: ModelConfig, layout: Layout) -> list[Parameter]:
-    """Query, key and value apart where ranks hold parts of tensors; then what tp leaves of each."""
+    """Query, key and value apart where ranks hold parts of tensors; then what the layout leaves of each."""
     parts = [parameter]
     if ".attention.qkv." in parameter.name and (layout.tp > 1 or layout.zero > 0):
         sizes = {"query": model.query_size, "key": model.key_value_size, "value": model.key_value_size}
         parts = [
-            Parameter(parameter.name.replace("qkv.", f"qkv.{which}."), (rows, *parameter.shape[1:]))
+            replace(parameter, name=parameter.name.replace("qkv.", f"qkv.{which}."), shape=(rows, *parameter.shape[1:]))
             for which, rows in sizes.items()
         ]
-    return [Parameter(part.name, _local_shape(part, layout), part.embedding) for part in parts]
+    return [replace(part, shape=_local_shape(part, layout)) for part in parts]
 
 
 def _local_shape(parameter: Parameter, layout: Layout) -> tuple[int, ...]:
-    """Outputs divided: projections in, up, gate, vocabulary. Inputs divided: the two that narrow. The rest is whole."""
-    name, shape, tp = parameter.name, parameter.shape, layout.tp
-    if of_experts(parameter) and len(shape) == 2:  # their biases
-        return (shape[0] // layout.ep, shape[1])
-    if of_experts(parameter):
-        count, outputs, inputs = shape
-        narrows = ".down." in name
-        return count // layout.ep, outputs // (1 if narrows else tp), inputs // (tp if narrows else 1)
-    if tp == 1:
-        return shape
-    if (
-        ".qkv." in name
-        or name.endswith((".query_up.weight", ".latent_up.weight"))
-        or name.endswith((".up.weight", ".gate.weight", ".up.bias", ".gate.bias"))
-        or name in ("embedding.weight", "head.weight", "head.bias")
-    ):
-        return (-(-shape[0] // tp), *shape[1:])
-    if name.endswith(("attention.out.weight", ".down.weight")):
-        return (shape[0], -(-shape[1] // tp))
-    return shape
+    shape = list(parameter.shape)
+    for degree, dimension in parameter.divided:
+        shape[dimension] = -(-shape[dimension] // getattr(layout, degree))
+    return tuple(shape)
 
 
 def of_experts(parameter: Parameter) -> bool:

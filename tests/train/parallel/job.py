@@ -16,7 +16,6 @@ import time
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +29,27 @@ from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_confi
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.batches import Batches, Windows
 from ironlaw.errors import UserError
+from ironlaw.ledger import Decisions
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
+from ironlaw.train import loop, session
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import name_of
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
+from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
-from ironlaw.train.parallel import experts, preflight, session
+from ironlaw.train.parallel import job, preflight
 from ironlaw.train.parallel import ranks as world
-from ironlaw.train.parallel.average import SharedAverage
+from ironlaw.train.parallel.communication import counted
+from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused, named_tensors
-from ironlaw.train.parallel.outer import Outer
-from ironlaw.train.parallel.step import DistributedStep
-from ironlaw.train.parallel.store import ShardedFiles
-from ironlaw.train.parallel.traffic import counted
-from ironlaw.train.parallel.trainer import DistributedTrainer, Gatherer
-from ironlaw.train.parallel.whole import read_first_weights, shapes
+from ironlaw.train.parallel.step import LayoutStep
+from ironlaw.train.parallel.store import Gatherer, ShardedFiles
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.collectives import renamed, traffic
@@ -138,47 +137,20 @@ class Run:
         layout = world.check(config, dist.get_world_size())
         self.ranks = world.start(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
-        model = shapes(config.model)
-        model.loss_chunk = planned_recipe(config).loss_chunk
         policies = layer_policies(config.recompute, config.model)
-        self.applied = layouts.apply(model, config, self.ranks, policies, config.train.compile == "on")
-        self.optimizer = layouts.build(self.applied, config.optimizer)
-        kind = config.train.precision
-        self.step = DistributedStep(self.applied, config, lambda: autocast(self.ranks.device, kind), kind)
+        decisions = Decisions(config.train.precision, planned_recipe(config).loss_chunk, policies)
+        self.step = LayoutStep(config, decisions, self.ranks)
+        self.applied, self.states = self.step.applied, self.step.states()
         self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
-        self.outer = Outer(self.applied, config) if self.ranks.sites > 1 else None
         self.small_squares: list[float | None] = []
-        self.states: dict[str, Any] = {"optimizer": self.optimizer}
-        self.states |= {"outer": self.outer} if self.outer else {}
-        decay = config.train.average_decay
-        self.average = None if decay is None else SharedAverage(self.applied.model, decay)
-        self.states |= {"average": self.average} if self.average else {}
-        self.states |= {"powersgd": self.applied.compressor} if self.applied.compressor else {}
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
         results = []
         for step in range(first, last):
             batch = in_documents(self.config, self.batches.batch(step).map(torch.from_numpy))
-            samples = self.step.samples(step)
-            noise = self.step.noise
-            loss = self.step.forward_backward(
-                batch.inputs, batch.targets, samples, documents=batch.documents,
-                estimating=noise is not None and noise.due(step),
-            )  # fmt: skip
-            set_learning_rate(self.optimizer, learning_rate(self.config, step))
-            results.append(self.step.agree(loss, self.config.train.clip)[:2])
-            if not self.step.overflowed:
-                self.optimizer.step()
-                if self.average is not None:
-                    self.average.update()
-            if noise is not None:
-                self.small_squares.append(noise.small_square)
-                noise.observe(results[-1][1], self.step.overflowed)
-            self.optimizer.zero_grad()
-            if self.config.model.moe:
-                experts.balance(self.applied.model, self.ranks)
-            if self.outer is not None:
-                self.outer.after(step + 1)
+            loss = self.step.forward_backward(batch, step)
+            self.small_squares.append(self.step.small_square[1] if self.step.small_square else None)
+            results.append(self.step.update(loss, step)[:2])
         return results
 
 
@@ -244,8 +216,8 @@ def weights_of(run: Run) -> dict[str, Tensor]:
     config, found = run.config.model, {}
     sizes = {"query": config.query_size, "key": config.key_value_size, "value": config.key_value_size}
     named = dict(run.applied.model.named_parameters())
-    if run.average is not None:
-        named |= {f"average/{name}": mine for name, mine in zip(list(named), run.average.tensors, strict=True)}
+    if run.step.average is not None:
+        named |= {f"average/{name}": mine for name, mine in zip(list(named), run.step.average.tensors, strict=True)}
     for name, parameter in named.items():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         found[name] = whole.detach().clone()
@@ -277,14 +249,13 @@ def task_noise(case: dict[str, Any], folder: Path) -> list[list[float]]:
     """Squared norms of the gradients of the first sequences of all replicas, as seen and of the same rows alone."""
     run = Run(config_of(case))
     found = run.train(0, 4)
-    config, noise = run.config, run.step.noise
-    assert noise is not None
+    config = run.config
     torch.manual_seed(config.train.seed)
     model, batches = Transformer(config.model), batches_of(config)
     optimizer, squares = build_optimizer(model, config.optimizer), []
     rows = [
         replica * run.step.share + row for replica in range(run.ranks.dp)
-        for row in range(noise.count * run.step.micro_batch)
+        for row in range(first_part(config, run.ranks.config) * run.step.micro_batch)
     ]  # fmt: skip
     for step in range(4):
         batch = batches.batch(step).map(torch.from_numpy)
@@ -378,17 +349,17 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     with counted(run.ranks) as found:
         run.train(2, 3)
     layout = layout_of(run.ranks.config, run.step.micro_batch)
-    noise = run.step.noise
+    every = run.config.train.noise_scale_every
     planned = traffic(
         run.config.model, layout, batch_of(run.config), planned_recipe(run.config),
-        meeting=case.get("meeting", False), estimating=noise is not None and noise.due(2),
+        meeting=case.get("meeting", False), estimating=every > 0 and (2 + 1) % every == 0,
     )[run.ranks.index("pp")]  # fmt: skip
 
     def plain(table: Any) -> dict[str, list[int]]:
         return {" ".join(key): [sent.count, sent.bytes] for key, sent in table.items()}
 
     aliases = aliases_of(run.config.model, layout, batch_of(run.config), planned_recipe(run.config))
-    return {"found": plain(found.sent), "planned": plain(renamed(planned, aliases))}
+    return {"found": plain(found.table), "planned": plain(renamed(planned, aliases))}
 
 
 def task_resume(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -419,7 +390,7 @@ def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
     run = Run(config_of(case))
     found = run.train(0, 6)
     other = Run(config_of(case))
-    other.outer = None
+    other.step.outer = None
     expected = []
     for step in range(6):
         expected += other.train(step, step + 1)
@@ -452,28 +423,23 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     from ironlaw.observe.clock import StepClock
     from ironlaw.observe.held import recording
     from ironlaw.plan.memory import peak_memory
-    from ironlaw.train.parallel.lasting import lasting_bytes
-    from ironlaw.train.parallel.waiting import watch_replica, watching
+    from ironlaw.train.parallel.communication import observed
 
     config = config_of(case)
     with ExitStack() as stack:
         with recording() as recorded:
             run = Run(config)
-            waits = stack.enter_context(watching(run.ranks))
-            waits.settle = True
-            for part in run.applied.parts.values():
-                watch_replica(part, waits)
-            with waits.counting(StepClock()):
+            seen = stack.enter_context(observed(run.ranks))
+            seen.settle = True
+            with seen.counting(StepClock()):
                 run.train(0, 3)  # PowerSGD's state is there from its first step on, which is the third at the earliest
                 begin = time.time_ns()
                 run.train(3, 4)
-        average = run.average.tensors if run.average is not None else ()
-        lasting = lasting_bytes(run.applied, run.optimizer, run.step.schedule, average, run.outer)
-        with waits.counting(StepClock()), recording() as again:
+        persistent = run.step.persistent_bytes()
+        with seen.counting(StepClock()), recording() as again:
             run.train(4, 5)
     peak = recorded.peak_bytes(begin)
-    batch = 2 * 8 * run.step.share * config.sequence
-    inside = lasting + batch + again.peak_bytes()
+    inside = persistent + again.peak_bytes()
     layout = layout_of(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
     program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
     planned = peak_memory(program, run.ranks.index("pp"))
@@ -493,18 +459,18 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     struck = fault is not None and dist.get_rank() == case["rank"]
     seen: dict[str, Any] = {"losses": {}, "left": []}
 
-    class Trainer(DistributedTrainer):
+    class Trainer(loop.Trainer):
         def _timed_step(self, *arguments: Any, **named: Any) -> Any:
             number = self.recovery.skips.batch(self.step)
             hit = struck and (batches is None or number in batches)
-            plain = self.distributed.forward_backward
+            plain = self.one_step.forward_backward
 
             def forward_backward(*inner: Any, **options: Any) -> Tensor:
                 if hit and fault == "sleep":
                     time.sleep(case["seconds"])
                 loss = plain(*inner, **options)
                 if hit and fault == "gradient":
-                    for parameter in self.applied.parameters():
+                    for parameter in self.one_step.model.parameters():
                         gradient = parameter.grad
                         assert gradient is not None
                         (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(float("nan"))
@@ -512,32 +478,28 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                     os.kill(os.getpid(), signal.SIGTERM)
                 return loss + float(fault) if hit and fault not in ("sleep", "gradient", "signal") else loss
 
-            self.distributed.forward_backward = forward_backward  # type: ignore[method-assign]
+            self.one_step.forward_backward = forward_backward  # type: ignore[method-assign]
             times = super()._timed_step(*arguments, **named)
-            self.distributed.forward_backward = plain  # type: ignore[method-assign]
+            self.one_step.forward_backward = plain  # type: ignore[method-assign]
             seen["losses"][self.step] = self.train_loss
             seen["slow"] = [
-                name for name, layer in self.model.named_modules()
+                name for name, layer in self.one_step.model.named_modules()
                 if isinstance(layer, torch.nn.Linear) and getattr(layer, "onednn", False) != onednn_available()
             ]  # fmt: skip
             seen["turns"] = [{"event": t["event"], "to_step": t.get("to_step")} for t in self.recovery.turns]
             return times
 
-    session.DistributedTrainer = Trainer  # type: ignore[misc]
-    plain_watcher = session.Watcher
-    session.Watcher = partial(plain_watcher, end=seen["left"].append)  # type: ignore[assignment, misc]
+    session.Trainer = Trainer  # type: ignore[misc]
     store = dist.PrefixStore(str(folder), dist.distributed_c10d._get_default_store())
     said: list[str] = []
     profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
-        outcome = session.run_distributed(
-            config, out, profile, ranks, store, resume=case.get("resume", False), say=said.append
-        )
+        observer = job.observer(config, ranks, store, end=seen["left"].append)
+        resume = case.get("resume", False)
+        outcome = session.run_training(config, out, profile, ranks, observer=observer, resume=resume, say=said.append)
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:
         seen["stopped"] = str(error)
-    finally:
-        session.Watcher = plain_watcher  # type: ignore[misc]
     dist.barrier()
     return seen | {"said": said, "events": read_lines(out / "events.jsonl"), "run": str(out)}
 

@@ -23,8 +23,8 @@ import ironlaw
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.plan.recipe import micro_batch_of
-from ironlaw.train.parallel.meeting import ROUND, Meeting, meet
 from ironlaw.train.parallel.ranks import check, usable
+from ironlaw.train.parallel.rendezvous import ROUND, Rendezvous, meet
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 MODEL = {"name": "m", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
@@ -33,7 +33,7 @@ MODEL = {"name": "m", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "cont
 # -- meeting -----------------------------------------------------------------------------------------------------
 
 
-def met(store: dist.Store, size: int, timeout_seconds: float = 20.0) -> list[Meeting]:
+def met(store: dist.Store, size: int, timeout_seconds: float = 20.0) -> list[Rendezvous]:
     """What `size` ranks find that come in the reverse order, so that the others look before rank 0 is there."""
     found: dict[int, Any] = {}
 
@@ -61,7 +61,7 @@ def test_ranks_meet_only_those_of_their_own_start(store: dist.Store) -> None:
     """Whatever earlier starts have left: an address under a key of theirs must not be read by the next ones."""
     for number, size in enumerate((3, 3, 2, 4, 4)):
         found = met(store, size)
-        assert all(isinstance(meeting, Meeting) for meeting in found), found
+        assert all(isinstance(meeting, Rendezvous) for meeting in found), found
         assert {meeting.restarted for meeting in found} == {number > 0}
         assert not found[-1].store.check(["address"])
         found[0].store.set("address", str(number))
@@ -71,7 +71,7 @@ def test_ranks_meet_only_those_of_their_own_start(store: dist.Store) -> None:
 def test_ranks_killed_while_they_meet_are_in_nobodys_way(store: dist.Store) -> None:
     store.set(ROUND, "abc/3")  # a rank 0 that died before the others had come
     store.set("abc/3/1", "word")
-    assert all(isinstance(meeting, Meeting) for meeting in met(store, 3))
+    assert all(isinstance(meeting, Rendezvous) for meeting in met(store, 3))
     (alone,) = [meet(store.clone(), 0, 1, 1.0)]
     assert alone.size == 1
     with pytest.raises(UserError, match="not all ranks came within the time allowed"):

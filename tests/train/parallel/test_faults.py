@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ironlaw.train.parallel.flight_recorder import Operation
 from ironlaw.train.parallel.hang import Note, absent, report
-from ironlaw.train.parallel.recorder import Operation
 from ironlaw.train.parallel.straggler import Straggling, slow_ranks
 
 ALL = (0, 1, 2, 3)

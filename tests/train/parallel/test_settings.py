@@ -10,7 +10,7 @@ import pytest
 
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
-from ironlaw.train.parallel.early import first_part
+from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel.ranks import check
 
 

@@ -24,14 +24,12 @@ from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.backward import block_backward
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.division import local_shape
-from ironlaw.workload.forward import block
-from ironlaw.workload.kinds import forward_of, layer_groups
+from ironlaw.workload.kinds import both_passes, forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
-from ironlaw.workload.moe import moe_block, moe_block_backward, rows_of_a_rank
+from ironlaw.workload.moe import rows_of_a_rank
 from ironlaw.workload.pipeline import V_SHAPED
 from ironlaw.workload.sizes import Size, divided, is_array, larger
 
@@ -412,9 +410,13 @@ def extra_launches(model: ModelConfig) -> tuple[float, float]:
 def _launches(document: str) -> tuple[float, float]:
     model = ModelConfig.model_validate_json(document)  # not hashable itself
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
-    dense = usual = len(block(shape)) + len(block_backward(shape))
+    dense = usual = _calls(shape, "block")
     if model.latent is not None:
         plain = replace(shape, model=model.model_copy(update={"latent": None, "head_size": model.size_of_head}))
-        usual = len(block(plain)) + len(block_backward(plain))
-    experts = len(moe_block(shape)) + len(moe_block_backward(shape)) if model.moe is not None else dense
+        usual = _calls(plain, "block")
+    experts = _calls(shape, MOE_GROUP) if model.moe is not None else dense
     return (experts - dense) / usual, dense / usual - 1
+
+
+def _calls(shape: Shape, kind: str) -> int:
+    return sum(map(len, both_passes(shape, kind)))

@@ -26,8 +26,8 @@ from ironlaw.workload.blocks import Shape
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, update_operations
 from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.program import training_operations
 from ironlaw.workload.recompute import AGAIN
-from ironlaw.workload.transformer import training_operations
 
 BOUND = {"matmul": "compute", "attention": "compute"}
 """What sets the time of a part; of every other one it is memory."""

@@ -20,10 +20,8 @@ from ironlaw.plan.cluster.collective_costs import context_kinds, distinct
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.system import System
 from ironlaw.plan.engines.engine import Engine
-from ironlaw.workload.backward import embedding_backward, head_backward
 from ironlaw.workload.blocks import Shape
-from ironlaw.workload.forward import embedding, head
-from ironlaw.workload.kinds import backward_of, forward_of, shape_of
+from ironlaw.workload.kinds import both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.recompute import AGAIN, again, keepable
@@ -62,11 +60,12 @@ def operation_costs(candidates: Candidates, system: System) -> Iterator[Operatio
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
         runs_again = _ours_again(shape, kind) if not engine.fused else None
-        for op in forward_of(shape, kind):
+        forward, backward = both_passes(shape, kind)
+        for op in forward:
             for part, seconds in _seconds(op, shape, candidates, system):
                 again = _again(op, part, candidates.model, engine) if runs_again is None else runs_again(op)
                 yield OperationCost(op, part, share, seconds, again)
-        for op in backward_of(shape, kind):
+        for op in backward:
             for part, seconds in _seconds(op, shape, candidates, system):
                 yield OperationCost(op, part, share, seconds)
 
@@ -169,7 +168,8 @@ def _attention(
 def end_costs(candidates: Candidates, system: System) -> Iterator[OperationCost]:
     """Every operation of the embedding ("stream") and of output layer and loss ("matmul", "loss")."""
     shape = candidates.shape(system.engine)
-    for op in [*embedding(shape), *head(shape), *head_backward(shape), *embedding_backward(shape)]:
+    (looked_up, added), (predicted, learned) = (both_passes(shape, end) for end in ("embedding", "head"))
+    for op in [*looked_up, *predicted, *learned, *added]:
         if op.matmul is not None:
             yield OperationCost(op, "matmul", 1.0, product_seconds(*op.matmul, 1.0, system, system.wide_precision))
         else:

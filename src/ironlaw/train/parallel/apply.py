@@ -18,8 +18,8 @@ from ironlaw.errors import UserError
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.parallel import experts, pipeline, savers, tensor, whole
-from ironlaw.train.parallel.place import SharedPlace
+from ironlaw.train.parallel import experts, gradient_compression, materialize, pipeline, tensor
+from ironlaw.train.parallel.partition import SharedPlace
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.workload.blocks import Policy
@@ -39,7 +39,7 @@ class Applied:
     partial: list[nn.Parameter] = field(default_factory=list)  # gradients to be added up over tp
     copied_head: nn.Parameter | None = None  # the last stage's copy of a tied embedding
     exchanged: list[nn.Parameter] = field(default_factory=list)  # expert parallel: gradients of ep ranks' tokens
-    compressor: savers.PowerSGD | None = None
+    compressor: gradient_compression.PowerSGD | None = None
 
     @property
     def model(self) -> Transformer:
@@ -112,9 +112,9 @@ def apply(
                 compiling.forward = torch.compile(compiling.forward)
 
     # What is shapes so far takes memory when there is no less of it to come: after FSDP, which divides shapes too.
-    deferred = whole.is_shapes(model)
+    deferred = materialize.is_shapes(model)
     if deferred and not fsdp:
-        whole.materialize(plain.values(), ranks.device, drawn)
+        materialize.materialize(plain.values(), ranks.device, drawn)
     for part in plain.values() if not deferred else ():
         part.to(ranks.device)
 
@@ -123,9 +123,9 @@ def apply(
     compressor = None
     if fsdp:
         for part in plain.values():
-            shard(part, ranks, savers.reduction(config.communication))
+            shard(part, ranks, gradient_compression.reduction(config.communication))
         if deferred:
-            whole.materialize(plain.values(), ranks.device, drawn)
+            materialize.materialize(plain.values(), ranks.device, drawn)
     elif replicas:
         # DDP proper where nothing else divides the weights: buckets, reduced while the backward pass goes on.
         group = ranks.group("replicate")
@@ -134,7 +134,7 @@ def apply(
             replica = DistributedDataParallel(
                 model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-        parts[0], compressor = replica, savers.hook(replica, config.communication)
+        parts[0], compressor = replica, gradient_compression.hook(replica, config.communication)
 
     # Read only now: FSDP has put its own parameters in place of the model's.
     partial = [p for part in plain.values() for p in tensor.partial_parameters(part, layout.sp)]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from ironlaw.config import RunConfig
 from ironlaw.model.moe import ExpertLinear, Experts, Load, Peers, expert_layers, numbers, update_routing
-from ironlaw.train.parallel.place import positions_of
+from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks, replicas_per_micro_batch
 
 

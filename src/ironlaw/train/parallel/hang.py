@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
-from ironlaw.train.parallel.recorder import Operation
+from ironlaw.train.parallel.flight_recorder import Operation
 
 STALE_SECONDS = 5.0
 """A note older than the newest by this, and by thrice what is usual, is of a process that is stopped or gone."""

@@ -7,21 +7,24 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ironlaw.config import RunConfig
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.train.journal import write_event
 from ironlaw.train.loop import Outcome
-from ironlaw.train.parallel import preflight, session
-from ironlaw.train.parallel.first import first_does
-from ironlaw.train.parallel.meeting import FINISHED, Meeting, join, stand_by
+from ironlaw.train.mesh import Observer
+from ironlaw.train.parallel import preflight
+from ironlaw.train.parallel.hang import Note
+from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import agreed
 from ironlaw.train.parallel.ranks import (
     TIMEOUT_SECONDS,
@@ -32,6 +35,10 @@ from ironlaw.train.parallel.ranks import (
     usable,
     world_size,
 )
+from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
+from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.session import run_training
 from ironlaw.workload.layout import Layout
 
 Result = TypeVar("Result")
@@ -43,10 +50,7 @@ SPARE_SECONDS = 60.0  # PyTorch's own timeout comes later than the watcher's, wh
 class Job:
     config: RunConfig
     ranks: Ranks
-    meeting: Meeting
-
-    def first_does(self, function: Callable[[], Result]) -> Result:
-        return first_does(function)
+    rendezvous: Rendezvous
 
     @property
     def layout(self) -> Layout:
@@ -56,11 +60,39 @@ class Job:
     @property
     def title(self) -> str:
         """What runs, for the console."""
-        left = self.meeting.size - self.ranks.size
+        left = self.rendezvous.size - self.ranks.size
         return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
 
     def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        return session.run_distributed(self.config, out, profile, self.ranks, self.meeting.store, **named)
+        return run_training(
+            self.config, out, profile, self.ranks, observer=observer(self.config, self.ranks, self.rendezvous.store),
+            **named,
+        )  # fmt: skip
+
+
+def observer(config: RunConfig, ranks: Ranks, store: dist.Store, **named: Any) -> Callable[[RunDirectory], Observer]:
+    """What looks at a run of these ranks; `store` is theirs alone, `named` goes to the watcher."""
+
+    def hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
+        """On the rank that found it, whichever that is: the others may not be able to."""
+        print(f"ironlaw: {report}", file=sys.stderr, flush=True)
+        write_event(run, "hang", report=report, ranks=[asdict(note) for note in notes])
+
+    def build(run: RunDirectory) -> Observer:
+        seconds = config.recovery.collective_seconds
+        return RankObserver(ranks, config, Watcher(ranks, store, seconds, partial(hung, run), **named))
+
+    return build
+
+
+STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
+
+
+def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
+    """Where none is written: replicas, and as much sharding as the memory of a rank asks for."""
+    held = STATE_BYTES * config.model.parameters
+    here = memory_bytes / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return LayoutConfig(zero=0 if held < here / 2 else 3)
 
 
 @contextlib.contextmanager
@@ -77,32 +109,32 @@ def job(
     written = config
     planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
-        config = config.model_copy(update={"layout": session.default_layout(config, size, memory_bytes)})
+        config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
     elastic = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if not elastic and not planned:  # before anybody waits for anybody
         _quietly(lambda: check(config, size))
-    meeting = join(TIMEOUT_SECONDS)
-    fewer = elastic and (resume or meeting.restarted)
+    rendezvous = join(TIMEOUT_SECONDS)
+    fewer = elastic and (resume or rendezvous.restarted)
     used = _quietly(lambda: usable(config, size)) if fewer else size
-    if meeting.rank < used and planned and choose is not None:
-        config = agreed(meeting.store, meeting.rank, lambda: choose(written, used))
+    if rendezvous.rank < used and planned and choose is not None:
+        config = agreed(rendezvous.store, rendezvous.rank, lambda: choose(written, used))
     _quietly(lambda: check(config, used))
-    if meeting.rank >= used:
-        stand_by(meeting)
+    if rendezvous.rank >= used:
+        stand_by(rendezvous)
         raise SystemExit(0)
     try:
         timeout = config.recovery.collective_seconds + SPARE_SECONDS
         layout = check(config, used)
-        ranks = start(layout, timeout, meeting=meeting, size=used, sites=sites_of(config, layout))
+        ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
         preflight.check(preflight.facts(config))
-        yield Job(config, ranks, meeting)
+        yield Job(config, ranks, rendezvous)
         if ranks.first:
-            meeting.store.set(FINISHED, "")
+            rendezvous.store.set(FINISHED, "")
     except RuntimeError as error:
         if not any(words in str(error) for words in LOST):
             raise
         # Every rank but the one that died comes here, and torchrun reports that one.
-        print(f"ironlaw: rank {meeting.rank} has lost the connection to another rank", file=sys.stderr, flush=True)
+        print(f"ironlaw: rank {rendezvous.rank} has lost the connection to another rank", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     finally:
         if dist.is_initialized():

@@ -22,7 +22,6 @@ from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.waiting import within
 from ironlaw.workload.pipeline import layers_of
 
 
@@ -112,11 +111,23 @@ def build_schedule(
         )  # fmt: skip
     for stage in built:
         for name, which in PASSES.items():
-            setattr(stage, name, within(getattr(stage, name), phase, which))
+            setattr(stage, name, _within(getattr(stage, name), phase, which))
     kind = _kind(config.schedule, config.virtual_stages)
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     # Losses come divided by the micro-batches, as without a pipeline: gradients are the size of one process's.
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss, scale_grads=False)
+
+
+def _within(
+    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
+) -> Callable[..., Any]:
+    """The function, its time counted to a phase."""
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        with phase(which):
+            return function(*arguments, **named)
+
+    return timed
 
 
 PASSES = {

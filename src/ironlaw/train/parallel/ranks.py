@@ -7,51 +7,46 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.cores import usable_threads
+from ironlaw.data.dataset import Dataset
+from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
-from ironlaw.train.parallel import recorder
-from ironlaw.train.parallel.meeting import Meeting, join
+from ironlaw.train.mesh import Mesh
+from ironlaw.train.parallel import flight_recorder
+from ironlaw.train.parallel.rendezvous import Rendezvous, join
+from ironlaw.train.step import Step
 from ironlaw.workload.layout import SPLIT_BACKWARD, undivided
 from ironlaw.workload.sharding import expert_holders
 
+Result = TypeVar("Result")
 TIMEOUT_SECONDS = 360.0
 """Of PyTorch's own, should the watcher not have ended the job before."""
 
 
-@dataclass(frozen=True)
-class Ranks:
+@dataclass(frozen=True, kw_only=True)
+class Ranks(Mesh):
     """`mesh` has the dimensions pp, replicate, shard, tp; shard covers context parallel ranks too when state is sharded
     (`replicate` covers them when it is not). `context` is the mesh of this rank's sequence. With several `sites`, equal
     groups of neighbouring ranks, the mesh is that of one site, and has `site` before the others. `experts` has pp,
     expert_replicate, expert_shard, ep, tp: dp and cp ranks by what they hold of the experts. `groups` are those that
     the model adds, by name."""
 
-    config: LayoutConfig
-    rank: int
-    size: int
-    device: torch.device
     mesh: DeviceMesh
-    context: DeviceMesh | None
-    sites: int = 1
+    context: DeviceMesh | None = None
     experts: DeviceMesh | None = None
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-
-    @property
-    def dp(self) -> int:
-        assert self.config.dp is not None
-        return self.config.dp
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank writes files and speaks."""
-        return self.rank == 0
 
     def index(self, dimension: str) -> int:
         """Coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
@@ -70,6 +65,98 @@ class Ranks:
         names = self.mesh.mesh_dim_names
         assert names is not None
         return self.mesh.size(names.index(dimension))
+
+    def process_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Those that a step uses, by mesh dimension. The last are all ranks, who agree on loss and norm."""
+        names = ("replicate", "shard", "tp", "pp") + (("site",) if self.sites > 1 else ())
+        groups = {name: self.group(name) for name in names} | self.groups
+        if self.context is not None:
+            groups["cp"] = self.context.get_group()
+        assert dist.group.WORLD is not None
+        return groups | {"world": dist.group.WORLD}
+
+    # -- what ranks do together ------------------------------------------------------------------------------
+
+    def first_does(self, function: Callable[[], Result]) -> Result:
+        """Rank 0 says its UserError, the others leave quietly."""
+        told: list[Any] = [None, None]
+        error: UserError | None = None
+        if self.first:
+            try:
+                told = [function(), None]
+            except UserError as problem:
+                error, told = problem, [None, str(problem)]
+        dist.broadcast_object_list(told, group=_patient())
+        if error is not None:
+            raise error
+        if told[1] is not None:
+            raise SystemExit(2)
+        result: Result = told[0]
+        return result
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def sum(self, values: list[float]) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        found: list[float] = total.tolist()
+        return found
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    # -- what a trainer is made of ---------------------------------------------------------------------------
+
+    def threads(self, profile: Profile) -> int:
+        """Ranks of one machine share its cores."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return min(usable_threads(), max(1, profile.threads // here))
+
+    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
+        """All of them plan, because two may have to be timed for it; what rank 0 found holds."""
+        from ironlaw.train.parallel.planning import plan_job
+
+        plan, error = Ledger("plan"), None
+        try:
+            plan = plan_job(config, profile, self)
+        except UserError as problem:
+            error = problem
+
+        def told() -> Ledger:
+            if error is not None:
+                raise error
+            return plan
+
+        return self.first_does(told)
+
+    def prepare(
+        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
+    ) -> Dataset:
+        """Rank 0 prepares; the others then find everything in the cache."""
+        self.first_does(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
+        return prepare(config.data, config.model.vocab)
+
+    def step(self, config: RunConfig, plan: Ledger, profile: Profile, **named: Any) -> Step:
+        from ironlaw.train.parallel.step import LayoutStep
+
+        return LayoutStep(config, plan.decided, self, onednn=profile.fp32_products == "onednn", **named)
+
+
+PATIENCE = datetime.timedelta(days=7)
+_patient_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # of the process group under way
+
+
+def _patient() -> dist.ProcessGroup:
+    """A group that waits as long as it takes: rank 0 may prepare data for hours. Should it die, all know at once."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _patient_groups:
+        _patient_groups.clear()
+        _patient_groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _patient_groups[world]
 
 
 def world_size() -> int:
@@ -213,23 +300,23 @@ def usable(config: RunConfig, size: int) -> int:
 
 
 def start(
-    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, meeting: Meeting | None = None, size: int = 0,
+    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, rendezvous: Rendezvous | None = None, size: int = 0,
     sites: int = 1,
 ) -> Ranks:  # fmt: skip
     """Join the job that torchrun started (or the process group that is there) and lay out the mesh.
 
-    `meeting`: the ranks have met already; the first `size` of them take part.
+    `rendezvous`: the ranks have met already; the first `size` of them take part.
     """
     if not dist.is_initialized():
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        recorder.switch_on()
-        meeting = meeting or join(timeout_seconds)
+        flight_recorder.switch_on()
+        rendezvous = rendezvous or join(timeout_seconds)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=meeting.rank,
-            world_size=size or meeting.size, store=meeting.store,
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rendezvous.rank,
+            world_size=size or rendezvous.size, store=rendezvous.store,
         )  # fmt: skip
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
@@ -254,4 +341,7 @@ def start(
         copies = (1, holders) if sharded else (holders, 1)
         of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
         experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)
-    return Ranks(config, dist.get_rank(), size, device, mesh, context, sites, experts)
+    return Ranks(
+        device=device, rank=dist.get_rank(), size=size, config=config, sites=sites, mesh=mesh, context=context,
+        experts=experts,
+    )  # fmt: skip

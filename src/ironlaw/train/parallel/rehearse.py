@@ -134,15 +134,13 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
     from torch import Tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from ironlaw.model.transformer import Transformer
+    from ironlaw.data.batch import Batch
+    from ironlaw.ledger import Decisions
     from ironlaw.observe.held import Recorded, recording
     from ironlaw.observe.profile import silent_stderr
-    from ironlaw.train.parallel import apply as layouts
-    from ironlaw.train.parallel import experts
-    from ironlaw.train.parallel.lasting import lasting_bytes
+    from ironlaw.train.parallel.communication import counted
     from ironlaw.train.parallel.ranks import check, start
-    from ironlaw.train.parallel.step import DistributedStep
-    from ironlaw.train.parallel.traffic import counted
+    from ironlaw.train.parallel.step import LayoutStep
 
     document, position, rank = arguments
     warnings.simplefilter("ignore")
@@ -163,27 +161,21 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> Stage:
 
     dist.all_gather_into_tensor = all_gather  # type: ignore[assignment]
     ranks = start(check(config, layout.accelerators))
-    applied = layouts.apply(Transformer(config.model), config, ranks)
-    optimizer = layouts.build(applied, config.optimizer)
-    step = DistributedStep(applied, config)
+    dist.new_group = lambda **named: dist.group.WORLD  # for checkpoints, which are not written
+    step = LayoutStep(config, Decisions("fp32"), ranks)
     tokens = torch.zeros(step.share, config.sequence, dtype=torch.long)
     recorded = Recorded()
     for number in range(STEPS):
         last = number == STEPS - 1
-        lasting = lasting_bytes(applied, optimizer, step.schedule)
+        persistent = step.persistent_bytes()
         with silent_stderr(), recording() if last else nullcontext(recorded) as recorded, counted(ranks) as found:
-            loss = step.forward_backward(tokens, tokens)
-            step.agree(loss, config.train.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            if config.model.moe is not None:
-                experts.balance(applied.model, ranks)
-    held = lasting + 2 * tokens.numel() * tokens.element_size() + recorded.peak_bytes()
+            step.update(step.forward_backward(Batch(tokens, tokens), number), number)
+    held = persistent + recorded.peak_bytes()
     program = planned_step(config.model, batch_of(config), layout, recipe_of(config, "fp32", gloo=False))
     aliases = aliases_of(config.model, layout, batch_of(config), program.recipe)
     planned = renamed(table_of(program.collectives[position]), aliases)
     peak = peak_memory(program, position)
-    return Stage(position, rank, found.sent, planned, held, peak.total)
+    return Stage(position, rank, found.table, planned, held, peak.total)
 
 
 def at_scale(

@@ -1,9 +1,9 @@
-"""Forward and backward of one step on a rank, and what all ranks then agree on: loss and gradient norm."""
+"""A step on one of many ranks: what a layout changes in forward, backward and update, and what all ranks agree on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,45 +15,96 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ironlaw.config import RunConfig
-from ironlaw.data.batch import IGNORED
+from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
+from ironlaw.model.linear import use_onednn
+from ironlaw.model.moe import Load
 from ironlaw.observe.clock import StepClock
-from ironlaw.plan.recipe import micro_batch_of
-from ironlaw.train.parallel import early, pipeline, waiting
-from ironlaw.train.parallel.apply import Applied
-from ironlaw.train.parallel.place import SharedPlace
-from ironlaw.train.precision import LossScale
+from ironlaw.observe.measured import held_bytes
+from ironlaw.plan.recipe import layout_of, micro_batch_of
+from ironlaw.train import precision
+from ironlaw.train.checkpoint import Checkpoint, check_model
+from ironlaw.train.noise_scale import first_part
+from ironlaw.train.parallel import communication, experts, pipeline
+from ironlaw.train.parallel.apply import apply, build
+from ironlaw.train.parallel.materialize import read_first_weights, shapes
+from ironlaw.train.parallel.names import mark_fused
+from ironlaw.train.parallel.outer import Outer
+from ironlaw.train.parallel.partition import SharedPlace
+from ironlaw.train.parallel.persistent import beside_weights
+from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.store import Gatherer, ShardedFiles
+from ironlaw.train.state import Stateful
+from ironlaw.train.step import Agreed, Step
 from ironlaw.workload.pipeline import V_SHAPED, rank_of_last
 
 
-class DistributedStep:
-    """`losses = step.forward_backward(inputs, targets, samples)`, then `loss, norm = step.agree(losses, clip)`."""
+class LayoutStep(Step):
+    mesh: Ranks
 
-    def __init__(
-        self, applied: Applied, config: RunConfig, autocast: Callable[[], Any] = nullcontext, precision: str = "fp32"
-    ) -> None:
-        self.applied, self.ranks, self.config, self.autocast = applied, applied.ranks, config, autocast
-        layout = self.ranks.config
-        self.share = config.train.global_batch // self.ranks.dp  # sequences of this replica
+    def _build(self, onednn: bool, fresh: bool) -> None:
+        config, ranks, plan = self.config, self.mesh, self.decisions
+        _check_supported(config, ranks.config, self.precision)
         self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
-        self.schedule = None
-        self._clock = StepClock()
-        if layout.pp > 1:
-            self.schedule = self._schedule_of(self.micro_batches)
-        self.noise = early.Noise(self, config) if config.train.noise_scale_every else None
-        self.scale = LossScale(self.ranks.device, precision, config.scaler)
+        model = shapes(config.model)
+        mark_fused(model)
+        if precision.prepare(model, model.blocks, self.device, self.precision) is not None:
+            raise UserError(
+                f'train.precision = "{self.precision}" is emulated here, which several processes do not do: use "bf16"'
+            )
+        model.loss_chunk = plan.loss_chunk
+        wanted = config.train.compile
+        wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
+        self._compiled = wanted == "on" and self._can_compile()
+        drawn = fresh and not config.train.start_from
+        self.applied = apply(model, config, ranks, plan.recompute, self._compiled, drawn)
+        self.model = self.applied.model
+        # Of the layers that dividing has made, too: projections apart, a pipeline's copy of a tied head.
+        use_onednn(self.model, onednn)
+        group = dist.new_group(backend="gloo")
+        self.writers, self.store = Gatherer(group), ShardedFiles(group, config.optimizer)
+        if fresh and config.train.start_from:
+            read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
+        self.optimizer = build(self.applied, config.optimizer)
+        self.schedule = self._schedule_of(self.micro_batches) if ranks.config.pp > 1 else None
+        self._schedule_of_part: Any = None  # of a step that estimates the noise scale
         # Ranks over which gradients are averaged.
-        self.averaging = self.ranks.dp // self.ranks.sites * layout.cp
-        self._norms = [0.0] * self.ranks.sites
-        self.overflowed = False  # of the last step's gradient: the weights stay as they are
-        self.has_loss = applied.stages - 1 in applied.plain
-        if applied.compressor is not None:
-            (part,) = applied.parts.values()
-            tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.ranks.device)
-            applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
-        self._copies = {id(p): self._copies_of(p) for p in applied.parameters()}
+        self.averaging = ranks.dp // ranks.sites * ranks.config.cp
+        self.has_loss = self.applied.stages - 1 in self.applied.plain
+        self.overflowed = False  # the last step's gradient: the weights stay as they are
+        if self.applied.compressor is not None:
+            (part,) = self.applied.parts.values()
+            tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
+            self.applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
+        self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
+        self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
+
+    def _can_compile(self) -> bool:
+        """On every rank or on none, or they would wait for each other: a small function shows whether there is a
+        compiler at all."""
+        problem = None
+        try:
+            torch.compile(lambda x: x.cos() + 1)(torch.zeros(8, device=self.device))
+        except Exception as error:  # it fails in many ways
+            problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = next((reason for reason in self.mesh.gather(problem) if reason is not None), None)
+        if first is not None:
+            self.say(f"torch.compile failed, training without it: {first}")
+        return first is None
+
+    def compile(self) -> bool:
+        return self._compiled  # before FSDP was put around the blocks
+
+    def states(self) -> dict[str, Stateful]:
+        more: dict[str, Stateful | None] = {"outer": self.outer, "powersgd": self.applied.compressor}
+        return super().states() | {name: state for name, state in more.items() if state is not None}
+
+    def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
+        check_model(checkpoint, self.config.model)
+        return self.store.read(checkpoint.path, self.model, states)
 
     # -- forward and backward --------------------------------------------------------------------------------
 
@@ -64,62 +115,77 @@ class DistributedStep:
             return tokens
         return tokens[:, place.positions(tokens.shape[1])].contiguous()
 
-    def samples(self, step: int) -> Tensor | None:
-        """Numbers of this replica's sequences within the run, where dropout is drawn by them."""
-        if not self.config.model.dropout:
-            return None
-        first = step * self.config.train.global_batch + self.ranks.index("dp") * self.share
-        return torch.arange(first, first + self.share)
-
     def _schedule_of(self, micro_batches: int) -> Any:
         return pipeline.build_schedule(
-            self.applied.parts, self.ranks, micro_batches, self.micro_batch, self.config.sequence,
-            self.config.model.hidden, self.autocast, lambda phase: self._clock.phase(phase),
+            self.applied.parts, self.mesh, micro_batches, self.micro_batch, self.config.sequence,
+            self.config.model.hidden, self.autocast, self.phase,
         )  # fmt: skip
 
-    def forward_backward(
-        self, inputs: Tensor, targets: Tensor, samples: Tensor | None = None, clock: StepClock | None = None,
-        documents: Tensor | None = None, estimating: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Gradients of the mean loss over the targets of the global batch that count; returns this rank's part of it,
-        of which the mean over ranks is the whole (zero without a loss).
-
-        `clock` is told of forward and backward, which a pipeline mixes. `documents` (B, S) as `Batch` has them.
-        `estimating`: the gradient of the first micro-batches is looked at by itself (`self.noise`).
-        """
-        clock = self._clock = clock or StepClock()
-        inputs, targets = self.local(inputs), self.local(targets)
-        by_row = {"samples": samples, "documents": documents}
+    def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
+        inputs, targets = self.local(batch.inputs), self.local(batch.targets)
+        by_row = {"samples": self._samples(number), "documents": batch.documents}
         factor: Tensor | float = 1.0 / self.micro_batches
         more: dict[str, Any] = {}
-        if documents is not None or self.config.data.packing == "best_fit":
-            with clock.phase(Phase.COMMUNICATION):
-                weight, by_row["balance"] = self._weights(targets)
-            factor = weight * (factor * self.micro_batches)
+        if batch.documents is not None or self.config.data.packing == "best_fit":
+            with self.clock.phase(Phase.COMMUNICATION):
+                factor, by_row["balance"] = self._weights(targets)
             more["reduction"] = "sum"
-        scale = self._loss_scale()
-        factor = factor * scale
-        rows = {name: tensor for name, tensor in by_row.items() if tensor is not None}
+        named = {name: tensor for name, tensor in by_row.items() if tensor is not None}
 
         def of(some: slice, schedule: Any) -> Tensor:
-            here = {name: tensor[some] for name, tensor in rows.items()}
-            with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
+            """Gradients of some of this replica's sequences."""
+            x, y, here = inputs[some], targets[some], {name: tensor[some] for name, tensor in named.items()}
+
+            def loss_of(rows: slice) -> Tensor:
+                (part,) = self.applied.parts.values()
+                loss = part(x[rows], y[rows], **{name: tensor[rows] for name, tensor in here.items()}, **more)
+                return (loss.full_tensor() if isinstance(loss, DTensor) else loss) * factor
+
+            with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
                 if schedule is not None:
-                    loss = self._pipelined(schedule, inputs[some], targets[some], factor, here | more)
+                    loss = self._pipelined(schedule, x, y, factor, here | more)
                 else:
-                    loss = self._plain(inputs[some], targets[some], factor, here, more, clock)
-            with clock.phase(Phase.BACKWARD if self.ranks.device.type == "cpu" else Phase.COMMUNICATION):
+                    loss = self._micro_batches(len(x), number, loss_of)
+            with self.clock.phase(Phase.BACKWARD if self.device.type == "cpu" else Phase.COMMUNICATION):
                 self._finish_gradients()
             return loss
 
-        if estimating and self.noise is not None:
-            return self.noise.in_two(of, scale) / scale
-        return of(slice(None), self.schedule) / scale
+        return self._in_two(of) if estimating else of(slice(None), self.schedule)
+
+    def _in_two(self, of: Callable[[slice, Any], Tensor]) -> Tensor:
+        """A step that estimates the noise scale, computed in two parts, each as a step of its own: forward, backward,
+        gradients reduced over the ranks.
+
+        The small batch is the first part of every replica: one micro-batch, or in a pipeline half of them, which fill
+        it. The gradient of the whole is the sum of both, so that the step is the same but for rounding; it takes one
+        reduction of the gradients more, and memory for another set of them.
+        """
+        count = first_part(self.config, self.mesh.config)
+        rows = count * self.micro_batch
+        if self.schedule is not None and self._schedule_of_part is None:
+            self._schedule_of_part = self._schedule_of(count)
+        loss = of(slice(rows), self._schedule_of_part)
+        square = self.square()
+        dist.all_reduce(square)
+        squared = float(square) * (self.micro_batches / count / self._loss_scale()) ** 2
+        self.small_square = rows * self.mesh.dp, squared
+        kept = []
+        for parameter in self.applied.parameters():
+            if parameter.grad is not None:
+                kept.append((parameter, parameter.grad.clone()))  # DDP reduces into the same storage again
+                parameter.grad = None
+        loss = loss + of(slice(rows, None), self._schedule_of_part)
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return loss
 
     def _loss_scale(self) -> float:
         """What this rank's loss is multiplied with. Its gradients are averaged with others', those of one process added
         up: divided by their number, they have its size, and overflow where it does."""
         return self.scale.scaler.get_scale() / self.averaging if self.scale.enabled else 1.0
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self._loss_scale() if self.scale.enabled else loss
 
     def _weights(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where rows have unequal numbers of targets: what a sum of losses is multiplied with, and for every row what
@@ -128,66 +194,50 @@ class DistributedStep:
         counted = (targets != IGNORED).view(self.micro_batches, -1).sum(1)
         total, ranks = counted.sum(), self.averaging
         for dimension in ("replicate", "shard"):
-            if self.ranks.size_of(dimension) > 1:
-                dist.all_reduce(total, group=self.ranks.group(dimension))
+            if self.mesh.size_of(dimension) > 1:
+                dist.all_reduce(total, group=self.mesh.group(dimension))
         if self.config.model.moe is None:
             return ranks / total, None
-        group = self.ranks.groups.get("micro_batch")
+        group = self.mesh.groups.get("micro_batch")
         if group is not None:
             dist.all_reduce(counted, group=group)
             counted = counted / group.size()
         return ranks / total, counted.float().repeat_interleave(self.micro_batch)
 
-    def _plain(
-        self, inputs: Tensor, targets: Tensor, factor: Tensor | float, by_row: dict[str, Tensor],
-        more: dict[str, Any], clock: StepClock,
-    ) -> Tensor:  # fmt: skip
-        (part,) = self.applied.parts.values()
-        losses = []
-        count = len(inputs) // self.micro_batch
-        for index in range(count):
-            rows = slice(index * self.micro_batch, (index + 1) * self.micro_batch)
-            with self._synchronised(part, index == count - 1):
-                with clock.phase(Phase.FORWARD), self.autocast():
-                    here = {name: tensor[rows] for name, tensor in by_row.items()}
-                    loss = part(inputs[rows], targets[rows], **here, **more)
-                    loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) * factor
-                with clock.phase(Phase.BACKWARD):
-                    loss.backward()
-                    waiting.backward_done()
-            losses.append(loss.detach())
-            del loss
-        return torch.stack(losses).sum()
-
-    def _synchronised(self, part: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def _synchronised(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are reduced with the last micro-batch; ZeRO 2 and 3 do not hold whole ones, and reduce each."""
+        (part,) = self.applied.parts.values()
         if isinstance(part, DistributedDataParallel):
             return nullcontext() if last else part.no_sync()
         if isinstance(part, FSDPModule):
-            zero = self.ranks.config.zero
+            zero = self.mesh.config.zero
             part.set_requires_gradient_sync(last or zero >= 2)
             part.set_reshard_after_backward(last or zero == 3)
             part.set_is_last_backward(last)
         return nullcontext()
 
+    def _after_backward(self) -> None:
+        communication.backward_done()
+
     def _pipelined(
         self, schedule: Any, inputs: Tensor, targets: Tensor, factor: Tensor | float, more: dict[str, Any]
     ) -> Tensor:  # fmt: skip
         losses: list[Tensor] = []
+        scale = self._loss_scale()
         for part in self.applied.plain.values():
-            part.loss_factor = factor
+            part.loss_factor = factor * scale
         if self.has_loss:
             more |= {"targets": targets, "target": targets, "losses": losses}
         first = (inputs,) if 0 in self.applied.plain else ()
-        with self._clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
+        with self.clock.phase(Phase.HOST):  # the schedule itself: passes and waits within it are counted as such
             schedule.step(*first, return_outputs=False, **more)
         if not losses:
-            return torch.zeros((), device=self.ranks.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
     def _finish_gradients(self) -> None:
         """What neither autograd nor FSDP adds up."""
-        layout = self.ranks.config
+        layout = self.mesh.config
         for parameter in self.applied.parameters():
             gradient = parameter.grad
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
@@ -197,13 +247,13 @@ class DistributedStep:
         if self.applied.exchanged:  # averaged over the holders of the same experts; tokens of ep ranks are in it
             torch._foreach_div_([_local(p.grad) for p in self.applied.exchanged if p.grad is not None], layout.ep)
         if self.applied.partial:
-            _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.ranks.group("tp"))
-        if self.ranks.config.pp > 1 and self.config.model.tied:
+            _sum_together([p.grad for p in self.applied.partial if p.grad is not None], self.mesh.group("tp"))
+        if self.mesh.config.pp > 1 and self.config.model.tied:
             self._tie_gradients()
 
     def _tie_gradients(self) -> None:
         """The two copies of a tied weight, on the first stage and the last, take the sum of their gradients."""
-        layout, first, copy = self.ranks.config, self.applied.plain.get(0), self.applied.copied_head
+        layout, first, copy = self.mesh.config, self.applied.plain.get(0), self.applied.copied_head
         ours = first.embedding.weight if first is not None and first.embedding is not None else copy
         if ours is None or ours.grad is None:
             return
@@ -212,7 +262,7 @@ class DistributedStep:
             ours.grad.add_(copy.grad)
             copy.grad.copy_(ours.grad)
             return
-        group = self.ranks.group("pp")
+        group = self.mesh.group("pp")
         peer = dist.get_global_rank(group, rank_of_last(layout.schedule, layout.pp) if first else 0)
         mine = _local(ours.grad)
         other = torch.empty_like(mine)
@@ -226,46 +276,49 @@ class DistributedStep:
 
     # -- what all ranks agree on -----------------------------------------------------------------------------
 
-    def agree(
-        self, loss: Tensor, clip: float, stop: bool = False, more: list[float] | None = None
-    ) -> tuple[float, float, bool]:
-        """The loss over the global batch, the norm of the whole gradient, and whether any rank wants to stop: the same
-        on every rank. Clips by the norm.
+    def update(
+        self, loss: Tensor, number: int, clock: StepClock | None = None, recording: bool = False, stop: bool = False,
+        numbers: Sequence[float] = (),
+    ) -> Agreed:  # fmt: skip
+        agreed = super().update(loss, number, clock, recording, stop, numbers)
+        if self.outer is not None:
+            with self.clock.phase(Phase.COMMUNICATION):
+                self.outer.after(number + 1)
+        return agreed
 
-        One all-reduce of three numbers: every element of the gradient is counted on one of the ranks that hold it.
+    @property
+    def _agreeing_phase(self) -> Phase:  # type: ignore[override]
+        return Phase.OPTIMIZER if self.device.type == "cpu" else Phase.COMMUNICATION
+
+    def _agree(self, loss: Tensor, stop: bool, numbers: Sequence[float]) -> tuple[float, float, bool, list[float]]:
+        """One all-reduce: every element of the gradient is counted on one of the ranks that hold it.
+
         Sites that train by themselves have a norm each, and clip by it; the first one's is returned.
-        `more`, as many on every rank, is added up with them and left in `self.added`.
         """
-        layout, device = self.ranks.config, self.ranks.device
-        weight = 1.0 / (self.ranks.dp * layout.cp * layout.tp) if self.has_loss else 0.0
-        gradients = [_local(p.grad) for p in self.applied.parameters() if p.grad is not None]
-        square = self.square()
-        flag = torch.tensor(float(stop), device=device, dtype=torch.float64)
-        squares = torch.zeros(self.ranks.sites, device=device, dtype=torch.float64)
-        squares[self.ranks.index("site")] = square
-        together = torch.stack([loss.detach().double() * weight, flag, *squares])
-        if more:
-            together = torch.cat([together, torch.tensor(more, device=device, dtype=torch.float64)])
+        layout, sites, device = self.mesh.config, self.mesh.sites, self.device
+        weight = 1.0 / (self.mesh.dp * layout.cp * layout.tp) if self.has_loss else 0.0
+        squares = torch.zeros(sites, device=device, dtype=torch.float64)
+        squares[self.mesh.index("site")] = self.square()
+        flag, more = (torch.tensor(some, device=device, dtype=torch.float64) for some in ([float(stop)], [*numbers]))
+        together = torch.cat([(loss.detach().double() * weight).reshape(1), flag, squares, more])
         dist.all_reduce(together)
-        mean, flags, *rest = together.tolist()
-        scale = self._loss_scale()
-        norms = [math.sqrt(total) / scale for total in rest[: self.ranks.sites]]
-        self.added = rest[self.ranks.sites :]
-        norm = norms[self.ranks.index("site")]
+        mean, flags, *sums = together.tolist()
+        scale, clip = self._loss_scale(), self.config.train.clip
+        norms = [math.sqrt(total) / scale for total in sums[:sites]]
+        norm = norms[self.mesh.index("site")]
         # torch.nn.utils.clip_grad_norm_ adds the same 1e-6
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
+        gradients = [_local(p.grad) for p in self.applied.parameters() if p.grad is not None]
         if shrink != 1.0 and gradients:
             torch._foreach_mul_(gradients, shrink)
         if self.scale.enabled:  # from the same numbers, so that no rank skips alone
             self.overflowed = not all(map(math.isfinite, norms))
             self.scale.decided(self.overflowed)
-            norms = self._norms if self.overflowed else norms  # which is no news of the gradient
-            self._norms = norms
-        return mean, norms[0], flags > 0
+        return mean, norms[0], flags > 0, sums[sites:]
 
     def square(self) -> Tensor:
         """Of the gradient as it is: this rank's part of its squared norm."""
-        square = torch.zeros((), device=self.ranks.device, dtype=torch.float64)
+        square = torch.zeros((), device=self.device, dtype=torch.float64)
         for parameter in self.applied.parameters():
             if parameter.grad is not None and parameter is not self.applied.copied_head:
                 norm = torch.linalg.vector_norm(_local(parameter.grad))
@@ -278,29 +331,47 @@ class DistributedStep:
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
             parts = math.prod(n for n, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
-        return self.ranks.size // self.ranks.config.pp // parts
+        return self.mesh.size // self.mesh.config.pp // parts
+
+    def _step_optimizer(self) -> bool:
+        if not self.overflowed:
+            self.optimizer.step()
+        return not self.overflowed
+
+    def _balance_experts(self) -> Load | None:
+        return experts.balance(self.model, self.mesh)
 
     # -- evaluation ------------------------------------------------------------------------------------------
+
+    @property
+    def evaluation_rows(self) -> int:
+        return self.micro_batch if self.schedule is None else self.share
+
+    @property
+    def evaluation_batches(self) -> int:
+        return self.mesh.dp * (self.micro_batches if self.schedule is None else 1)
+
+    def takes(self, batch: Batch[Any]) -> bool:
+        return self.schedule is None or len(batch.inputs) == self.share  # a pipeline: of the step's own size only
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         for part in self.applied.parts.values():
             part.eval()
-        yield
+        with self.outer.evaluating() if self.outer is not None else nullcontext():
+            yield
         for part in self.applied.parts.values():
             part.train()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # the parameters are the sharded ones again
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> tuple[float, int]:
-        """Sum of the losses of this rank's targets that count and their number; none where another stage has the loss.
-
-        A pipeline takes batches of the step's own size only.
-        """
-        inputs, targets = self.local(inputs), self.local(targets)
-        more: dict[str, Any] = {"reduction": "sum"} | ({} if documents is None else {"documents": documents})
-        with loss_parallel() if self.ranks.config.tp > 1 else nullcontext():
+    def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
+        """None where another stage has the loss."""
+        inputs, targets = self.local(batch.inputs), self.local(batch.targets)
+        more: dict[str, Any] = {"reduction": "sum"}
+        more |= {} if batch.documents is None else {"documents": batch.documents}
+        with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
             if self.schedule is None:
                 (part,) = self.applied.parts.values()
                 with self.autocast():
@@ -312,7 +383,7 @@ class DistributedStep:
                 if self.has_loss:
                     more |= {"targets": targets, "target": targets, "losses": losses}
                 first = (inputs,) if 0 in self.applied.plain else ()
-                if self.ranks.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
+                if self.mesh.config.schedule in V_SHAPED:  # PyTorch's cannot leave the backward pass out
                     with torch.enable_grad():
                         self.schedule.step(*first, return_outputs=False, **more)
                     for parameter in self.applied.parameters():
@@ -324,6 +395,43 @@ class DistributedStep:
                 loss = torch.stack([loss.detach() for loss in losses]).sum()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return float(loss), int((targets != IGNORED).sum())
+
+    # -- what is known of it ---------------------------------------------------------------------------------
+
+    def persistent_bytes(self) -> int:
+        """Of tensors this rank holds between steps, a batch included."""
+        held = sum(held_bytes(self.model, self.optimizer, self.average.tensors if self.average else ()).values())
+        batch = 2 * 8 * self.share * self.config.sequence
+        return held + batch + beside_weights(self.applied, self.schedule, self.outer)
+
+    def setting(self) -> dict[str, Any]:
+        return super().setting() | {"layout": str(layout_of(self.mesh.config, self.micro_batch))}
+
+    def facts(self) -> dict[str, Any]:
+        return {"skipped_updates": self.scale.skipped_steps}
+
+
+def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) -> None:
+    """One process does these; several do not yet."""
+    train = config.train
+    unsupported = {
+        'train.compile = "graphs"': train.compile == "graphs",
+        f'train.precision = "{precision}"': precision not in ("fp32", "tf32", "bf16", "fp16"),
+        f'train.offload = "{train.offload}"': train.offload != "none",
+    }
+    for setting, wanted in unsupported.items():
+        if wanted:
+            raise UserError(f"{setting} is not supported with several ranks yet: leave it out")
+    communication = config.communication
+    if train.average_decay is not None and communication.local_steps:
+        raise UserError("train.average_decay has no one model to follow with communication.local_steps: leave one out")
+    if train.noise_scale_every and (communication.local_steps or communication.gradients == "powersgd"):
+        raise UserError(
+            "train.noise_scale_every needs the gradients that all ranks share: leave out communication.local_steps and "
+            '"powersgd"'
+        )
+    if train.noise_scale_every:
+        first_part(config, layout)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
 from ironlaw.train.checkpoint import STATE, sha256
+from ironlaw.train.parallel.materialize import read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
-from ironlaw.train.parallel.whole import read_checkpoint
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
@@ -45,6 +45,18 @@ class Spread(Protocol):
     def after_read(self) -> None: ...
 
 
+class Gatherer:
+    """What `Checkpointer` needs of the ranks, over a group of its own: it works beside the training step."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
 class ShardedFiles:
     """A `Store`. `group`: a process group of its own, because writing goes on beside training; None alone. `settings`
     say in which order one process has the tensors of an optimizer."""
@@ -57,7 +69,8 @@ class ShardedFiles:
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         optimizer = states["optimizer"]
-        tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not _is_copy(name, model)}
+        # Copies are not written: the original is on this rank, or on one that writes it.
+        tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not name.endswith(COPY)}
         for part in states.values():
             if isinstance(part, Spread):
                 tensors = part.saved(tensors)
@@ -122,11 +135,6 @@ def _known(folder: Path) -> dict[str, torch.Size]:
 def _of_one_process(folder: Path) -> dict[str, torch.Size]:
     """The states in a checkpoint of one process, as if each were a tensor."""
     return {f"{name}/": torch.Size() for name in torch.load(folder / STATE, weights_only=True, mmap=True)}
-
-
-def _is_copy(name: str, model: nn.Module) -> bool:
-    """Copies are not written where the original is on this rank; elsewhere writers of one name are deduplicated."""
-    return name.endswith(COPY)
 
 
 def _give_state(optimizer: torch.optim.Optimizer) -> None:

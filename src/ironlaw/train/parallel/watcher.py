@@ -25,17 +25,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ironlaw.train.parallel import recorder, waiting
+from ironlaw.train.parallel import communication, flight_recorder
+from ironlaw.train.parallel.flight_recorder import Operation
 from ironlaw.train.parallel.hang import Note, report
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.recorder import Operation
 from ironlaw.train.parallel.straggler import OwnTime
 
 SAMPLE_SECONDS = 0.05
 NOTE_SECONDS = 1.0
 NOTES_PER_SECOND = 500  # of all ranks together: one store serves them
 GRACE_SECONDS = 3.0  # for the notes of the others, and for the report to be written before they end
-TORCH = (str(Path(torch.__file__).parent), str(Path(waiting.__file__)))  # what times PyTorch's calls belongs to them
+TORCH = (
+    str(Path(torch.__file__).parent),
+    str(Path(communication.__file__)),
+)  # what times PyTorch's calls belongs to them
 SOURCE = str(Path(__file__).parents[2])
 HUNG = "hung"
 
@@ -51,10 +54,10 @@ class Watcher:
         self.store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._told, self._end = told, end
         self.step = 0  # the one under way, from 1
-        self.own = OwnTime(kernels=recorder.kernel_seconds if ranks.device.type == "cuda" else None)
+        self.own = OwnTime(kernels=flight_recorder.kernel_seconds if ranks.device.type == "cuda" else None)
         self._main = threading.get_ident()
         self._state = f"/proc/self/task/{threading.get_native_id()}/stat"
-        self._groups = recorder.groups_of(ranks)
+        self._groups = flight_recorder.groups_of(ranks)
         self._still_since = time.time()  # when the training thread was last seen to compute
         self._awake = 0.0
         self._every = max(NOTE_SECONDS, ranks.size / NOTES_PER_SECOND, timeout_seconds / 100)
@@ -113,7 +116,7 @@ class Watcher:
         now = time.time()
         latest: dict[tuple[int, ...], Operation] = {}
         waits: Operation | None = None
-        for operation in recorder.operations(self._groups):
+        for operation in flight_recorder.operations(self._groups):
             latest[operation.members] = operation
             if not operation.done and waits is None:
                 waits = operation

@@ -10,7 +10,7 @@ import pytest
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 from ironlaw.observe.clock import StepClock
-from ironlaw.train.parallel.merged import OTHER, merge
+from ironlaw.train.parallel.observer import OTHER, merge
 
 
 def rank(number: int, forward: float, waited: float, position: int = 0) -> dict[str, Any]:

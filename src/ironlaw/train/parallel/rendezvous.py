@@ -23,7 +23,7 @@ POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """`store` is this start's own. `restarted`: torchrun has started this job before, with as many ranks or not."""
 
     store: dist.Store
@@ -32,13 +32,13 @@ class Meeting:
     restarted: bool
 
 
-def join(timeout_seconds: float) -> Meeting:
+def join(timeout_seconds: float) -> Rendezvous:
     """Meet the other ranks that torchrun started."""
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     return meet(store, rank, size, timeout_seconds)
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Meeting:
+def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Rendezvous:
     """UserError when not all of them come.
 
     Rank 0 publishes a name; each other rank leaves a word of its own under it; rank 0 repeats all words. A rank that
@@ -54,7 +54,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Mee
             _pause(until, "not all ranks came")
         words = [store.get(key).decode() for key in keys]
         store.set(f"{name}/all", json.dumps({"words": words, "restarted": restarted}))
-        return Meeting(dist.PrefixStore(name, store), rank, size, restarted)
+        return Rendezvous(dist.PrefixStore(name, store), rank, size, restarted)
     mine = uuid.uuid4().hex
     while True:
         if store.check([ROUND]):
@@ -63,18 +63,18 @@ def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Mee
                 if store.check([f"{name}/all"]):
                     told = json.loads(store.get(f"{name}/all"))
                     if mine in told["words"]:
-                        return Meeting(dist.PrefixStore(name, store), rank, size, told["restarted"])
+                        return Rendezvous(dist.PrefixStore(name, store), rank, size, told["restarted"])
                 else:
                     store.set(f"{name}/{rank}", mine)
         _pause(until, "rank 0 did not come")
 
 
-def stand_by(meeting: Meeting) -> None:
+def stand_by(rendezvous: Rendezvous) -> None:
     """Wait until the others are done. Should one of them die, torchrun ends this rank too and starts all again."""
     while True:
         time.sleep(1.0)
         try:
-            if meeting.store.check([FINISHED]):
+            if rendezvous.store.check([FINISHED]):
                 return
         except RuntimeError:  # the store was rank 0's, which has ended
             return

@@ -42,16 +42,10 @@ def groups_of(ranks: Ranks) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Other groups may wait as long as they like: for data to be prepared, for a checkpoint to be written.
     """
-    groups = {name: ranks.group(name) for name in ("replicate", "shard", "tp", "pp")}
-    if ranks.context is not None:
-        groups["cp"] = ranks.context.get_group()
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, group in groups.items():
+    for name, group in ranks.process_groups().items():
         if group.size() > 1:
             found.setdefault(group.group_name, (name, tuple(dist.get_process_group_ranks(group))))
-    world = dist.group.WORLD
-    assert world is not None
-    found.setdefault(world.group_name, ("world", tuple(range(ranks.size))))
     return found
 
 

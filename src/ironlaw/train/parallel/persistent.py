@@ -1,25 +1,22 @@
-"""Bytes of tensors a rank holds between steps: weights, optimizer state, buckets, what savers keep, message buffers."""
+"""Bytes of tensors a rank holds between steps beside weights and optimizer state: buckets, what gradient compression
+and DiLoCo keep, message buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ironlaw.observe.measured import held_bytes, tree_bytes
+from ironlaw.observe.measured import tree_bytes
 from ironlaw.train.parallel.apply import Applied
 from ironlaw.train.parallel.outer import Outer
 
 
-def lasting_bytes(
-    applied: Applied, optimizer: torch.optim.Optimizer, schedule: Any, average: Sequence[Tensor] = (),
-    outer: Outer | None = None,
-) -> int:  # fmt: skip
+def beside_weights(applied: Applied, schedule: Any, outer: Outer | None) -> int:
     """Before a step, when there are no gradients."""
-    total = sum(held_bytes(applied.model, optimizer, average).values())
+    total = 0
     if outer is not None:  # the common weights and their momentum
         total += tree_bytes([*outer.common, *outer.optimizer.state.values()])
     if applied.compressor is not None:

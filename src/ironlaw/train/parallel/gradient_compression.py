@@ -18,6 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import CommunicationConfig
+from ironlaw.train.parallel.communication import bucket_hook
 
 EPSILON = 1e-8
 """Added to a column's length: gradients of a rank below PowerSGD's have columns of zeros."""
@@ -29,14 +30,15 @@ def reduction(communication: CommunicationConfig) -> MixedPrecisionPolicy:
 
 
 def hook(model: DistributedDataParallel, communication: CommunicationConfig) -> "PowerSGD | None":
-    """Put the wished hook on DDP."""
-    if communication.gradients == "bf16":
-        model.register_comm_hook(model.process_group, _in_bf16)
-    if communication.gradients != "powersgd":
-        return None
-    compressor = PowerSGD(model.process_group, communication)
-    model.register_comm_hook(compressor, PowerSGD.reduce)
-    return compressor
+    """Put the wished hook on DDP; its own reduction, too, is a hook, so that it can be observed."""
+    group = model.process_group
+    if communication.gradients == "powersgd":
+        compressor = PowerSGD(group, communication)
+        model.register_comm_hook(compressor, bucket_hook(PowerSGD.reduce, group))
+        return compressor
+    reduce = _in_bf16 if communication.gradients == "bf16" else default_hooks.allreduce_hook
+    model.register_comm_hook(group, bucket_hook(reduce, group))
+    return None
 
 
 def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:

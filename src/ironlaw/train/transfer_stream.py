@@ -1,7 +1,7 @@
 """The way between a device and its host's memory: copies on a stream of their own, beside the computation.
 
-`CudaLane` is the real one. What moves data takes a `Lane`, so that its order of copies and waits is tested on a CPU,
-with a lane that is slow on purpose.
+`CudaStream` is the real one. What moves data takes a `TransferStream`, so that its order of copies and waits is tested
+on a CPU, with a stream that is slow on purpose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Arrival(Protocol):
         """What the device is given from now on waits for the copy; this thread does not."""
 
 
-class Lane(Protocol):
+class TransferStream(Protocol):
     def host_like(self, tensor: Tensor) -> Tensor:
         """Memory on the host, contiguous, that copies can reach without the processor's help."""
 
@@ -38,11 +38,11 @@ class Lane(Protocol):
         """Start to copy to a tensor that is there."""
 
 
-def lane_to_host(device: torch.device) -> Lane:
-    return CudaLane(device)
+def stream_to_host(device: torch.device) -> TransferStream:
+    return CudaStream(device)
 
 
-class CudaLane:
+class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # One each way: the link carries both at once.

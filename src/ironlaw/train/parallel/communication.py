@@ -1,0 +1,344 @@
+"""What a rank sends in its steps, and how long its main thread waits for the others: always on, a microsecond a call.
+
+    with observed(ranks) as traffic:                    # PyTorch's own calls are timed where FSDP, DTensor, DDP,
+        with traffic.counting(clock):                   # pipelines and this trainer make them
+            step.forward_backward(...)
+    traffic.found["shard", "all_gather"]                # Found(count, bytes, seconds), of all counted steps
+
+Bytes are those of the whole buffer (nccl-tests' convention): what is reduced, what is gathered, what is sent. Exposed
+is what the main thread waited, and goes to the step's clock; `seconds` is from the call to its completion, where that
+can be told (a message between stages ends when its receiver takes it, and is only waited for). On CUDA collectives run
+behind the host's back: there only counts and bytes are known.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ironlaw.observe.clock import StepClock
+from ironlaw.observe.profile import communication_scope
+from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.workload.collectives import Sent
+
+# Functions of torch.distributed: kind, and which argument (by place or name) is the whole buffer.
+CALLS: dict[str, tuple[str, int, str]] = {
+    "all_reduce": ("all_reduce", 0, "tensor"),
+    "all_gather_into_tensor": ("all_gather", 0, "output_tensor"),
+    "all_gather_single": ("all_gather", 0, "output"),
+    "reduce_scatter_tensor": ("reduce_scatter", 1, "input"),
+    "reduce_scatter_single": ("reduce_scatter", 1, "input"),
+    "broadcast": ("broadcast", 0, "tensor"),
+    "all_to_all_single": ("all_to_all", 1, "input"),
+}
+# Functional collectives, which DTensor calls; the last argument names the group, and `wait_tensor` waits.
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+LET_GO_SECONDS, BREATH_SECONDS = 1.0, 1e-4
+BUCKET_LET_GO_SECONDS = 0.02  # there may be hundreds of buckets
+
+Key = tuple[str, str]  # mesh dimension and kind of a collective
+
+
+@dataclass
+class Found:
+    """Calls of one kind along one mesh dimension. `seconds`: None where an end was not seen."""
+
+    count: int = 0
+    bytes: int = 0
+    seconds: float | None = 0.0
+    exposed_seconds: float = 0.0
+
+    def took(self, seconds: float) -> None:
+        self.seconds = None if self.seconds is None else self.seconds + seconds
+
+
+class Traffic:
+    """What was sent and waited for while `counting`. Groups of one rank send nothing and are not counted."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.found: dict[Key, Found] = {}
+        self.steps = 0
+        # While steps are recorded: a collective is waited for where it is called, until gloo's threads have let go of
+        # its tensors, because a recording sees only what this thread lets go of (`observe/held.py`).
+        self.settle = False
+        self._dimensions = dimensions_of(ranks)
+        self._known: dict[Any, tuple[str, int]] = {}
+        self._clock: StepClock | None = None
+        self._main = threading.get_ident()
+        self._host_waits = ranks.device.type == "cpu"
+        self._last_bucket: tuple[Key, float] | None = None
+
+    @contextmanager
+    def counting(self, clock: StepClock) -> Iterator[None]:
+        self._clock = clock
+        self.steps += 1
+        try:
+            yield
+        finally:
+            self._clock = None
+
+    @property
+    def active(self) -> bool:
+        return self._clock is not None
+
+    @property
+    def table(self) -> dict[Key, Sent]:
+        return {key: Sent(found.count, found.bytes) for key, found in self.found.items() if found.count}
+
+    def start_over(self) -> None:
+        self.found.clear()
+        self.steps = 0
+
+    def dimension(self, group: Any) -> tuple[str, int]:
+        """The mesh dimension of a group (or of its name) and its size."""
+        if group is None:  # what all agree on, also where they are all there is of another dimension
+            return "world", dist.get_world_size()
+        key = group if isinstance(group, str) else id(group)
+        if key not in self._known:
+            if isinstance(group, str):
+                group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+            members = tuple(dist.get_process_group_ranks(group))
+            self._known[key] = self._dimensions.get(members, ("other", len(members)))
+        return self._known[key]
+
+    def called(self, key: Key, size: int) -> Found:
+        found = self.found.setdefault(key, Found())
+        found.count += 1
+        found.bytes += size
+        return found
+
+    @contextmanager
+    def waiting(self, key: Key) -> Iterator[None]:
+        """Around what the main thread waits in."""
+        began = time.perf_counter()
+        with communication_scope(self.settle):
+            yield
+        self.waited(key, time.perf_counter() - began)
+
+    def waited(self, key: Key, seconds: float) -> None:
+        if self._clock is None or not self._host_waits or threading.get_ident() != self._main:
+            return
+        self.found.setdefault(key, Found()).exposed_seconds += seconds
+        self._clock.waited(" ".join(key), seconds)
+
+    def uses(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
+        """Tensors of a call and how many hold each, before it."""
+        if not self.settle:
+            return []
+        return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
+
+    def let_go(self, uses: list[tuple[Tensor, int]], longest_seconds: float = LET_GO_SECONDS) -> None:
+        """While steps are recorded: wait until gloo's thread holds none of them any more."""
+        if not self.settle:
+            return
+        limit = time.perf_counter() + longest_seconds
+        while any(_uses(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
+            time.sleep(BREATH_SECONDS)
+        time.sleep(BREATH_SECONDS)  # it gives up Python's name of a tensor last, for which it needs the interpreter
+
+    def bucket_done(self, key: Key, buffer: Tensor, uses: int, future: Any) -> None:
+        """DDP's hook has sent a bucket."""
+        if self.settle:
+            with communication_scope(True):
+                future.wait()
+                self.let_go([(buffer, uses + 1)], BUCKET_LET_GO_SECONDS)  # one more: the future has it
+        self._last_bucket = key, time.perf_counter()
+
+    def backward_done(self) -> None:
+        """DDP waits at the end of the backward pass: since its last bucket was full."""
+        if self._last_bucket is not None:
+            key, since = self._last_bucket
+            self.waited(key, time.perf_counter() - since)
+            self._last_bucket = None
+
+
+def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
+    """Members of a group -> its mesh dimension and size; of dimensions with the same ranks, the first, as in a plan
+    (`workload/mesh.py`)."""
+    dimensions: dict[tuple[int, ...], tuple[str, int]] = {}
+    for name, group in ranks.process_groups().items():
+        dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
+    return dimensions
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many hold a tensor, of all that Python's name for it counts as one."""
+    count = getattr(tensor, "_use_count", None)  # not in PyTorch 2.11
+    return int(count()) if count is not None else 0
+
+
+class _Timed:
+    """A pending call whose wait is timed."""
+
+    def __init__(self, work: Any, traffic: Traffic, key: Key) -> None:
+        self._work, self._traffic, self._key = work, traffic, key
+
+    def wait(self, *arguments: Any, **named: Any) -> Any:
+        with self._traffic.waiting(self._key):
+            return self._work.wait(*arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+_current: Traffic | None = None
+
+
+def backward_done() -> None:
+    if _current is not None:
+        _current.backward_done()
+
+
+def bucket_hook(hook: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    """DDP's hook for a bucket, observed where somebody does; what it calls is counted as any other call."""
+
+    def timed(state: Any, bucket: Any) -> Any:
+        traffic = _current
+        if traffic is None or not traffic.active:
+            return hook(state, bucket)
+        buffer = bucket.buffer()
+        uses = _uses(buffer)
+        future = hook(state, bucket)
+        traffic.bucket_done((traffic.dimension(group)[0], "all_reduce"), buffer, uses, future)
+        return future
+
+    timed.__annotations__.clear()  # DDP compares them with its own types, by identity
+    return timed
+
+
+@contextmanager
+def observed(ranks: Ranks) -> Iterator[Traffic]:
+    """Time PyTorch's collectives in this process while the block runs."""
+    global _current
+    traffic = Traffic(ranks)
+    functional = torch.ops._c10d_functional
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
+        plain = getattr(owner, name, None)
+        if plain is not None:
+            replaced.append((owner, name, plain))
+            setattr(owner, name, wrapped(plain))
+
+    for name, (kind, place, keyword) in CALLS.items():
+        replace(dist, name, partial(_call, traffic, kind=kind, place=place, keyword=keyword))
+    for name in ("isend", "irecv"):  # under both names: what is asked of neighbours is checked to be one of the two
+        message = _message(traffic, getattr(dist, name), sends=name == "isend")
+        for owner in (dist, dist.distributed_c10d):
+            replace(owner, name, lambda plain, made=message: made)  # type: ignore[misc]
+    pending: dict[int, tuple[Key, float]] = {}
+    wait = functional.wait_tensor
+    for name, kind in FUNCTIONAL.items():
+        replace(functional, name, partial(_functional, traffic, kind=kind, pending=pending, wait=wait))
+    replace(functional, "wait_tensor", partial(_wait_tensor, traffic, pending=pending))
+    _current = traffic
+    try:
+        yield traffic
+    finally:
+        _current = None
+        for owner, name, plain in replaced:
+            setattr(owner, name, plain)
+
+
+@contextmanager
+def counted(ranks: Ranks) -> Iterator[Traffic]:
+    """The same where every call of the block counts."""
+    with observed(ranks) as traffic, traffic.counting(StepClock()):
+        yield traffic
+
+
+def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> Any:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        if not traffic.active:
+            return plain(*arguments, **named)
+        group = named.get("group") or next((a for a in arguments if isinstance(a, dist.ProcessGroup)), None)
+        dimension, size = traffic.dimension(group)
+        if size < 2:
+            return plain(*arguments, **named)
+        buffer: Tensor = arguments[place] if len(arguments) > place else named[keyword]
+        key = (dimension, kind)
+        found = traffic.called(key, buffer.numel() * buffer.element_size())
+        uses = traffic.uses(arguments, named)
+        began = time.perf_counter()
+        if named.get("async_op") and not traffic.settle:
+            work = plain(*arguments, **named)
+            work.get_future().add_done_callback(lambda done: found.took(time.perf_counter() - began))
+            return _Timed(work, traffic, key)
+        with traffic.waiting(key):
+            work = plain(*arguments, **named)
+            if named.get("async_op"):  # what a hook of DDP's does next is then done, and let go of, by this thread
+                work.wait()
+            else:
+                traffic.let_go(uses)
+        found.took(time.perf_counter() - began)
+        return work
+
+    return timed
+
+
+def _message(traffic: Traffic, plain: Any, sends: bool) -> Any:
+    @functools.wraps(plain)
+    def timed(tensor: Tensor, *arguments: Any, **named: Any) -> Any:
+        work = plain(tensor, *arguments, **named)
+        if not traffic.active or work is None:
+            return work
+        key = (traffic.dimension(named.get("group"))[0], "send")
+        if sends:
+            traffic.called(key, tensor.numel() * tensor.element_size()).seconds = None
+        return _Timed(work, traffic, key)
+
+    return timed
+
+
+def _functional(
+    traffic: Traffic, plain: Any, kind: str, pending: dict[int, tuple[Key, float]], wait: Callable[[Tensor], Any]
+) -> Any:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        if not traffic.active:
+            return plain(*arguments, **named)
+        dimension, size = traffic.dimension(next(a for a in reversed(arguments) if isinstance(a, str)))
+        if size < 2:
+            return plain(*arguments, **named)
+        key = (dimension, kind)
+        tensor: Tensor = arguments[0]
+        traffic.called(key, tensor.numel() * tensor.element_size() * (size if kind == "all_gather" else 1))
+        uses = traffic.uses(arguments, named)
+        began = time.perf_counter()
+        with traffic.waiting(key):
+            result = plain(*arguments, **named)
+            if traffic.settle:
+                wait(result)
+                traffic.let_go([*uses, (result, 1)])
+        pending[result.data_ptr()] = key, began
+        return result
+
+    return timed
+
+
+def _wait_tensor(traffic: Traffic, plain: Any, pending: dict[int, tuple[Key, float]]) -> Any:
+    def timed(tensor: Tensor, *rest: Any, **named: Any) -> Any:
+        known = pending.pop(tensor.data_ptr(), None) if traffic.active else None
+        if known is None:
+            return plain(tensor, *rest, **named)
+        key, called = known
+        with traffic.waiting(key):
+            result = plain(tensor, *rest, **named)
+        traffic.found.setdefault(key, Found()).took(time.perf_counter() - called)
+        return result
+
+    return timed

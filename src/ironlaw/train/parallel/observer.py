@@ -1,0 +1,225 @@
+"""What the ranks of a job see of each other: communication, who is slow, who hangs; and their measured ledger.
+
+Beside the trainer's loop stand the timed calls of `communication.py`, the thread of `watcher.py`, and the comparison of
+ranks of `straggler.py`. At the end rank 0 puts together what every rank saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from ironlaw.config import RunConfig
+from ironlaw.ledger import STEP_PHASES, Estimate, Key, Kind, Ledger, Line, Origin, Phase
+from ironlaw.observe.clock import StepClock
+from ironlaw.observe.events import recorded_allocations
+from ironlaw.observe.held import Recorded
+from ironlaw.observe.measured import Observations, typical
+from ironlaw.observe.profile import StepProfile
+from ironlaw.train.mesh import Observer
+from ironlaw.train.parallel.communication import Traffic, observed
+from ironlaw.train.parallel.ranks import Ranks
+from ironlaw.train.parallel.straggler import Straggling
+from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.step import Agreed
+
+OTHER = "between collectives"
+"""Exposed communication that no collective was seen in: what is done for them while the step is in that phase."""
+
+
+class RankObserver(Observer):
+    """Enter it before the model is built: calls are timed where PyTorch and the trainer make them."""
+
+    def __init__(self, ranks: Ranks, config: RunConfig, watcher: Watcher) -> None:
+        self.ranks, self.watcher, self.every = ranks, watcher, config.recovery.straggler_every
+        per_stage = ranks.size // ranks.config.pp
+        stages = [rank // per_stage for rank in range(ranks.size)]
+        self.straggling = Straggling(stages, config.recovery.straggler_threshold)
+        self._everybodys: list[dict[str, Any]] = []
+        self._first_ended_ns = 0  # of the recorded steps
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> RankObserver:
+        self._entered.enter_context(self.watcher)
+        self.traffic: Traffic = self._entered.enter_context(observed(self.ranks))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    @contextmanager
+    def step(self, number: int, clock: StepClock) -> Iterator[None]:
+        self.watcher.step = number
+        with self.traffic.counting(clock), self.watcher.own.step():
+            yield
+        self._first_ended_ns = self._first_ended_ns or time.time_ns()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Collectives are waited for where they are called; what is counted meanwhile is not told."""
+        self.traffic.settle, self._first_ended_ns = True, 0
+        yield
+        self.traffic.settle = False
+        self.traffic.start_over()
+
+    def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
+        """Operations are those of a mean rank. The peak is that of the first of the steps, before anything is done
+        between steps; which of it are gradients and activations, the reader of one process cannot tell of ranks."""
+        allocated = Recorded(recorded_allocations(profiler)).peak_bytes(end=self._first_ended_ns)
+        self.peak_bytes = persistent_bytes + allocated
+        profile.lines = mean_lines(self.ranks.gather(profile.lines))
+        profile.peak_bytes, profile.peak_parts = None, {}
+
+    # -- who is slow -----------------------------------------------------------------------------------------
+
+    def _comparing(self, number: int) -> bool:
+        return self.every > 0 and number % self.every == 0
+
+    def numbers(self, number: int) -> list[float]:
+        """Wall seconds of the steps since the last comparison, then own ones: of this rank in its place."""
+        if not self._comparing(number):
+            return []
+        own, wall = self.watcher.own.take()
+        rank, size = self.ranks.rank, self.ranks.size
+        return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
+
+    def told(self, agreed: Agreed, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
+        """The same numbers on every rank; rank 0 writes down what they say."""
+        if not self.ranks.first or not self._comparing(number):
+            return
+        wall, *own = agreed.added
+        news, over = self.straggling.observe(own, wall, self.every)
+        for slow in news:
+            host = self.watcher.host(slow.rank)
+            say(
+                f"rank {slow.rank} on {host} is slow: it works {slow.longer:.0%} longer than the others, which wait "
+                f"for it {slow.share:.0%} of the time (step {number})"
+            )
+            event("slow_rank", step=number, host=host, **asdict(slow))
+        for rank in over:
+            say(f"rank {rank} on {self.watcher.host(rank)} is as fast as the others again")
+            event("slow_rank_over", step=number, rank=rank)
+
+    # -- the ledger ------------------------------------------------------------------------------------------
+
+    def gather(self, observed: Observations) -> None:
+        ranks = self.ranks
+        chosen = ranks.first_does(lambda: typical_steps(observed))
+        mine = seen(observed, chosen, self.traffic, self.peak_bytes, ranks.rank, ranks.index("pp"))
+        self._everybodys = ranks.gather(mine)
+
+    def complete(self, ledger: Ledger) -> None:
+        merge(ledger, self._everybodys)
+        own = self.straggling.own_seconds
+        if any(own):
+            ledger.facts |= {"rank_own_seconds": own, "slowest_rank": own.index(max(own))}
+
+
+def mean_lines(everybodys: Sequence[Sequence[Line]]) -> list[Line]:
+    """Of a mean rank, as a plan has them: what a rank does not do takes it no time."""
+    found: dict[Key, list[Line]] = {}
+    for line in (line for lines in everybodys for line in lines):
+        found.setdefault(line.key, []).append(line)
+    ranks = len(everybodys)
+    return [
+        replace(
+            lines[0], count=round(sum(line.count or 0 for line in lines) / ranks),
+            seconds=sum(line.seconds or 0.0 for line in lines) / ranks,
+        )
+        for lines in found.values()
+    ]  # fmt: skip
+
+
+def typical_steps(observed: Observations) -> list[int]:
+    """Which of the steps count: rank 0 says so for all, so that their phases are those of the same steps."""
+    chosen = {id(step) for step in typical(observed.steps)}
+    return [index for index, step in enumerate(observed.steps) if id(step) in chosen]
+
+
+def seen(
+    observed: Observations, chosen: Sequence[int], traffic: Traffic, peak_bytes: int | None, rank: int, position: int
+) -> dict[str, Any]:
+    """One rank's part, as plain data: seconds per step of the chosen ones, counts and bytes per step."""
+    steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
+    phases: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    if steps:
+        for phase in {p for s in steps for p in s.phase_seconds}:
+            phases[str(phase)] = float(np.mean([s.phase_seconds.get(phase, 0.0) for s in steps]))
+        for what in {w for s in steps for w in s.waited_seconds}:
+            exposed[what] = float(np.mean([s.waited_seconds.get(what, 0.0) for s in steps]))
+    communication = [
+        {
+            "dimension": dimension, "kind": kind, "count": found.count / max(1, traffic.steps),
+            "bytes": found.bytes / max(1, traffic.steps),
+            "seconds": None if found.seconds is None else found.seconds / max(1, traffic.steps),
+            "exposed_seconds": exposed.get(f"{dimension} {kind}", 0.0),
+        }
+        for (dimension, kind), found in sorted(traffic.found.items())
+    ]  # fmt: skip
+    step = float(np.mean([s.wall_seconds for s in steps])) if steps else None
+    return {
+        "rank": rank, "position": position, "step_seconds": step, "phase_seconds": phases,
+        "communication": communication, "peak_bytes": peak_bytes,
+    }  # fmt: skip
+
+
+def merge(ledger: Ledger, everybodys: Sequence[dict[str, Any]]) -> None:
+    """Phases become those of a mean rank; each collective a line of the communication phase, as the plan has it."""
+    count = len(everybodys)
+    found = {Phase(name) for one in everybodys for name in one["phase_seconds"]}
+    if found:
+        ledger.phase_seconds = {
+            phase: sum(one["phase_seconds"].get(str(phase), 0.0) for one in everybodys) / count
+            for phase in Phase
+            if phase in found
+        }
+    sums: dict[str, Line] = {}
+    for one in everybodys:
+        for call in one["communication"]:
+            name = f"{call['dimension']} {call['kind']}"
+            known = sums.get(
+                name, Line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, bytes_moved=0.0, seconds=0.0,
+                           origin=Origin.MEASURED)
+            )  # fmt: skip
+            sums[name] = replace(
+                known, bytes_moved=(known.bytes_moved or 0.0) + call["bytes"] / count,
+                seconds=(known.seconds or 0.0) + call["exposed_seconds"] / count,
+                count=max(known.count or 0, round(call["count"])),
+            )  # fmt: skip
+    waited = ledger.phase_seconds.get(Phase.COMMUNICATION)
+    lines = list(sums.values())
+    if waited is not None:
+        rest = waited - sum(line.seconds or 0.0 for line in lines)
+        if rest > 1e-6:
+            lines.append(Line(Phase.COMMUNICATION, Kind.COLLECTIVE, OTHER, seconds=rest, origin=Origin.MEASURED))
+    ledger.lines = [line for line in ledger.lines if line.phase is not Phase.COMMUNICATION] + lines
+    peaks = [one["peak_bytes"] for one in everybodys if one["peak_bytes"] is not None]
+    if peaks:
+        ledger.totals["peak_bytes"] = Estimate(
+            max(peaks), Origin.MEASURED, "tensors held by the rank that held most, in one step of its own"
+        )
+    ledger.facts["ranks"] = count
+    ledger.facts["by_rank"] = list(everybodys)
+    ledger.facts["spread"] = spread(everybodys)
+
+
+def spread(everybodys: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per phase, which rank took least and which most."""
+    result = []
+    for phase in STEP_PHASES:
+        times = [(one["phase_seconds"][str(phase)], one["rank"]) for one in everybodys
+                 if str(phase) in one["phase_seconds"]]  # fmt: skip
+        if times:
+            (least, fastest), (most, slowest) = min(times), max(times)
+            result.append({
+                "phase": str(phase), "fastest_rank": fastest, "fastest_seconds": least, "slowest_rank": slowest,
+                "slowest_seconds": most,
+            })  # fmt: skip
+    return result
