@@ -177,7 +177,7 @@ def catalogued() -> str | None:
 
     def unlikeness(name: str) -> tuple[float, bool]:
         bytes_apart = abs(accelerator(name).memory_bytes.value - properties.total_memory)
-        return round(bytes_apart / 4e9), ("sxm" in name) != ("sxm" in properties.name.lower())
+        return round(bytes_apart / 4e9), ("pcie" in name) != ("pcie" in properties.name.lower())
 
     return min(alike, key=unlikeness, default=None)
 
