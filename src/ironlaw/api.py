@@ -10,7 +10,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ironlaw.observe.watch import Watch
+    from ironlaw.report.document import Document
 
 Settings = Mapping[str, Any]
 """Dotted config keys to values: `{"train.steps": 200, "optimizer.lr": 3e-4}`."""
@@ -81,9 +82,11 @@ class PlanResult(PlanOutcome, Shown):
     output_tokens_per_second = Total("Of served requests: of all copies.")
 
     def _show(self, console: Console) -> None:
-        from ironlaw.cli.plan import show_answer
+        from ironlaw.cli.plan import views
+        from ironlaw.report.terminal import show
 
-        show_answer(console, self)
+        for view in views(self):
+            show(console, view)
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,8 +121,7 @@ class ExplainResult(Shown):
     """What `ironlaw.explain` found. `document` is that of `ironlaw explain --json`."""
 
     document: dict[str, Any] = field(repr=False)
-    _shown: Callable[[Console, dict[str, Any]], None] = field(repr=False)
-    _html: Callable[[Path], Path] | None = field(default=None, repr=False)
+    _view: Document = field(repr=False)
 
     @property
     def bottleneck(self) -> str:
@@ -133,12 +135,17 @@ class ExplainResult(Shown):
 
     def write_html(self, path: str | Path) -> Path:
         """The report with charts, as one page that opens offline."""
-        if self._html is None:
+        from ironlaw.report.page import write
+        from ironlaw.report.run_view import FOOTER, page_name
+
+        if "time" not in self.document:
             raise UserError("only one training run's explanation has a page: give one run, not two or a served load")
-        return self._html(Path(path))
+        return write(Path(path), self._view, page_name(self.document), FOOTER)
 
     def _show(self, console: Console) -> None:
-        self._shown(console, self.document)
+        from ironlaw.report.terminal import show
+
+        show(console, self._view)
 
 
 class RunningServer(Shown):
@@ -168,12 +175,7 @@ class RunningServer(Shown):
 
     def complete(self, prompt: str, *, max_tokens: int = 64, temperature: float = 1.0, **more: Any) -> str:
         """The text after `prompt`, by the server's own `/v1/completions`; `more` are its other fields."""
-        body = {
-            "model": self.engine.served.name,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body | more).encode(), {"Content-Type": "application/json"}
         )
@@ -230,12 +232,9 @@ def plan(
     from ironlaw.plan.request_types import Options
     from ironlaw.plan.work import WorkOptions
 
-    subject = (
-        what if isinstance(what, RunConfig) else build_config(dict(what)) if isinstance(what, Mapping) else str(what)
-    )
-    overrides = with_settings(settings)
-    if isinstance(subject, RunConfig) and overrides:
-        subject, overrides = _config(subject, settings), []
+    is_file = isinstance(what, str | Path)
+    subject = str(what) if is_file else _config(what, settings)
+    overrides = with_settings(settings) if is_file else []
     if serve is not None:
         from ironlaw.plan.serving.answer import ServeOptions, answer_serving
 
@@ -291,24 +290,23 @@ def explain(
     if other is not None:
         from ironlaw.explain.compare import compare
         from ironlaw.explain.open import explain_path
-        from ironlaw.report.comparison_view import show_comparison
+        from ironlaw.report.comparison_view import comparison_view
 
-        return ExplainResult(compare(explain_path(path), explain_path(_path(other))).to_json(), show_comparison)
+        document = compare(explain_path(path), explain_path(_path(other))).to_json()
+        return ExplainResult(document, comparison_view(document))
     from ironlaw.explain.serving import explain_serving, is_serving_run
 
     if is_serving_run(path):
-        from ironlaw.report.serving_explanation_view import show_serving_explanation
+        from ironlaw.report.serving_view import server_view
 
-        return ExplainResult(explain_serving(path).to_json(), show_serving_explanation)
+        document = explain_serving(path).to_json()
+        return ExplainResult(document, server_view(document))
     from ironlaw.explain.open import explain_path
-    from ironlaw.report.html import write_run
-    from ironlaw.report.terminal import show_explanation
+    from ironlaw.report.run_view import run_view
 
     found = explain_path(path)
     document = found.to_json()
-    return ExplainResult(
-        document, show_explanation, lambda page: write_run(page, document, found.metrics, found.config_text)
-    )
+    return ExplainResult(document, run_view(document, found.metrics, found.config_text))
 
 
 def serve(path: str | Path | TrainResult, *, port: int = 0, settings: Settings | None = None) -> RunningServer:
