@@ -2,7 +2,7 @@
 
     python benchmarks/fit_serving.py ../shared/calibration/inference.csv            # constants, then intervals
     python benchmarks/fit_serving.py ... --left-out                                 # the record of groups left out
-    python benchmarks/fit_serving.py ... --record device                            # of whole devices or engines; writes nothing
+    python benchmarks/fit_serving.py ... --record device                            # of whole devices or engines
 
 Constants are a base and effects (`plan/serving/rates.py`). Residuals are logarithms of planned over measured, in units
 of 15%, with a robust loss; every effect has a prior of mean 0, so that one that few rows support stays small. A group
