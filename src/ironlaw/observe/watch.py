@@ -41,11 +41,12 @@ from ironlaw.observe.habits import Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
-from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, modules_recorded, read_modules
+from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import Sampler
+from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
 from ironlaw.observe.updates import updates_of
 
@@ -302,7 +303,7 @@ class Watch:
             activities.append(ProfilerActivity.CUDA)
         self._recorder = profile(activities=activities, profile_memory=True)
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
-            self._recording_stack.enter_context(modules_recorded(self.model))
+            self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
         self.sampler = self._recording_stack.enter_context(Sampler(self.partition))
         with silent_stderr():
