@@ -310,9 +310,14 @@ class Candidates:
         return np.asarray((blocks + 3 * head) * self.global_batch)
 
 
-def of_no_shape(columns: frozenset[str], engine: Engine) -> frozenset[str]:
-    """Of columns on which nothing of a block hangs, those on which our trainer's description does not hang either."""
-    return columns if engine.fused else columns - {"dp", "zero", "pp"}
+OF_THE_LAYOUT = frozenset(
+    ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
+)
+
+
+def not_of_a_block(engine: Engine) -> frozenset[str]:
+    """Columns on which neither seconds nor bytes of a block and micro-batch hang, as this trainer divides it."""
+    return OF_THE_LAYOUT if engine.fused else OF_THE_LAYOUT - {"dp", "zero", "pp"}
 
 
 def candidates_of(
