@@ -37,7 +37,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One training step: what it computes and how it is laid out."""
 
     model: ModelConfig
@@ -331,7 +331,7 @@ def candidates_of(
     return Candidates(model, kinds, flash, *extra_launches(model), **columns)
 
 
-def candidates_of_jobs(jobs: Sequence[Job]) -> Candidates:
+def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
     """Several models of one `structure`, each in a layout of its own."""
     first = structure(jobs[0])
     assert len({structure(job) for job in jobs}) == 1
@@ -362,7 +362,7 @@ def _stacked(tables: Sequence[Any], sizes: Sequence[str]) -> Any:
     return tables[0].model_copy(update=arrays)
 
 
-def structure(job: Job) -> tuple[bool, ...]:
+def structure(job: TrainingJob) -> tuple[bool, ...]:
     """What jobs of one `Candidates` have in common: flash, and the arguments of `plain_model`."""
     model, moe, latent = job.model, job.model.moe, job.model.latent
     experts = moe is not None, moe is not None and moe.shared_experts > 0
