@@ -192,10 +192,10 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
     elif name.startswith(PHASE_SCOPE):
         span.phase, span.scope = Phase(name.removeprefix(PHASE_SCOPE)), ""
     elif name.startswith(SHARDING):
-        span.scope, node = SHARDING, span.parent
-        if node is not None and node.name.startswith(BACKWARD_NODE) and not node.scope:
+        span.scope, around = SHARDING, span.parent
+        if around is not None and around.name.startswith(BACKWARD_NODE) and not around.scope:
             # A node with a hook of FSDP's has no sequence number; it is the last one of what the mark names.
-            node.scope = _LAST_OF_UNIT.get(name.rpartition("(")[2].rstrip(")").rpartition(".")[2], "")
+            around.scope = _LAST_OF_UNIT.get(name.rpartition("(")[2].rstrip(")").rpartition(".")[2], "")
     elif name == RECOMPUTE_SCOPE:
         span.scope, span.again = "Block", True
     elif name.startswith(MODULE_SCOPE):
