@@ -62,9 +62,9 @@ class Group:
 class Pages:
     """Keys and values of one layer, all sequences' pages: (pages, K, page, size).
 
-    In fp32, bf16, fp8, int8 or int4. A head's tokens of a page lie together, so that one indexed read gives what products
-    take as it is. Formats of 8 and 4 bits have one scale per token and head: the largest element becomes the largest
-    number of the format.
+    In fp32, bf16, fp8, int8 or int4. A head's tokens of a page lie together, so that one indexed read gives what
+    products take as it is. Formats of 8 and 4 bits have one scale per token and head: the largest element becomes the
+    largest number of the format.
     """
 
     def __init__(
