@@ -289,7 +289,7 @@ def explain(
     path = _path(run)
     if other is not None:
         from ironlaw.explain.compare import compare
-        from ironlaw.explain.open import explain_path
+        from ironlaw.explain.runs import explain_path
         from ironlaw.report.comparison_view import comparison_view
 
         document = compare(explain_path(path), explain_path(_path(other))).to_json()
@@ -301,7 +301,7 @@ def explain(
 
         document = explain_serving(path).to_json()
         return ExplainResult(document, server_view(document))
-    from ironlaw.explain.open import explain_path
+    from ironlaw.explain.runs import explain_path
     from ironlaw.report.run_view import run_view
 
     found = explain_path(path)
