@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, output, print_json, show
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.files import write_json, write_text
@@ -46,7 +46,7 @@ def tune(
     from ironlaw.explain.tune import INTERRUPTED, Tuned
     from ironlaw.explain.tune import tune as find
     from ironlaw.machine.profile import load_profile
-    from ironlaw.report.tune_view import show_tuned
+    from ironlaw.report.comparison_view import tuned_view
 
     def keep(result: Tuned) -> None:
         write_text(out / "tuned.toml", result.config.to_toml())
@@ -61,7 +61,7 @@ def tune(
     if json:
         print_json(result.to_json())
     else:
-        show_tuned(output(), result.to_json(), str(out / "tuned.toml"))
+        show(tuned_view(result.to_json(), str(out / "tuned.toml")))
     if result.stopped == INTERRUPTED:
         raise KeyboardInterrupt(result.signal)
 
@@ -74,7 +74,7 @@ def _tune_serving(
 
     from ironlaw.explain.tune import INTERRUPTED, Measured, Tuned
     from ironlaw.explain.tune_serving import candidates, tune_serving
-    from ironlaw.report.tune_view import show_tuned
+    from ironlaw.report.comparison_view import tuned_view
     from ironlaw.serve.config import serve_config
     from ironlaw.serve.trials import Load, prompts_of, resolved
 
@@ -101,7 +101,7 @@ def _tune_serving(
     if json:
         print_json(result.to_json())
     else:
-        show_tuned(output(), result.to_json(), str(out / "tuned.toml"))
+        show(tuned_view(result.to_json(), str(out / "tuned.toml")))
         flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
         output().print(f"ironlaw serve {path} {flags}", highlight=False, soft_wrap=True)
     if result.stopped == INTERRUPTED:

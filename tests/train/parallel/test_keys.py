@@ -17,10 +17,11 @@ LLAMA = {
 }  # fmt: skip
 MOE = LLAMA | {"ffn": 24, "moe": {"experts": 4, "experts_per_token": 2, "balance_loss": 0.1}}
 GPT = {"heads": 4}
-TWO: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (LLAMA, {"layout.zero": 3}), (GPT, {"layout.pp": 2}), (GPT, {"layout.tp": 2, "layout.sp": "true"}),
+TWO: list[tuple[dict[str, Any], dict[str, Any]]] = [(LLAMA, {"layout.zero": 3}), (GPT, {"layout.pp": 2})]
+MORE_OF_TWO = [
+    (GPT, {}), (GPT, {"layout.tp": 2, "layout.sp": "true"}), (LLAMA, {"layout.zero": 1}),
+    (GPT, {"layout.cp": 2}), (MOE, {"layout.ep": 2}),
 ]  # fmt: skip
-MORE_OF_TWO = [(GPT, {}), (LLAMA, {"layout.zero": 1}), (GPT, {"layout.cp": 2}), (MOE, {"layout.ep": 2})]
 FOUR = [
     (GPT, {"layout.tp": 2, "layout.zero": 3}), (LLAMA, {"layout.pp": 2, "train.micro_batch": 1}),
     (GPT, {"layout.tp": 2, "layout.pp": 2}), (LLAMA, {"layout.cp": 2, "layout.zero": 1}),
