@@ -10,7 +10,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ironlaw.observe.watch import Watch
+    from ironlaw.report.document import Document
 
 Settings = Mapping[str, Any]
 """Dotted config keys to values: `{"train.steps": 200, "optimizer.lr": 3e-4}`."""
@@ -91,10 +92,12 @@ class PlanResult(Shown):
         return PlanOutcome(self.ledger, self.fits, self.more).to_json()
 
     def _show(self, console: Console) -> None:
-        from ironlaw.cli.plan import show_answer
+        from ironlaw.cli.plan import views
         from ironlaw.plan.request_types import PlanOutcome
+        from ironlaw.report.terminal import show
 
-        show_answer(console, PlanOutcome(self.ledger, self.fits, self.more))
+        for view in views(PlanOutcome(self.ledger, self.fits, self.more)):
+            show(console, view)
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,8 +132,7 @@ class ExplainResult(Shown):
     """What `ironlaw.explain` found. `document` is that of `ironlaw explain --json`."""
 
     document: dict[str, Any] = field(repr=False)
-    _shown: Callable[[Console, dict[str, Any]], None] = field(repr=False)
-    _html: Callable[[Path], Path] | None = field(default=None, repr=False)
+    _view: Document = field(repr=False)
 
     @property
     def bottleneck(self) -> str:
@@ -144,14 +146,19 @@ class ExplainResult(Shown):
 
     def write_html(self, path: str | Path) -> Path:
         """The report with charts, as one page that opens offline."""
-        if self._html is None:
+        from ironlaw.report.page import write
+        from ironlaw.report.run_view import FOOTER, page_name
+
+        if "time" not in self.document:
             raise UserError(
                 "only the explanation of one training run has a page: give one run, not two or a served load"
             )
-        return self._html(Path(path))
+        return write(Path(path), self._view, page_name(self.document), FOOTER)
 
     def _show(self, console: Console) -> None:
-        self._shown(console, self.document)
+        from ironlaw.report.terminal import show
+
+        show(console, self._view)
 
 
 class RunningServer(Shown):
@@ -304,24 +311,23 @@ def explain(
     if other is not None:
         from ironlaw.explain.compare import compare
         from ironlaw.explain.open import explain_path
-        from ironlaw.report.comparison_view import show_comparison
+        from ironlaw.report.comparison_view import comparison_view
 
-        return ExplainResult(compare(explain_path(path), explain_path(_path(other))).to_json(), show_comparison)
+        document = compare(explain_path(path), explain_path(_path(other))).to_json()
+        return ExplainResult(document, comparison_view(document))
     from ironlaw.explain.serving import explain_serving, is_serving_run
 
     if is_serving_run(path):
-        from ironlaw.report.serving_explanation_view import show_serving_explanation
+        from ironlaw.report.serving_view import server_view
 
-        return ExplainResult(explain_serving(path).to_json(), show_serving_explanation)
+        document = explain_serving(path).to_json()
+        return ExplainResult(document, server_view(document))
     from ironlaw.explain.open import explain_path
-    from ironlaw.report.html import write_run
-    from ironlaw.report.terminal import show_explanation
+    from ironlaw.report.run_view import run_view
 
     found = explain_path(path)
     document = found.to_json()
-    return ExplainResult(
-        document, show_explanation, lambda page: write_run(page, document, found.metrics, found.config_text)
-    )
+    return ExplainResult(document, run_view(document, found.metrics, found.config_text))
 
 
 def serve(path: str | Path | TrainResult, *, port: int = 0, settings: Settings | None = None) -> RunningServer:

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """Wrong input. The message is one line: what is wrong, and what to write instead. Exit code 2."""
 
 
+class InvalidConfig(UserError):
+    """A `config.json` of a known architecture with values that none has: building it all the same would be a guess."""
+
+
 class JobFailed(Exception):
     """What was started here has failed, and has said why itself. Exit code 1."""
 

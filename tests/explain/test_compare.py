@@ -18,7 +18,7 @@ from ironlaw.explain.noise import sample, threshold
 from ironlaw.explain.runs import list_runs
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
-from ironlaw.report.runs_view import sparkline
+from ironlaw.report.comparison_view import sparkline
 
 
 def explained(folder: Path, config: RunConfig, plan: Ledger, profile: Profile, **changes: Any) -> Any:

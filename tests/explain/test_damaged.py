@@ -19,7 +19,8 @@ from ironlaw.errors import UserError
 from ironlaw.explain.observed import explain_observed
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
-from ironlaw.report.html import render_run
+from ironlaw.report.page import render
+from ironlaw.report.run_view import FOOTER, run_view
 
 OTHERS: dict[str, Any] = {"text": "x", "number": 7, "list": [1], "object": {"a": 1}, "nothing": None, "switch": True}
 KINDS = {str: "text", int: "number", float: "number", list: "list", dict: "object", type(None): "nothing",
@@ -84,7 +85,7 @@ def try_all(run: Path, name: str, every: int) -> int:
             file.write_text(json.dumps(changed(document, place, OTHERS[kind])))
             try:
                 found = explain_observed(run, profile_here())
-                render_run(found.to_json(), found.metrics, found.config_text)
+                render(run_view(found.to_json(), found.metrics, found.config_text), "a run", FOOTER)
             except UserError as error:
                 refused += 1
                 assert "\n" not in str(error)

@@ -51,6 +51,10 @@ PLANTED: dict[str, dict[str, Any]] = {
     "float64": {"gains": {"float64": 0.4}, "facts": {"float64": {"saved": 0.5, "place": "a.py:2"}}},
     "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
     "update_unfused": {"gains": {"fused_update": 0.2}},
+    "update_by_hand": {
+        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
+        "phases": {"optimizer": 0.1},
+    },
     "attention_kernel": {"gains": {"blocked": 0.2}},
     "forwards_unread": {
         "facts": {"forwards_per_step": 2.0, "read_forwards_per_step": 1.0, "forward_lines": ["a.py:9"]}
@@ -117,16 +121,28 @@ def test_recomputation_that_memory_does_not_need_is_found(plan: Ledger) -> None:
 
 
 def test_copies_within_the_model_are_found(plan: Ledger) -> None:
-    run = make_run(plan)
-    forward = run.select(phase=Phase.FORWARD)
-    run.lines = [replace(x, operation="blocks.*.clone") if x.kind is Kind.ELEMENTWISE else x for x in forward]
-    spent = sum(x.seconds or 0.0 for x in run.lines if x.operation.endswith("clone"))
-    run.facts["profiled_step_seconds"] = 4 * spent
-    run.facts["places"] = {"copies": "train.py:9"}
-    found = diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings
-    assert next(f for f in found if f.rule == "copies").evidence[0] == "train.py:9"
-    run.facts["profiled_step_seconds"] = 10 * spent
+    run = make_run(plan, kinds={"elementwise": 50.0})
+    run.lines = [replace(x, operation="blocks.*.clone") if x.kind is Kind.ELEMENTWISE else x for x in run.lines]
+    found = next(f for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings if f.rule == "copies")
+    run.facts["lines"] = {"forward": [["train.py:9", 0.8]]}
+    again = diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings
+    assert "train.py:9" in next(f for f in again if f.rule == "copies").evidence[0] and found.share < 0.9
+    run.facts["autocast"] = "bf16"
     assert "copies" not in {f.rule for f in diagnose(Evidence(plan, run, subtract_ledgers(plan, run))).findings}
+
+
+def test_bursts_of_other_programs_come_after_what_the_code_does(plan: Ledger) -> None:
+    both = {"phases": {"data": 0.1}, "facts": {"slow_steps_fraction": 0.9, "other_load": 0.5}}
+    assert [f.rule for f in verdict(plan, **both).findings][:2] == ["input_bound", "irregular_steps"]
+    alone = both | {"facts": {"slow_steps_fraction": 0.9}}
+    assert verdict(plan, **alone).findings[0].rule == "irregular_steps"
+
+
+def test_sleeping_in_the_loop_is_its_own_doing_and_waiting_for_a_core_is_not(plan: Ledger) -> None:
+    slept = verdict(plan, phases={"idle": 0.1}, facts={"run_delay": 2.0})
+    assert slept.findings[0].rule == "host_bound"
+    waited = verdict(plan, phases={"idle": 0.1, "host": 0.02}, facts={"run_delay": 5.0})
+    assert "host_bound" not in {f.rule for f in waited.findings}
 
 
 def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> None:

@@ -16,7 +16,7 @@ from ironlaw.explain.roofline import roofline
 from ironlaw.explain.waterfall import waterfall
 from ironlaw.ledger import Estimate, Ledger, Origin
 from ironlaw.machine.profile import Profile
-from ironlaw.report.run_charts import roofline_chart, timeline_chart, waterfall_chart
+from ironlaw.report import charts
 
 
 def fall(plan: Ledger, **changes: Any) -> dict[str, Any]:
@@ -89,9 +89,8 @@ def test_the_drawings_name_what_they_show(tmp_path: Path, config: RunConfig, pla
     }  # fmt: skip
     run = make_run(plan, facts={"timeline": line})
     document = explain_run(write_run(tmp_path / "run", config, plan, run), profile).to_json()
-    falling = str(waterfall_chart(document["waterfall"], 760))
+    falling = str(charts.waterfall(document["waterfall"], 760))
     assert "memory-bound operations" in falling and "measured step" in falling and falling.count("<rect") >= 5
-    assert str(roofline_chart(document["roofline"], 760)).count("<circle") == len(document["roofline"]["points"])
-    shown = str(timeline_chart(document["timeline"], 760))
+    assert str(charts.roofline(document["roofline"], 760)).count("<circle") == len(document["roofline"]["points"])
+    shown = str(charts.timeline(document["timeline"], 760))
     assert "blocks.*: matmul" in shown and 'class="part-forward"' in shown
-    assert timeline_chart(None, 760) == "" and waterfall_chart(None, 760) == ""

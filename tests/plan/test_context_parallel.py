@@ -17,6 +17,9 @@ from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.workload.layout import CP_KINDS, parse_layout
+from ironlaw.workload.messages import context_messages
+from ironlaw.workload.program import step
+from ironlaw.workload.recipe import Batch, Recipe
 
 LLAMA = ModelConfig.named("llama3-8b").model_copy(update={"context": 131_072})
 LONG = 131_072
@@ -131,3 +134,14 @@ def test_the_search_tries_the_kinds_that_the_engine_has():
     assert rows == {None, "ring", "all_gather"}
     found = search(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4, keep=5)
     assert found.best and all(c.layout.cp_kind for c in found.best)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v2-lite"])
+def test_messages_of_many_layouts_are_those_of_the_program_of_one(name):
+    model, degrees = ModelConfig.named(name), [(1, 2), (2, 2), (1, 8), (4, 2)]
+    tp, cp = (np.array(sizes, dtype=float) for sizes in zip(*degrees, strict=True))
+    many = context_messages(model, 2 * 4096 / cp, tp, cp, 2.0, padded=True)["all_gather"][0]
+    for i, (tensor, context) in enumerate(degrees):
+        program = step(model, Batch(2, 4096), parse_layout(f"tp={tensor} cp={context} micro_batch=2"), Recipe("bf16"))
+        (sent,) = (c for c in program.collectives[0] if (c.dimension, c.kind) == ("cp", "all_gather"))
+        assert sent.bytes / sent.calls == many.bytes[i]

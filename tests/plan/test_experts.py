@@ -11,7 +11,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
-from ironlaw.plan.cluster.collective_costs import places_of_a_token, rows_sent_per_token
+from ironlaw.plan.cluster.collective_costs import rows_sent_per_token
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import EXPERT_CONSTRAINT
 from ironlaw.plan.cluster.search import search
@@ -25,6 +25,7 @@ from ironlaw.plan.requests.cluster_result import other_conventions
 from ironlaw.plan.work import Work
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import parse_layout
+from ironlaw.workload.messages import places_of_a_token
 from ironlaw.workload.moe import IMBALANCE
 from ironlaw.workload.program import training_operations
 

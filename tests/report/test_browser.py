@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from ironlaw.explain.explanation import Explanation
-from ironlaw.report.html import render_run
+from ironlaw.report.page import render
+from ironlaw.report.run_view import FOOTER, run_view
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: install it to see the report as a browser does")
@@ -39,7 +40,8 @@ def looked_at(
 ) -> dict[str, Any]:  # fmt: skip
     """What the browser saw; whatever it said to its console fails the test. `frame`: pixels to see it in."""
     page = folder / "report.html"
-    source = render_run(explanation.to_json(), explanation.metrics, explanation.config_text)
+    view = run_view(explanation.to_json(), explanation.metrics, explanation.config_text)
+    source = render(view, "a run", FOOTER)
     text = source.replace("</body>", ASKED)
     if frame is not None:  # a window without a head is never narrower than 500
         text = f'<!doctype html><body><iframe width={frame} height=844 frameborder=0 srcdoc="{escape(text)}"></iframe>'

@@ -7,15 +7,15 @@ from rich.console import Console
 
 from ironlaw.plan.request import Options, plan_request
 from ironlaw.plan.work import WorkOptions
-from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
-from ironlaw.report.cluster_why import show_cluster_why
+from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view
+from ironlaw.report.terminal import show
 
 
 def shown(answer, width, why=False):
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    show_cluster_plan(console, answer.ledger, answer.fits, answer.more)
+    show(console, cluster_view(answer.ledger, answer.fits, answer.more))
     if why:
-        show_cluster_why(console, answer.ledger, answer.more)
+        show(console, cluster_why_view(answer.ledger, answer.more))
     return console.file.getvalue()
 
 
@@ -70,6 +70,4 @@ def test_a_run_without_a_known_price_says_so():
 
 
 def test_no_assumption_prints_nothing():
-    console = Console(file=io.StringIO(), width=80)
-    show_assumed(console, [])
-    assert console.file.getvalue() == ""
+    assert assumed_view([]).blocks == []

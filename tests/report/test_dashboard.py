@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
@@ -40,8 +41,9 @@ def test_the_page_is_there_before_the_first_step_and_follows_the_run(tmp_path: P
         for number in range(1, 31):
             page.step(Report(number, loss=5 - number / 10, validation_loss=2.5 if number == 20 else None))
         text = urlopen(page.address).read().decode()
+        plain = re.sub("<[^>]+>", "", text)
         for shown in (
-            ">30<",
+            "30",
             "of 100",
             "2.000",
             "2.500",
@@ -50,7 +52,7 @@ def test_the_page_is_there_before_the_first_step_and_follows_the_run(tmp_path: P
             "25%",
             units.seconds(14.0),
         ):
-            assert shown in text, shown
+            assert shown in plain, shown
         assert text.count("<svg") == 4 and 'http-equiv="refresh"' in text and "<script" not in text
         with pytest.raises(HTTPError):
             urlopen(page.address + "config.toml")

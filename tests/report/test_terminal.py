@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +13,16 @@ from synthetic import make_profile
 
 from ironlaw import units
 from ironlaw.ledger import Estimate, Ledger, Origin
-from ironlaw.report.terminal import show_explanation, show_plan, show_profile, show_why
+from ironlaw.report.document import Document
+from ironlaw.report.plan_view import plan_view, why_view
+from ironlaw.report.profile_view import profile_view
+from ironlaw.report.run_view import run_view
+from ironlaw.report.terminal import show
 
-Show = Callable[[Console], None]
 
-
-def printed(show: Show, width: int = 80, **options: Any) -> str:
+def printed(view: Document, width: int = 80, **options: Any) -> str:
     out = io.StringIO()
-    show(Console(file=out, width=width, **options))
+    show(Console(file=out, width=width, **options), view)
     return out.getvalue()
 
 
@@ -30,18 +31,18 @@ def flat(text: str) -> str:
 
 
 @pytest.fixture
-def views(plan: Ledger, document: dict[str, Any]) -> dict[str, Show]:
+def views(plan: Ledger, document: dict[str, Any]) -> dict[str, Document]:
     return {
-        "plan": lambda console: show_plan(console, plan, True),
-        "why": lambda console: show_why(console, plan),
-        "explanation": lambda console: show_explanation(console, document),
-        "profile": lambda console: show_profile(console, make_profile(), {"compute": 1.12, "memory": 1.05}),
+        "plan": plan_view(plan, True),
+        "why": why_view(plan),
+        "explanation": run_view(document),
+        "profile": profile_view(make_profile(), {"compute": 1.12, "memory": 1.05}),
     }
 
 
 @pytest.mark.parametrize("name", ["plan", "why", "explanation", "profile"])
 @pytest.mark.parametrize("width", [80, 120])
-def test_nothing_is_cut_off(views: dict[str, Show], name: str, width: int) -> None:
+def test_nothing_is_cut_off(views: dict[str, Document], name: str, width: int) -> None:
     text = printed(views[name], width)
     assert "…" not in text and "..." not in text
     assert all(len(line) <= width for line in text.splitlines())
@@ -52,15 +53,15 @@ def test_nothing_is_cut_off(views: dict[str, Show], name: str, width: int) -> No
 
 
 @pytest.mark.parametrize("name", ["plan", "why", "explanation", "profile"])
-def test_no_escape_codes_when_not_a_terminal(views: dict[str, Show], name: str) -> None:
+def test_no_escape_codes_when_not_a_terminal(views: dict[str, Document], name: str) -> None:
     assert "\x1b" not in printed(views[name])
     assert "\x1b[" in printed(views[name], force_terminal=True)
 
 
 def test_plan_shows_every_total_with_interval_and_origin(plan: Ledger) -> None:
-    text = printed(lambda console: show_plan(console, plan, True))
-    for name, show in (("peak_bytes", units.bytes_), ("step_seconds", units.seconds), ("parameters", units.count)):
-        assert show(plan.totals[name].value) in text
+    text = printed(plan_view(plan, True))
+    for name, text_of in (("peak_bytes", units.bytes_), ("step_seconds", units.seconds), ("parameters", units.count)):
+        assert text_of(plan.totals[name].value) in text
     step = plan.totals["step_seconds"]
     assert step.low is not None and units.seconds(step.low).split()[0] in text
     assert "exact" in text and "calculated" in text and "cited" in text
@@ -69,18 +70,18 @@ def test_plan_shows_every_total_with_interval_and_origin(plan: Ledger) -> None:
 
 
 def test_plan_that_does_not_fit_says_so(plan: Ledger) -> None:
-    assert "Does not fit:" in printed(lambda console: show_plan(console, plan, False))
+    assert "Does not fit:" in printed(plan_view(plan, False))
 
 
 def test_absent_totals_are_words(plan: Ledger) -> None:
     poor = copy.deepcopy(plan)
     del poor.totals["energy_joules"]
-    line = next(x for x in printed(lambda c: show_plan(c, poor, True)).splitlines() if "Energy" in x)
+    line = next(x for x in printed(plan_view(poor, True)).splitlines() if "Energy" in x)
     assert "not planned" in line
 
 
 def test_why_marks_every_origin(plan: Ledger) -> None:
-    text = flat(printed(lambda console: show_why(console, plan)))
+    text = flat(printed(why_view(plan)))
     for estimate in plan.totals.values():
         assert flat(estimate.basis) in text
     assert all(mark in text for mark in ("[calculated]", "[measured]", "[cited]", "[config]"))
@@ -88,7 +89,7 @@ def test_why_marks_every_origin(plan: Ledger) -> None:
 
 
 def test_explanation_says_the_same_as_the_document(document: dict[str, Any]) -> None:
-    text = flat(printed(lambda console: show_explanation(console, document)))
+    text = flat(printed(run_view(document)))
     assert document["bottleneck"] in text
     assert units.seconds(document["time"]["step"]["measured"]) in text
     assert "--set train.precision=bf16" in text
@@ -108,7 +109,7 @@ def test_explanation_of_a_bare_run(document: dict[str, Any]) -> None:
     bare["remedies"] = []
     for check in ("step_time", "peak_memory", "unattributed"):
         bare["accuracy_met"][check] |= {"met": None, "error": None}
-    text = printed(lambda console: show_explanation(console, bare))
+    text = printed(run_view(bare))
     assert "not measured" in text and "None" not in text and "nan" not in text
     assert not re.search(r"forward +[\d.]+ ms +0", text)
 
@@ -116,11 +117,11 @@ def test_explanation_of_a_bare_run(document: dict[str, Any]) -> None:
 def test_missed_promises_are_words_not_only_colour(document: dict[str, Any]) -> None:
     missed = copy.deepcopy(document)
     missed["accuracy_met"]["step_time"] |= {"met": False, "error": 0.31}
-    assert "MISSED" in printed(lambda console: show_explanation(console, missed))
+    assert "MISSED" in printed(run_view(missed))
 
 
 def test_profile_rates_carry_units() -> None:
-    text = printed(lambda console: show_profile(console, make_profile(bf16_factor=5), {"compute": 1.12}))
+    text = printed(profile_view(make_profile(bf16_factor=5), {"compute": 1.12}))
     assert re.search(r"(100(\.0)?|99\.\d) GFLOP/s", text) and re.search(r"(500|49\d) GFLOP/s", text)
     assert "20.0 GB/s" in text and "1.00 Mtoken/s" in text and "1.12 x" in text
     assert "120 GB/s" in text  # add: three fp32 tensors of 1e7 elements in 1 ms
@@ -129,10 +130,10 @@ def test_profile_rates_carry_units() -> None:
 def test_what_the_profile_lacks_is_said() -> None:
     profile = make_profile()
     profile.storage_bytes_per_second = None
-    line = next(x for x in printed(lambda c: show_profile(c, profile, {})).splitlines() if "Storage" in x)
+    line = next(x for x in printed(profile_view(profile, {})).splitlines() if "Storage" in x)
     assert "not measured" in line
 
 
 def test_unknown_totals_in_a_plan_do_not_break_why() -> None:
     ledger = Ledger("plan", totals={"peak_bytes": Estimate(2.0**20, Origin.CALCULATED, "a sum")})
-    assert "1.00 MiB" in printed(lambda console: show_why(console, ledger))
+    assert "1.00 MiB" in printed(why_view(ledger))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ironlaw.report.scatter import Cloud, Point, scatter, short_bytes, short_seconds, ticks
-from ironlaw.report.validation_html import render_validation
-from ironlaw.report.validation_view import over_limit, worst_rows
+from ironlaw.report.page import render
+from ironlaw.report.record_view import FOOTER, PAGE, over_limit, record_view, worst_rows
+from ironlaw.report.svg import Cloud, scatter, short_bytes, short_seconds, ticks
 
 
 def errors(n: int, size: float = 0.1) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_is_whole_and_stands_alone(document):
-    page = render_validation(document)
+    page = render(record_view(document), PAGE, FOOTER)
     parser = Balanced()
     parser.feed(page)
     assert not parser.open
@@ -77,11 +77,11 @@ def test_the_page_is_whole_and_stands_alone(document):
 
 def test_a_record_of_nothing_is_still_a_page(document):
     empty = document | {"rows": [], "groups": {}, "overall": entry(0, 0), "not_planned": []}
-    assert "No step time to compare with" in render_validation(empty)
+    assert "No step time to compare with" in render(record_view(empty), PAGE, FOOTER)
 
 
 def test_a_perfect_plan_lies_on_the_diagonal():
-    drawing = scatter("t", "d", [Cloud("g", 0, [Point(1.0, 1.0, ""), Point(100.0, 100.0, "")])], short_seconds)
+    drawing = scatter("t", "d", [Cloud("g", 0, [(1.0, 1.0, ""), (100.0, 100.0, "")])], short_seconds)
     places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawing)]
     x0, y0, x1, y1 = map(float, re.findall(r'class="diagonal" d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawing)[0])
     for x, y in places:

@@ -15,8 +15,10 @@ from serving import write_server_directory
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
+from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.load import Outcome, Report, poisson, read_trace, summary
 from ironlaw.serve.measured import serving_ledger
+from ironlaw.serve.trials import Load
 
 pytest.importorskip("uvicorn")
 
@@ -110,3 +112,14 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     process.terminate()
     assert process.wait(timeout=20) == 0
     assert ironlaw_process("bench", ready["url"], "--rate", "1").returncode == 2
+
+
+def test_a_trial_measures_settings_on_the_same_load(tmp_path: Path) -> None:
+    """The loss comes through pages: formats that round change it a little, others not at all."""
+    directory = write_server_directory(tmp_path / "tiny")
+    load = Load(
+        directory, ServeConfig(device="cpu", blocks=60), [list(range(5 + n, 25 + n)) for n in range(4)], 5, 2, 0.0
+    )
+    plain, other, rounded = load({}), load({"block": 4, "token_budget": 9}), load({"kv": "int8"})
+    assert plain.seconds_per_token > 0 and plain.step_seconds > 0
+    assert plain.loss == pytest.approx(other.loss, abs=1e-5) and 0 < abs(plain.loss - rounded.loss) < 0.01

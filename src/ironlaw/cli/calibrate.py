@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 
 
 def calibrate(
@@ -23,7 +23,7 @@ def calibrate(
     from ironlaw.plan.measured.calibrate import calibrate as fit
     from ironlaw.plan.measured.profiles import save_profile
     from ironlaw.plan.measured.read import read_runs
-    from ironlaw.report.calibration_view import show_calibration
+    from ironlaw.report.record_view import calibration_view
 
     profile_path(name)  # before anything is fitted
     engine = engine_named(start) if start else None
@@ -38,5 +38,5 @@ def calibrate(
     if json:
         print_json(document)
         return
-    show_calibration(output(), document)
+    show(calibration_view(document))
     messages().print(f"Kept in {path}. Use it: ironlaw plan ... --profile {name}")

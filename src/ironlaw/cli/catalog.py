@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json
+from ironlaw.cli.console import print_json, show
 
 
 def catalog(
@@ -14,17 +14,17 @@ def catalog(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.catalog.entries import entry, entry_names
-    from ironlaw.report.catalog_view import show_entry, show_names
+    from ironlaw.report.catalog_view import entry_view, names_view
 
     if name is None:
         names = entry_names()
         if json:
             print_json(names)
         else:
-            show_names(output(), names)
+            show(names_view(names))
         return
     found = entry(name)
     if json:
         print_json(found)
     else:
-        show_entry(output(), found)
+        show(entry_view(found))

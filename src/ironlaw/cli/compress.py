@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def compress(
     from dataclasses import asdict
 
     from ironlaw.numerics.compression import read_target
-    from ironlaw.report.compression_view import show_compression
+    from ironlaw.report.catalog_view import compression_view
     from ironlaw.train.compression import compress_run
 
     target = read_target(to)
@@ -58,7 +58,7 @@ def compress(
     if json:
         print_json({"schema": 1, "out": str(out), **asdict(result)})
     else:
-        show_compression(output(), str(source), str(out), asdict(result))
+        show(compression_view(str(source), str(out), asdict(result)))
 
 
 def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: str | None, json: bool) -> None:
@@ -68,17 +68,18 @@ def _sweep(source: Path, to: str | None, out: Path | None, budget: str, data: st
         raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
 
     from ironlaw.cli.tune import seconds_of
-    from ironlaw.files import write_text
-    from ironlaw.report.sweep_view import show_sweep, sweep_page
+    from ironlaw.report.page import write
+    from ironlaw.report.sweep_view import FOOTER, sweep_view
     from ironlaw.train.sweep import sweep_formats
 
     found = sweep_formats(source, engine_decoder, seconds_of(budget), data=data, say=messages().print)
+    view = sweep_view(found)
     if out is not None:
-        write_text(out, sweep_page(found))
+        write(out, view, f"Formats of {found['source']}", FOOTER)
     if json:
         print_json(found)
     else:
-        show_sweep(output(), found)
+        show(view)
         if out is not None:
             messages().print(f"drawn in {out}", markup=False)
 

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook,
 from rich.segment import Segment
 
 from ironlaw.errors import printable
+from ironlaw.report.document import Document
 
 PLAIN_WIDTH = 100  # where the output is not a terminal, and has no width of its own
 
@@ -60,6 +61,15 @@ def recorder() -> Console:
     )  # fmt: skip
     console.push_render_hook(_PrintableOnly())
     return console
+
+
+def show(*views: Document) -> None:
+    """Results on stdout, one after the other."""
+    from ironlaw.report.terminal import show as show_on
+
+    console = output()
+    for view in views:
+        show_on(console, view)
 
 
 def print_json(document: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ironlaw import units
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, output, print_json, show
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
 
@@ -34,7 +34,7 @@ def _data() -> None:
 def prepare(config: Config, set_: Set = None, json: Json = False) -> None:
     """Tokenise the config's sources into shards; what is there already is not done again."""
     from ironlaw.data.stats import describe
-    from ironlaw.report.data_view import show_prepared
+    from ironlaw.report.data_view import prepared_view
 
     settings = load_config(config, set_ or [])
     dataset = _prepared(settings)
@@ -42,21 +42,21 @@ def prepare(config: Config, set_: Set = None, json: Json = False) -> None:
     if json:
         print_json(stats)
     else:
-        show_prepared(output(), stats, dataset.reused, str(config))
+        show(prepared_view(stats, dataset.reused, str(config)))
 
 
 @data.command()
 def stats(config: Config, set_: Set = None, json: Json = False) -> None:
     """Documents, tokens, lengths, vocabulary, and what each way of packing pads, crops and cuts."""
     from ironlaw.data.stats import describe
-    from ironlaw.report.data_view import show_stats
+    from ironlaw.report.data_view import stats_view
 
     settings = load_config(config, set_ or [])
     document = describe(_prepared(settings), settings.sequence)
     if json:
         print_json(document)
     else:
-        show_stats(output(), document)
+        show(stats_view(document))
 
 
 @data.command()
@@ -70,7 +70,7 @@ def inspect(
     """Rows of a training batch as the model sees them, document by document."""
     from ironlaw.data.inspect import rows_of
     from ironlaw.data.loader import Loader
-    from ironlaw.report.data_view import show_rows
+    from ironlaw.report.data_view import rows_view
 
     settings = load_config(config, set_ or [])
     dataset = _prepared(settings, streaming=True)
@@ -81,7 +81,7 @@ def inspect(
     if json:
         print_json({"schema_version": 1, "step": step, "rows": document})
     else:
-        show_rows(output(), document)
+        show(rows_view(document))
 
 
 @data.command()
@@ -152,12 +152,12 @@ def clean(
     """What the cache of prepared data holds, with its sizes; removes it after asking."""
     from ironlaw.data.cache import chosen, entries, remove
     from ironlaw.data.config import DataConfig
-    from ironlaw.report.data_view import show_cache
+    from ironlaw.report.data_view import cache_view
 
     folder = cache or DataConfig().cache_folder
     picked = chosen(entries(folder), names or [], unused_days)
     if not json:
-        show_cache(output(), folder, picked)
+        show(cache_view(folder, picked))
     wanted = yes
     if picked and not yes and not json and sys.stdin.isatty() and output().is_terminal:
         wanted = typer.confirm("Remove these?")
@@ -184,7 +184,7 @@ def _documents(dataset: Dataset, split: str) -> Iterator[Any]:
 def _prepared(settings: RunConfig, streaming: bool = False) -> Dataset:
     """The config's dataset, with a progress bar where it has to be made."""
     from ironlaw.data.prepare import prepare as prepare_data
-    from ironlaw.report.data_view import DataProgress
+    from ironlaw.report.live import DataProgress
 
     say = messages()
     config = settings.data if streaming else settings.data.model_copy(update={"streaming": False})

@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json
+from ironlaw.cli.console import print_json, show
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
     from ironlaw.machine.doctor import examine
-    from ironlaw.report.doctor_view import show_checkup
+    from ironlaw.report.catalog_view import checkup_view
 
     document = examine().to_json()
     if json:
         print_json(document)
     else:
-        show_checkup(output(), document)
+        show(checkup_view(document))
     if not document["healthy"]:
         raise typer.Exit(1)

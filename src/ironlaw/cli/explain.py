@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 
 
 def explain(
@@ -24,26 +24,27 @@ def explain(
     from ironlaw.explain.serving import explain_serving, is_serving_run
 
     if is_serving_run(run):
-        from ironlaw.report.serving_explanation_view import show_serving_explanation
+        from ironlaw.report.serving_view import server_view
 
         document = explain_serving(run).to_json()
         if json:
             print_json(document)
         else:
-            show_serving_explanation(output(), document)
+            show(server_view(document))
         return
     from ironlaw.explain.open import explain_path
-    from ironlaw.report.html import write_run
-    from ironlaw.report.terminal import show_explanation
+    from ironlaw.report.page import write
+    from ironlaw.report.run_view import FOOTER, page_name, run_view
 
     explanation = explain_path(run)
     document = explanation.to_json()
     page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
-    report = write_run(page, document, explanation.metrics, explanation.config_text)
+    view = run_view(document, explanation.metrics, explanation.config_text)
+    report = write(page, view, page_name(document), FOOTER)
     if json:
         print_json(document)
         return
-    show_explanation(output(), document)
+    show(view)
     messages().print(f"The same with charts: {report}")
 
 
@@ -51,7 +52,7 @@ def _compare(before: Path, after: Path, json: bool) -> None:
     from ironlaw.explain.compare import compare
     from ironlaw.explain.grades import keep
     from ironlaw.explain.open import explain_path
-    from ironlaw.report.comparison_view import show_comparison
+    from ironlaw.report.comparison_view import comparison_view
 
     comparison = compare(explain_path(before), explain_path(after))
     if comparison.grade is not None:
@@ -60,4 +61,4 @@ def _compare(before: Path, after: Path, json: bool) -> None:
     if json:
         print_json(document)
     else:
-        show_comparison(output(), document)
+        show(comparison_view(document))

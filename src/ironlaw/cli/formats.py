@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json
+from ironlaw.cli.console import print_json, show
 
 
 def formats(
@@ -14,12 +14,12 @@ def formats(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.catalog.formats import format_entries
-    from ironlaw.report.formats_view import show_format, show_formats
+    from ironlaw.report.catalog_view import format_view, formats_view
 
     entries = format_entries(name)
     if json:
         print_json({"schema": 1, "formats": entries})
     elif name:
-        show_format(output(), entries[0])
+        show(format_view(entries[0]))
     else:
-        show_formats(output(), entries)
+        show(formats_view(entries))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json, progress
+from ironlaw.cli.console import messages, print_json, progress, show
 
 if TYPE_CHECKING:
     from ironlaw.machine.profile import Profile
@@ -19,14 +19,14 @@ def measure(
 ) -> None:
     from ironlaw.machine import interference
     from ironlaw.machine.profile import profile_path
-    from ironlaw.report.terminal import show_profile
+    from ironlaw.report.profile_view import profile_view
 
     started = time.perf_counter()
     profile = measure_and_keep(threads)
     if json:
         print_json(profile.to_json())
         return
-    show_profile(output(), profile, interference.typical(profile))
+    show(profile_view(profile, interference.typical(profile)))
     messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")
 
 

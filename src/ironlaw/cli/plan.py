@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import Console
-
     from ironlaw.config import RunConfig
     from ironlaw.plan.request_types import PlanOutcome
+    from ironlaw.report.document import Document
     from ironlaw.workload.layout import Layout
 
 
@@ -92,7 +91,7 @@ def plan(
     elif answer.fits and "emit" in answer.more:
         _print_emitted(answer.more)
     else:
-        show_answer(output(), answer, why)
+        show(*views(answer, why))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -111,7 +110,7 @@ def _plan_serving(
     elif "emit" in answer.more:
         print(answer.more["emit"]["text"], end="")
     else:
-        show_answer(output(), answer)
+        show(*views(answer))
     if not answer.fits:
         raise typer.Exit(1)
 
@@ -132,25 +131,16 @@ def _print_emitted(more: dict[str, Any]) -> None:
     print(more["emit"]["text"], end="")
 
 
-def show_answer(console: Console, answer: PlanOutcome, why: bool = False) -> None:
+def views(answer: PlanOutcome, why: bool = False) -> list[Document]:
     """Of a plan of training here or on a cluster, or of serving."""
-    from ironlaw.report.cluster_view import show_assumed, show_cluster_plan
-    from ironlaw.report.cluster_why import show_cluster_why
-    from ironlaw.report.ranks_view import show_ranks
-    from ironlaw.report.serving_view import show_serving
-    from ironlaw.report.terminal import show_plan, show_why
+    from ironlaw.report.cluster_view import assumed_view, cluster_view, cluster_why_view, ranks_view
+    from ironlaw.report.plan_view import plan_view, why_view
+    from ironlaw.report.serving_view import serving_view
 
-    if "served" in answer.more:
-        show_serving(console, answer.ledger, answer.fits, answer.more)
-        show_assumed(console, answer.more["assumed"])
-        return
-    if "cluster" not in answer.more:
-        show_plan(console, answer.ledger, answer.fits)
-        show_ranks(console, answer.ledger, answer.more)
-        show_assumed(console, answer.more.get("assumed", []))
-        if why:
-            show_why(console, answer.ledger)
-        return
-    show_cluster_plan(console, answer.ledger, answer.fits, answer.more)
-    if why:
-        show_cluster_why(console, answer.ledger, answer.more)
+    ledger, more = answer.ledger, answer.more
+    assumed = assumed_view(more.get("assumed", []))
+    if "served" in more:
+        return [serving_view(ledger, more), assumed]
+    if "cluster" in more:
+        return [cluster_view(ledger, answer.fits, more), *([cluster_why_view(ledger, more)] if why else [])]
+    return [plan_view(ledger, answer.fits), ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ironlaw import units
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 from ironlaw.errors import UserError
 
 
@@ -54,29 +54,29 @@ def rehearse(
             }
         )  # fmt: skip
     else:
-        from ironlaw.report.tables import heading, show, table
+        from ironlaw.report.document import Document
 
-        console = output()
-        heading(console, f"Rehearsal of {model.name}: {chosen}")
-        made = table("stage", "rank", "rehearsed", "planned", "", "one step at scale", left=("",))
-        for stage, full in zip(stages, real, strict=True):
-            made.add_row(
-                str(stage.position), str(stage.rank), units.bytes_(total_bytes(stage.found)),
-                units.bytes_(total_bytes(stage.planned)), "equal" if stage.agrees else "DIFFERENT",
-                "  ".join(f"{' '.join(key)} {units.bytes_(sent.bytes)}" for key, sent in full.items()),
-            )  # fmt: skip
-        show(console, made)
-        memory = table("stage", "held here", "planned here", "", "at scale", "of which", left=("of which",))
+        made = Document()
+        made.heading(f"Rehearsal of {model.name}: {chosen}")
+        made.table(
+            ["stage", "rank", "rehearsed", "planned", "<", "one step at scale"],
+            [[str(stage.position), str(stage.rank), units.bytes_(total_bytes(stage.found)),
+              units.bytes_(total_bytes(stage.planned)), "equal" if stage.agrees else "DIFFERENT",
+              "  ".join(f"{' '.join(key)} {units.bytes_(sent.bytes)}" for key, sent in full.items())]
+             for stage, full in zip(stages, real, strict=True)],
+        )  # fmt: skip
+        rows = []
         for stage, full_peak in zip(stages, peaks, strict=True):
             largest = sorted(full_peak.components.items(), key=lambda item: -item[1])[:3]
-            memory.add_row(
+            rows.append([
                 str(stage.position), units.bytes_(stage.held_bytes), units.bytes_(stage.planned_bytes),
                 f"{stage.planned_bytes / stage.held_bytes - 1:+.1%}", units.bytes_(full_peak.total),
                 ", ".join(f"{name} {units.bytes_(size)}" for name, size in largest),
-            )  # fmt: skip
-        show(console, memory)
-        console.print("At scale: this trainer in bf16, weights and moments in fp32.")
+            ])  # fmt: skip
+        made.table(["stage", "held here", "planned here", "", "at scale", "<of which"], rows)
+        made.text("At scale: this trainer in bf16, weights and moments in fp32.")
         peak = answer.ledger.totals["peak_bytes"].value
-        console.print(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(peak)}")
+        made.text(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(peak)}")
+        show(made)
     if not agrees:
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import output, print_json
+from ironlaw.cli.console import output, print_json, show
 
 
 def runs(
@@ -16,7 +16,7 @@ def runs(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     from ironlaw.explain.runs import list_runs, losses
-    from ironlaw.report.runs_view import show_runs
+    from ironlaw.report.comparison_view import runs_view
 
     found = list_runs(folder, sort)
     if json:
@@ -25,4 +25,4 @@ def runs(
     if not found:
         output().print(f"No runs in {folder}.")
         return
-    show_runs(output(), found, {run["run"]: losses(Path(run["run"]))[1] for run in found})
+    show(runs_view(found, {run["run"]: losses(Path(run["run"]))[1] for run in found}))

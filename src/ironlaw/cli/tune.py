@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, output, print_json, show
 from ironlaw.config import load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.files import write_json, write_text
@@ -17,21 +17,36 @@ LONGEST_SECONDS = 366 * 86400.0
 
 
 def tune(
-    config: Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")],
+    config: Annotated[Path | None, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")] = None,
     budget: Annotated[str, typer.Option(help="Time to spend: 90s, 15min, 1h.")] = "15min",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Only what leaves the arithmetic as it is.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
+    serve: Annotated[
+        Path | None, typer.Option(help="Instead of CONFIG: tune how this run or directory is served.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="With --serve: requests at once.", min=1)] = 16,
+    input: Annotated[int, typer.Option(help="With --serve: tokens of a prompt.", min=4)] = 128,
+    output_tokens: Annotated[int, typer.Option("--output", help="With --serve: tokens of an answer.", min=1)] = 64,
+    data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    settings, seconds = load_config(config, set_ or []), seconds_of(budget)
+    seconds = seconds_of(budget)
+    if (config is None) == (serve is None):
+        raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists: give another --out")
+
+    if serve is not None:
+        _tune_serving(serve, concurrency, input, output_tokens, data, seconds, set_ or [], exact, out, json)
+        return
+    assert config is not None
+    settings = load_config(config, set_ or [])
 
     from ironlaw.explain.tune import INTERRUPTED, Tuned
     from ironlaw.explain.tune import tune as find
     from ironlaw.machine.profile import load_profile
-    from ironlaw.report.tune_view import show_tuned
+    from ironlaw.report.comparison_view import tuned_view
 
     def keep(result: Tuned) -> None:
         write_text(out / "tuned.toml", result.config.to_toml())
@@ -46,7 +61,49 @@ def tune(
     if json:
         print_json(result.to_json())
     else:
-        show_tuned(output(), result.to_json(), str(out / "tuned.toml"))
+        show(tuned_view(result.to_json(), str(out / "tuned.toml")))
+    if result.stopped == INTERRUPTED:
+        raise KeyboardInterrupt(result.signal)
+
+
+def _tune_serving(
+    path: Path, at_once: int, input: int, answer: int, data: str | None, seconds: float, set_: list[str], exact: bool,
+    out: Path, json: bool,
+) -> None:  # fmt: skip
+    import tomli_w
+
+    from ironlaw.explain.tune import INTERRUPTED, Measured, Tuned
+    from ironlaw.explain.tune_serving import candidates, tune_serving
+    from ironlaw.report.comparison_view import tuned_view
+    from ironlaw.serve.config import serve_config
+    from ironlaw.serve.trials import Load, prompts_of, resolved
+
+    say, start = messages(), serve_config(set_)
+    prompts, is_text = prompts_of(path, 2 * at_once, input, data, say=lambda message: say.print(message))
+    load = Load(path, start, prompts, answer, at_once, seconds=min(4.0, seconds / 20))
+    base = resolved(path, start)
+    formats = () if "weights" in start.model_fields_set or not is_text else ("bf16", "int8", "int4")
+    tried = candidates(base["cores"], at_once, input + answer, formats, exact, is_text)
+    tried = [one for one in tried if not one.settings.keys() & start.model_fields_set]  # what is given stays
+
+    def keep(result: Tuned) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "tuned.toml", tomli_w.dumps({"serve": result.config}))
+        write_json(out / "evidence.json", result.to_json())
+
+    def measure(settings: dict[str, Any], name: str) -> Measured:
+        found = load(settings)
+        return Measured(found.seconds_per_token, found.step_seconds, (found.loss,) if is_text else (), name)
+
+    result = tune_serving(tried, measure, base, budget_seconds=seconds, keep=keep,
+                          say=lambda message: say.print(message, highlight=False))  # fmt: skip
+    keep(result)
+    if json:
+        print_json(result.to_json())
+    else:
+        show(tuned_view(result.to_json(), str(out / "tuned.toml")))
+        flags = " ".join(f"--set serve.{key}={value}" for key, value in result.config.items())
+        output().print(f"ironlaw serve {path} {flags}", highlight=False, soft_wrap=True)
     if result.stopped == INTERRUPTED:
         raise KeyboardInterrupt(result.signal)
 

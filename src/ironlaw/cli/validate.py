@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ironlaw.cli.console import messages, output, print_json
+from ironlaw.cli.console import messages, print_json, show
 
 
 def validate(
@@ -22,6 +22,8 @@ def validate(
     from ironlaw.plan.engines.named import engine as engine_named
     from ironlaw.plan.measured.inference import serving_rows
     from ironlaw.plan.measured.validate import validate as validate_runs
+    from ironlaw.report.page import write
+    from ironlaw.report.record_view import FOOTER, PAGE, record_view
 
     if (rows := serving_rows(runs)) is not None:
         if html is not None or profile:
@@ -30,19 +32,16 @@ def validate(
         return
     engine = engine_named(profile) if profile else None
     document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
+    view = record_view(document)
     if html is not None:
-        from ironlaw.report.validation_html import write_validation
-
         try:
-            write_validation(html, document)
+            write(html, view, PAGE, FOOTER)
         except OSError as error:
             raise UserError(f"cannot write {html}: {error.strerror}") from None
     if json:
         print_json(document)
     else:
-        from ironlaw.report.validation_view import show_validation
-
-        show_validation(output(), document)
+        show(view)
     if html is not None:
         messages().print(f"The same with plots: {html}")
 
@@ -55,6 +54,6 @@ def _validate_serving(runs: Path, rows: list[dict[str, str]], json: bool) -> Non
     if json:
         print_json(document)
     else:
-        from ironlaw.report.serving_record_view import show_serving_record
+        from ironlaw.report.serving_view import serving_record_view
 
-        show_serving_record(output(), document)
+        show(serving_record_view(document))

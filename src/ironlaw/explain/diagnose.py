@@ -10,9 +10,11 @@ from ironlaw import units
 from ironlaw.explain.evidence import Evidence
 from ironlaw.explain.rule import Axis, Rule
 from ironlaw.explain.rules import RULES
+from ironlaw.machine.interference import MOST_OTHERS
 
 FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
 SLOW = "machine_slow"
+BURSTS = "irregular_steps"  # where other programs use the cores, they come in bursts
 EXPLAINS = 0.5  # of a symptom's share: a cause that costs as much stands before it
 MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
@@ -98,16 +100,17 @@ def _findings(evidence: Evidence, rules: Sequence[Rule]) -> tuple[list[Finding],
             not_tested.append(rule.name)
         elif value >= rule.threshold:
             findings.append(Finding(rule, value, *rule.state(evidence, value)))
-    return _order(findings), not_tested
+    busy = (evidence.fact("other_load") or 0.0) > MOST_OTHERS
+    return _order(findings, {SLOW, BURSTS} if busy else {SLOW}), not_tested
 
 
-def _order(findings: list[Finding]) -> list[Finding]:
+def _order(findings: list[Finding], elsewhere: set[str]) -> list[Finding]:
     """As they are named. A slow machine slows everything, what the code does included, and a faster one leaves that as
-    large a share of the step: it comes after the first cause that is the code's."""
-    causes = [f.weight for f in findings if f.fault and not f.cause.symptom and f.rule != SLOW]
+    large a share of the step: what is `elsewhere`'s doing comes after the first cause that is the code's."""
+    causes = [f.weight for f in findings if f.fault and not f.cause.symptom and f.rule not in elsewhere]
 
     def weight(finding: Finding) -> float:
-        return min([finding.weight, *([0.99 * max(causes)] if causes and finding.rule == SLOW else [])])
+        return min([finding.weight, *([0.99 * max(causes)] if causes and finding.rule in elsewhere else [])])
 
     return sorted(findings, key=lambda f: (not f.fault, not f.cause.notice, -weight(f)))
 

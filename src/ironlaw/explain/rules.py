@@ -122,6 +122,7 @@ def _input_figures(e: Evidence) -> list[str]:
     elif _stage(e) in STAGES:
         busy = percent(e.fact("data_cpu_fraction"), 0)
         figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
+        figures += _lines_of(e, Phase.DATA)
     return figures
 
 

@@ -227,12 +227,28 @@ def _recompiles(e: Evidence) -> float | None:
 
 
 def _copies(e: Evidence) -> float | None:
-    """Of the step: copies and conversions of tensors within the module's passes; autocast's own belong to it."""
-    step = e.fact("profiled_step_seconds") or e.step
-    if not e.run.lines or not step or e.fact("autocast"):
+    """Of the recorded operations' time: copies and conversions within the module's passes, and what calling them costs.
+    Autocast's own belong to it."""
+    passes = [line for line in e.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    whole, calls = sum(line.seconds or 0.0 for line in e.run.lines), sum(line.count or 0 for line in passes)
+    if not whole or not calls or e.fact("autocast"):
         return None
-    passes = (line for line in e.run.lines if line.phase in (Phase.FORWARD, Phase.BACKWARD))
-    return sum(line.seconds or 0.0 for line in passes if line.operation.rpartition(".")[2] in COPIES) / float(step)
+    calling = sum(line.seconds or 0.0 for line in passes if line.kind is Kind.HOST) / calls
+    copies = [line for line in passes if line.operation.rpartition(".")[2] in COPIES]
+    return sum((line.seconds or 0.0) + calling * (line.count or 0) for line in copies) / whole
+
+
+def _by_hand(e: Evidence) -> float | None:
+    """Time between the backward pass and the end of the update that lines other than the optimizer's call take."""
+    lines, place = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER)), (e.fact("places") or {}).get("update_by_hand")
+    if lines is None or place is None:
+        return None
+    return sum(share for line, share in lines if line != place) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
+
+
+def _by_hand_figures(e: Evidence) -> list[str]:
+    lines = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), [])
+    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
 
 
 def _copies_figures(e: Evidence) -> list[str]:
@@ -284,6 +300,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "update_unfused", Axis.ALGORITHM, 0.05, _gain("fused_update"),
         "The optimizer's update is not fused: {share} of the step goes to passing over the weights again and again.",
         "fused=True in the optimizer's constructor", "both timed at the end of the run; 5% is above their noise",
+    ),
+    Rule(
+        "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
+        "The loop itself works on gradients or weights beside the optimizer's update: {share} of the step.",
+        "torch._foreach_ functions, torch.nn.utils.clip_grad_norm_, torch.optim.swa_utils, or every so many steps",
+        "clipping by PyTorch's own function takes under 5%", _by_hand_figures,
     ),
     Rule(
         "attention_kernel", Axis.ALGORITHM, 0.05, _gain("blocked"),

@@ -56,7 +56,7 @@ class Trial:
     remedy: str
     settings: dict[str, Any]
     effect: str
-    predicted_gain: float
+    predicted_gain: float | None  # None: nobody has planned it
     measured_gain: float
     noise: float
     loss_change: float
@@ -70,7 +70,7 @@ class Trial:
 
 @dataclass
 class Tuned:
-    config: RunConfig
+    config: Any  # a RunConfig; of a server its settings
     start: Measured
     best: Measured
     trials: list[Trial] = field(default_factory=list)
@@ -138,10 +138,10 @@ def tune(
             break
         result.trials.append(trial)
         if real:
-            grades.keep(grades.Grade(trial.remedy, trial.predicted_gain, trial.measured_gain, "tune", profile.name))
+            grades.keep(grades.Grade(trial.remedy, remedy.gain, trial.measured_gain, "tune", profile.name))
         verdict = "kept" if trial.kept else f"dropped: {trial.reason}"
         say(
-            f"{remedy.name:<10} {remedy.apply}: planned {units.signed_percent(trial.predicted_gain)}, measured "
+            f"{remedy.name:<10} {remedy.apply}: planned {units.signed_percent(remedy.gain)}, measured "
             f"{units.signed_percent(trial.measured_gain)} ± {units.percent(trial.noise)}, {verdict}"
         )
         if trial.kept:

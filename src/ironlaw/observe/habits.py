@@ -123,6 +123,9 @@ class Habits:
     def finds_gradients(self) -> None:
         self.added_to[user_line() or "?"] += 1
 
+    def updates(self) -> None:
+        self.lines["update_by_hand"][user_line() or "?"] += 1
+
     def between(self, phase: Phase) -> None:
         self.lines[f"{phase}_frequent"][user_line() or "?"] += 1
 
@@ -198,6 +201,7 @@ class Habits:
         grown = middles[-1] - middles[0]
         even = grown >= max(LEAST_BYTES, LEAST_GROWTH * middles[0]) and min(rises) >= EVEN * grown / 3
         name, graphs = holder_of(len(self.resident)) or (None, False)
+        even &= name is not None or not self.profiled  # a profiler's record grows too
         if not (even or graphs):  # graphs of all steps are a leak, however small each is
             return None
         return {

@@ -32,6 +32,7 @@ class Listener:
     forward_ended: Callable[[Any], None]  # with what the model returned
     backward_begins: Callable[[], None]
     backward_ended: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `torch.autograd.backward` was given
+    updates: Callable[[], None]
     stepped: Callable[[], None]  # the optimizer whose update ends a step has updated
     cleared: Callable[[tuple[Any, ...], dict[str, Any]], None]  # what `zero_grad` was given, once it is through
     skipped: Callable[[], None]  # loss scaling left an update out
@@ -100,6 +101,7 @@ def _watch_optimizer(
     stack: ExitStack, optimizer: torch.optim.Optimizer, partition: Partition, listener: Listener, ends_step: bool
 ) -> None:
     def begins(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        listener.updates()
         partition.begin(Phase.OPTIMIZER)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
         if closure is None:

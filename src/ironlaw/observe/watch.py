@@ -127,8 +127,8 @@ class Watch:
         self._habits = Habits(_inner(self.model))
         listener = Listener(
             self._forward_begins, self._habits.forward_ended, self._backward_begins, self._backward_ended,
-            self._stepped, self._cleared, self._skipped, self._loader_asked, self._habits.loads_anew,
-            self._habits.between,
+            self._habits.updates, self._stepped, self._cleared, self._skipped, self._loader_asked,
+            self._habits.loads_anew, self._habits.between,
         )  # fmt: skip
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
         self._listener = listener

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ironlaw.catalog.models import is_model, model_names, released_names
 from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config, load_config
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import InvalidConfig, UserError, did_you_mean
 from ironlaw.machine.profile import load_profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, left_out, read_config
@@ -46,7 +46,7 @@ def plan_request(
     try:
         requested = resolve(what, overrides)
     except UserError as refusal:
-        if overrides or not is_config_file(Path(what)):
+        if overrides or isinstance(refusal, InvalidConfig) or not is_config_file(Path(what)):
             raise
         return _by_tracing(Path(what), refusal, on, options)
     return _planned(requested, on, options)

@@ -1,19 +1,17 @@
-"""The plan of a cluster on the terminal: the layouts found, what they cost, and what to change.
+"""The plan of a cluster: the layouts found, what they cost, what to change, and where each number comes from.
 
 Reads the plan's ledger and the sections of its JSON (`more`); calculates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.text import Text
 
 from ironlaw import units
 from ironlaw.ledger import Ledger
-from ironlaw.report.tables import bar, heading, paragraph, show, table
+from ironlaw.report.document import Cell, Document, Print, Row, bad, dim, good, interval, quantity, strong
+from ironlaw.report.plan_view import derivations, memory_inputs, model_inputs, totals
 
 More = Mapping[str, Any]
 
@@ -22,7 +20,8 @@ def _hours(value: float | None) -> str:
     return units.NOT_KNOWN if value is None else f"{units.count(value)} h"
 
 
-SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
+# Totals in the order of the table: what people call them, how they are printed.
+SHOWN: dict[str, tuple[str, Print]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", lambda v: units.si(v, "FLOP")),
     "step_seconds": ("Step time", units.seconds),
@@ -41,55 +40,52 @@ SHOWN: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "energy_joules": ("Energy", lambda v: units.NOT_KNOWN if v is None else units.si(v / 3600, "Wh")),
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
-"""Totals in the order of the table: what people call them, how they are printed."""
-
-
-def interval(low: str, high: str) -> str:
-    """`22.6 to 30.5 s`: a unit that both share is printed once."""
-    number, _, unit = low.partition(" ")
-    return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
-
-
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
-MFU_WORDS = "MFU: exact matrix FLOPs, causal attention halved, over the dense peak; --why has the other conventions."
+# Which totals go into a total.
+DERIVED = {
+    "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
+    "mfu_palm": ("parameters", "step_seconds"), "mfu_6nd": ("parameters", "step_seconds"), "hfu": ("step_seconds",),
+    "total_seconds": ("step_seconds",), "accelerator_hours": ("total_seconds",), "rent_usd": ("accelerator_hours",),
+    "break_even_runs": ("purchase_usd", "rent_usd"), "energy_joules": ("total_seconds",),
+    "carbon_kg": ("energy_joules",),
+}  # fmt: skip
 
 
-def show_cluster_plan(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
+def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
     """The whole answer: verdict, totals, candidates, terms, memory, budget, advice, assumptions."""
-    _title(console, ledger, more)
-    _verdict(console, ledger, fits, more)
-    _caution(console, more["engine"])
-    _other_software(console, more)
-    _totals(console, ledger)
+    made = Document()
+    _title(made, ledger, more)
+    _verdict(made, ledger, fits, more)
+    _engine(made, more)
+    totals(made, ledger, {k: v for k, v in SHOWN.items() if k not in IN_WHY_ONLY}, absent=False)
     if len(more["candidates"]) > 1:
-        _candidates(console, more)
+        _candidates(made, more)
     if more["ruled_out"]:
-        _ruled_out(console, more)
-    heading(console, "Where the step time goes")
-    _shares(console, more["terms"], units.seconds)
-    heading(console, f"Where the memory goes, at the peak: {ledger.facts['peak_at']}")
-    _shares(console, {line.component: line.bytes for line in ledger.memory if line.bytes}, units.bytes_)
+        _ruled_out(made, more)
+    made.heading("Where the step time goes")
+    _shares(made, more["terms"], units.seconds)
+    made.heading(f"Where the memory goes, at the peak: {ledger.facts['peak_at']}")
+    _shares(made, {line.component: line.bytes for line in ledger.memory if line.bytes}, units.bytes_)
     if fits:
-        _money(console, ledger, more["budget"])
-        _advice(console, more)
-    show_assumed(console, more["assumed"])
-    console.print()
-    words = f"Intervals held 80% of runs that the engine was not fitted to. {MFU_WORDS} --why shows every derivation."
-    paragraph(console, words, style="dim")
+        _money(made, ledger, more["budget"])
+        _advice(made, more)
+    made.extend(assumed_view(more["assumed"]))
+    made.text(
+        "Intervals held 80% of runs that the engine was not fitted to. MFU: exact matrix FLOPs, causal attention "
+        "halved, over the dense peak; --why has the other conventions. --why shows every derivation.", role="dim",
+    )  # fmt: skip
+    return made
 
 
-def _title(console: Console, ledger: Ledger, more: More) -> None:
+def _title(made: Document, ledger: Ledger, more: More) -> None:
     cluster, work = more["cluster"], more["work"]
-    model = ledger.facts["model"]
-    paragraph(console, f"Plan of {model['name']} on {cluster['accelerators']:,} × {cluster['product']}", style="bold")
-    nodes = f"{cluster['nodes']:,} × {cluster['node']}{_network(cluster)}"
-    work_words = (
-        f"{units.tokens(work['tokens'])} tokens in {work['steps']:,} steps of {work['global_batch']:,} × "
-        f"{work['sequence']:,} tokens"
-    )
+    steps = f"{work['steps']:,} steps of {work['global_batch']:,} × {work['sequence']:,} tokens"
     arithmetic = f"{more['precision']}, {ledger.facts['optimizer']}, engine {more['engine']['name']}"
-    paragraph(console, f"{nodes}; {work_words}; {arithmetic}", style="dim")
-    console.print()
+    nodes = f"{cluster['nodes']:,} × {cluster['node']}{_network(cluster)}"
+    made.title(
+        f"Plan of {ledger.facts['model']['name']} on {cluster['accelerators']:,} × {cluster['product']}",
+        below=f"{nodes}; {units.tokens(work['tokens'])} tokens in {steps}; {arithmetic}",
+    )
 
 
 def _network(cluster: More) -> str:
@@ -101,199 +97,234 @@ def _network(cluster: More) -> str:
     return f" ({units.si(8 * rate, 'bit/s')} {cluster['fabric'] or 'network'} each{over})"
 
 
-def _verdict(console: Console, ledger: Ledger, fits: bool, more: More) -> None:
-    margin, peak = more["margin"], ledger.totals["peak_bytes"]
+def _verdict(made: Document, ledger: Ledger, fits: bool, more: More) -> None:
+    margin, peak, facts = more["margin"], ledger.totals["peak_bytes"], ledger.facts
     needed = f"{units.bytes_(peak.value)} needed of {units.bytes_(margin['limit_bytes'])} usable per accelerator"
-    if ledger.facts.get("host_bytes"):
-        needed += (
-            f", and {units.bytes_(ledger.facts['host_bytes'])} of {units.bytes_(ledger.facts['host_limit_bytes'])} "
-            "of its share of the host's memory"
-        )
-    if not fits and margin["missing_bytes"] <= 0:
-        missing = units.bytes_(margin["missing_host_bytes"])
-        words = f"{needed}, {missing} too much on the host."
-        paragraph(console, Text("Does not fit: ", style="bold red").append(words, "not bold default"))
-        return _would_fit(console, more)
+    if facts.get("host_bytes"):
+        of = f"{units.bytes_(facts['host_bytes'])} of {units.bytes_(facts['host_limit_bytes'])}"
+        needed += f", and {of} of its share of the host's memory"
     if not fits:
-        missing = units.bytes_(margin["missing_bytes"])
-        verdict = Text("Does not fit: ", style="bold red").append(f"{needed}, {missing} too much.", "not bold default")
-        paragraph(console, verdict)
-        return _would_fit(console, more)
-    paragraph(console, Text("Layout  ", style="dim").append(more["layout"]["text"], style="bold"))
+        short = margin["missing_bytes"] > 0
+        missing = units.bytes_(margin["missing_bytes" if short else "missing_host_bytes"])
+        made.text(bad("Does not fit: "), f"{needed}, {missing} too much{'' if short else ' on the host'}.")
+        return _would_fit(made, more)
+    made.text(dim("Layout  "), strong(more["layout"]["text"]))
     tail = f"; with the upper end of its interval it would need {units.bytes_(peak.high)}" if margin["tight"] else ""
-    label, style = ("Fits, narrowly: ", "bold yellow") if margin["tight"] else ("Fits: ", "bold green")
-    paragraph(console, Text(label, style=style).append(f"{needed}{tail}.", "not bold default"))
+    label = Cell("Fits, narrowly: ", "caution") if margin["tight"] else good("Fits: ")
+    made.text(label, f"{needed}{tail}.")
     if margin["tight"] and more.get("safest"):
         sure = more["safest"]
-        paragraph(
-            console,
-            f"Sure to fit: {sure['layout']['text']}, {units.seconds(sure['step_seconds']['value'])} per step.",
-        )
-    slower = margin.get("slower_than_fastest")
+        step = units.seconds(sure["step_seconds"]["value"])
+        made.text(f"Sure to fit: {sure['layout']['text']}, {step} per step.")
+    slower, choice = margin.get("slower_than_fastest"), margin["choice"]
     if slower is not None:
         other = "one that is as fast" if slower < 0.0005 else f"the fastest, {units.percent(slower)} quicker"
-        paragraph(console, f"Chosen over {other}: {margin['choice']}.", style="dim")
-    elif " " in margin["choice"]:
-        paragraph(console, f"{margin['choice'][0].upper()}{margin['choice'][1:]}.", style="dim")
+        made.text(f"Chosen over {other}: {choice}.", role="dim")
+    elif " " in choice:
+        made.text(f"{choice[0].upper()}{choice[1:]}.", role="dim")
 
 
-def _would_fit(console: Console, more: More) -> None:
+def _would_fit(made: Document, more: More) -> None:
     options = more.get("would_fit") or []
     nothing = "Nothing tried would fit: fewer tokens per sequence or a smaller model."
-    paragraph(console, f"Would fit: {' or '.join(options)}." if options else nothing)
+    made.text(f"Would fit: {' or '.join(options)}." if options else nothing)
     label = "Layout that misses by least  " if more["searched"] else "Layout  "
-    paragraph(console, Text(label, style="dim").append(more["layout"]["text"], style="bold"))
+    made.text(dim(label), strong(more["layout"]["text"]))
 
 
-def _caution(console: Console, engine: More) -> None:
-    """Said when no measured run backs the engine on this generation."""
-    if engine["checked_runs"]:
-        return
-    words = f"Unchecked: no run of engine {engine['name']} on {engine['generation']} has been compared with its plan"
-    others = ", ".join(f"{name} ({runs} runs)" for name, runs in list(engine["checked_there"].items())[:3])
-    paragraph(console, words + (f"; checked there: {others}." if others else "."), style="yellow")
-
-
-def _other_software(console: Console, more: More) -> None:
-    """What the same work would take under other software, where none was said."""
-    for other in more["engine"].get("others") or []:
+def _engine(made: Document, more: More) -> None:
+    """That no measured run backs the engine on this generation; and other software, where none was said."""
+    engine = more["engine"]
+    if not engine["checked_runs"]:
+        words = (
+            f"Unchecked: no run of engine {engine['name']} on {engine['generation']} has been compared with its plan"
+        )
+        others = ", ".join(f"{name} ({runs} runs)" for name, runs in list(engine["checked_there"].items())[:3])
+        made.text(words + (f"; checked there: {others}." if others else "."), role="caution")
+    for other in engine.get("others") or []:
         words = f"Under {other['engine']} instead: {units.seconds(other['step_seconds'])} a step"
         if other["layout"] != more["layout"]["text"]:
             words += f", {other['layout']}"
-        paragraph(console, words + ("" if other["fits"] else "; it would not fit") + ".", style="dim")
+        made.text(words + ("" if other["fits"] else "; it would not fit") + ".", role="dim")
 
 
-def _totals(console: Console, ledger: Ledger) -> None:
-    console.print()
-    made = table("", "planned", "80% interval", "origin", left=("origin",))
-    for name, (label, print_) in SHOWN.items():
-        estimate = ledger.totals.get(name)
-        if estimate is None or name in IN_WHY_ONLY:
-            continue
-        exact = "exact" if name in ("parameters", "flops_per_step") else ""
-        bounds = exact if estimate.low is None else interval(print_(estimate.low), print_(estimate.high))
-        made.add_row(label, Text(print_(estimate.value), style="bold"), bounds, Text(str(estimate.origin), style="dim"))
-    show(console, made)
-
-
-def _candidates(console: Console, more: More) -> None:
-    heading(console, "Fastest layouts that fit")
+def _candidates(made: Document, more: More) -> None:
+    made.heading("Fastest layouts that fit")
     fastest = more["candidates"][0]["step_seconds"]["value"]
     for rank, candidate in enumerate(more["candidates"], 1):
         step, memory = candidate["step_seconds"], candidate["peak_bytes"]["value"]
-        low, high = step["interval"]
-        facts = (
-            f"{units.seconds(step['value'])} ({interval(units.seconds(low), units.seconds(high))}), "
-            f"{units.tokens(candidate['tokens_per_second']['value'])} tokens/s, {units.bytes_(memory)}"
-        )
+        bounds = interval(*map(units.seconds, step["interval"]))
+        rate = units.tokens(candidate["tokens_per_second"]["value"])
         chosen = candidate["layout"]["text"] == more["layout"]["text"]
-        mark = "  ← chosen" if chosen else ""
-        paragraph(console, Text(f"{rank}  ").append(candidate["layout"]["text"] + mark, "bold" if chosen else ""), 2)
-        paragraph(console, facts, 5, style="dim")
+        layout = candidate["layout"]["text"] + ("  ← chosen" if chosen else "")
+        made.text(f"{rank}  ", Cell(layout, "strong" if chosen else ""), indent=2)
+        facts = f"{units.seconds(step['value'])} ({bounds}), {rate} tokens/s, {units.bytes_(memory)}"
+        made.text(facts, indent=5, role="dim")
         if rank > 1:
-            slower = units.percent(step["value"] / fastest - 1)
+            slower = step["value"] / fastest - 1
             why = candidate["why_slower"] or "no single term by 0.1% of the step"
-            tail = f"{slower} slower: {why}" if step["value"] / fastest >= 1.0005 else f"as fast: {why}"
-            paragraph(console, tail, 5, style="dim")
+            behind = f"{units.percent(slower)} slower" if slower >= 0.0005 else "as fast"
+            made.text(f"{behind}: {why}", indent=5, role="dim")
 
 
-def _ruled_out(console: Console, more: More) -> None:
+def _ruled_out(made: Document, more: More) -> None:
     searched = more["searched"]
-    heading(console, f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
-    made = table("wall", "ruled out")
+    made.heading(f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
+    rows = []
     for wall, counted in more["ruled_out"].items():
         unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]
-        made.add_row(wall, f"{counted['count']:,} {unit}")
-    show(console, made)
+        rows.append([wall, f"{counted['count']:,} {unit}"])
+    made.table(["wall", "ruled out"], rows)
 
 
-def _shares(console: Console, parts: Mapping[str, float], print_: Callable[[float | None], str]) -> None:
-    whole = sum(parts.values())
-    made = table("", "planned", "share", " ", left=(" ",))
-    for name, value in sorted(parts.items(), key=lambda item: -item[1]):
-        if value >= 0.001 * whole:
-            made.add_row(name, print_(value), units.percent(value / whole), bar(value / whole))
-    show(console, made)
+def _shares(made: Document, parts: Mapping[str, float], show: Print) -> None:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    made.shares(((name, value, "") for name, value in ordered), show, total=False, least=0.001)
 
 
-def _money(console: Console, ledger: Ledger, budget: More) -> None:
-    heading(console, "Money, energy and carbon")
-    totals, rent = ledger.totals, budget["rent"]
+def _money(made: Document, ledger: Ledger, budget: More) -> None:
+    made.heading("Money, energy and carbon")
+    figures, rent = ledger.totals, budget["rent"]
     if rent is None:
-        paragraph(console, "Rent: no public price is known; give --price-per-hour.", 2)
+        made.text("Rent: no public price is known; give --price-per-hour.", indent=2)
     else:
         told = ", ".join(part for part in (rent["provider"], rent["date"], rent["source"]) if part)
-        hours = f"{units.count(totals['accelerator_hours'].value)} accelerator-hours"
-        words = f"Rent {units.dollars(totals['rent_usd'].value)}: {hours} at ${rent['usd_per_hour']:,.2f} ({told})."
-        paragraph(console, words, 2)
-        others = [q for q in budget["rent_quotes"] if q["provider"] != rent["provider"]]
-        for quote in others:
+        hours = f"{units.count(figures['accelerator_hours'].value)} accelerator-hours"
+        cost = units.dollars(figures["rent_usd"].value)
+        made.text(f"Rent {cost}: {hours} at ${rent['usd_per_hour']:,.2f} ({told}).", indent=2)
+        for quote in (q for q in budget["rent_quotes"] if q["provider"] != rent["provider"]):
             price = f"${quote['usd_per_hour']:,.2f} ({quote['provider']}, {quote['date']})"
-            paragraph(console, f"At {price} it would be {units.dollars(quote['rent_usd'])}.", 2, style="dim")
-    if "purchase_usd" in totals:
-        after = totals["break_even_hours"].value
-        paragraph(
-            console,
-            f"Buying costs {units.dollars(totals['purchase_usd'].value)} and pays after {units.count(after)} h of use "
-            f"({after / 730.5:.1f} months without a pause), {totals['break_even_runs'].value:.1f} such runs; "
-            "accelerators only.",
-            2,
-        )
+            made.text(f"At {price} it would be {units.dollars(quote['rent_usd'])}.", indent=2, role="dim")
+    if "purchase_usd" in figures:
+        after = figures["break_even_hours"].value
+        made.text(
+            f"Buying costs {units.dollars(figures['purchase_usd'].value)} and pays after {units.count(after)} h of use "
+            f"({after / 730.5:.1f} months without a pause), {figures['break_even_runs'].value:.1f} such runs; "
+            "accelerators only.", indent=2,
+        )  # fmt: skip
     elif rent is not None:
-        paragraph(console, "Buying: no purchase price is known.", 2)
-    if "energy_joules" not in totals:
-        paragraph(console, "Energy: the power of this accelerator is not known.", 2)
-        return
+        made.text("Buying: no purchase price is known.", indent=2)
+    if "energy_joules" not in figures:
+        return made.text("Energy: the power of this accelerator is not known.", indent=2)
     power, grid = budget["power"], budget["grid"]
-    paragraph(
-        console,
+    made.text(
         f"Energy: {units.count(power['accelerator_watts'])} W per accelerator of {power['tdp_watts']:.0f} W TDP; "
         f"{power['host_basis']}; PUE {budget['pue']['value']:g}. "
-        f"Grid {grid['title']} {grid['year']}: {grid['kg_co2_per_kwh']:g} kg CO2 per kWh ({grid['source']}).",
-        2,
-    )
+        f"Grid {grid['title']} {grid['year']}: {grid['kg_co2_per_kwh']:g} kg CO2 per kWh ({grid['source']}).", indent=2,
+    )  # fmt: skip
 
 
-def _advice(console: Console, more: More) -> None:
+def _advice(made: Document, more: More) -> None:
     first = more["first_change"]
-    heading(console, "To get faster")
+    made.heading("To get faster")
     share = units.percent(first["share"], 0)
-    paragraph(console, f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", 2)
+    made.text(f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", indent=2)
     for change in first["tried"]:
-        paragraph(console, f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", 2)
+        made.text(f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", indent=2)
     for saver in more.get("communication_savings", ()):
-        paragraph(console, saver_words(saver), 2)
+        saved, exposed = units.seconds(saver["saves_seconds"]), units.seconds(saver["exposed_seconds"])
+        costs = f"costs {units.seconds(saver['costs_seconds'])} per step"
+        verdict = "" if saver["pays"] else ": it does not pay"
+        made.text(f"{saver['setting']} saves {saved} of {exposed} exposed, {costs}{verdict}.", indent=2)
     if more["scaling"]:
-        _scaling(console, more["scaling"], more["cluster"]["accelerators"])
+        _scaling(made, more["scaling"], more["cluster"]["accelerators"])
 
 
-def saver_words(saver: More) -> str:
-    """`communication.gradients = "powersgd", rank = 4 saves 8 ms of 9 ms exposed, costs 2 ms per step.`"""
-    saved, exposed = units.seconds(saver["saves_seconds"]), units.seconds(saver["exposed_seconds"])
-    verdict = "" if saver["pays"] else ": it does not pay"
-    costs = units.seconds(saver["costs_seconds"])
-    return f"{saver['setting']} saves {saved} of {exposed} exposed, costs {costs} per step{verdict}."
-
-
-def _scaling(console: Console, scaling: More, here: int) -> None:
-    heading(console, "More accelerators, same batch")
-    made = table("accelerators", "step time", "doubling is faster by")
+def _scaling(made: Document, scaling: More, here: int) -> None:
+    made.heading("More accelerators, same batch")
+    rows: list[Row] = []
     for row in scaling["rows"]:
-        style = "bold" if row["accelerators"] == here else ""
         gain = "" if row["gain"] is None else units.percent(row["gain"], 0)
-        made.add_row(Text(f"{row['accelerators']:,}", style), units.seconds(row["step_seconds"]), gain)
-    show(console, made)
-    stop = scaling["pays_up_to"]
-    words = f"They stop paying at {stop:,}: {scaling['reason']}." if stop else f"{scaling['reason'].capitalize()}."
-    paragraph(console, words, 2)
+        count = Cell(f"{row['accelerators']:,}", "strong" if row["accelerators"] == here else "")
+        rows.append([count, units.seconds(row["step_seconds"]), gain])
+    made.table(["accelerators", "step time", "doubling is faster by"], rows)
+    stop, reason = scaling["pays_up_to"], scaling["reason"]
+    made.text(f"They stop paying at {stop:,}: {reason}." if stop else f"{reason.capitalize()}.", indent=2)
 
 
-def show_assumed(console: Console, assumed: Sequence[Mapping[str, str]]) -> None:
+def assumed_view(assumed: Sequence[Mapping[str, str]]) -> Document:
     """What nobody said, and how to say it."""
-    if not assumed:
-        return
-    heading(console, "Assumed")
+    made = Document()
+    if assumed:
+        made.heading("Assumed")
     for one in assumed:
-        text = Text(f"{one['name']} = {one['value']}", style="bold")
         how = f"; set it with {one['how_to_set']}" if one["how_to_set"] else ""
-        paragraph(console, text.append(f": {one['reason']}{how}", "not bold default"), 2)
+        made.text(strong(f"{one['name']} = {one['value']}"), f": {one['reason']}{how}", indent=2)
+    return made
+
+
+def ranks_view(ledger: Ledger, more: More) -> Document:
+    """A job on ranks of this machine: why this layout, the others, and what each rank does, sends and holds."""
+    made, facts = Document(), ledger.facts
+    if not facts.get("stages"):
+        return made
+    made.heading(f"Layout of {facts['ranks']} ranks: {facts['layout']}")
+    if more.get("reason"):
+        made.text(f"Chosen: {more['reason']}.", indent=2)
+    if len(more.get("candidates", ())) > 1:
+        made.table(
+            ["layout", "step", "communication exposed", "held per rank"],
+            [[one["layout"], units.seconds(one["step_seconds"]), units.seconds(one["exposed_communication_seconds"]),
+              units.bytes_(one["peak_bytes"])] for one in more["candidates"]],
+        )  # fmt: skip
+    made.heading("Each rank of a stage, per step")
+    rows = []
+    for stage in facts["stages"]:
+        first, last = stage["ranks"]
+        head = [str(stage["position"]), f"{first}-{last}" if last > first else str(first),
+                units.bytes_(stage["peak_bytes"]), stage["peak_at"]]  # fmt: skip
+        for sent in stage["communication"]:
+            rows.append([
+                *head, f"{sent['dimension']} {sent['kind']}", units.count(sent["count"]), units.bytes_(sent["bytes"]),
+                units.seconds(sent["seconds"]), units.seconds(sent["exposed_seconds"]),
+            ])  # fmt: skip
+            head = [""] * 4
+    columns = ["stage", "ranks", "held", "<highest at", "<collective", "calls", "bytes", "takes", "exposed"]
+    made.table(columns, rows)
+    return made
+
+
+def cluster_why_view(ledger: Ledger, more: More) -> Document:
+    """Every total with its formula and inputs, the engine, and what is not measured but assumed."""
+    made, facts, work = Document(), ledger.facts, more["work"]
+    made.heading("Where each number comes from")
+    batch = [f"{work['global_batch']:,} sequences of {work['sequence']:,} tokens per step [asked or assumed]"]
+    step = ledger.totals["step_seconds"].value
+    terms = [f"{t} {units.seconds(s)} [calculated]" for t, s in more["terms"].items() if s >= 0.001 * step]
+    inputs = {
+        "parameters": model_inputs(facts["model"], "model config"), "flops_per_step": batch, "step_seconds": terms,
+        "tokens_per_second": batch, "peak_bytes": memory_inputs(line for line in ledger.memory if line.bytes),
+        "total_seconds": [f"{work['steps']:,} steps, {units.tokens(work['tokens'])} tokens [asked or assumed]"],
+    }  # fmt: skip
+    derivations(made, ledger, SHOWN, DERIVED, inputs)
+    made.heading(f"Engine {more['engine']['name']}")
+    made.text(more["engine"]["source"], indent=2)
+    if facts["low_precision"]:
+        made.text(f"memory in {facts['precision']}: {facts['low_precision']}", indent=2)
+    if facts["context_parallel"]:
+        made.text(f"context parallel attention: {facts['context_parallel']}", indent=2)
+    if facts["assumptions"]:
+        made.heading("Constants of this accelerator that nobody measured here")
+        for line in facts["assumptions"]:
+            made.text(line, indent=2)
+    made.heading("Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
+    columns = ["layer", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate"]
+    made.table(columns, map(_product, facts["products"]), tight=True)
+    made.heading("Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
+    made.table(
+        ["operation", "<phase", "FLOPs", "time", "<bound"],
+        [[line.operation, str(line.phase), quantity(line.flops, lambda v: units.si(v, "FLOP"), units.NOT_KNOWN),
+          quantity(line.seconds, units.seconds), line.bound or ""]
+         for line in sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0)) if line.seconds],
+        tight=True,
+    )  # fmt: skip
+    return made
+
+
+def _product(product: More) -> list[str]:
+    forward, backward = product["forward_seconds"], product["backward_seconds"]
+    return [
+        product["name"], *(f"{product[key]:,.6g}" for key in ("m", "n", "k", "times")),
+        units.si(product["flops"], "FLOP"), units.seconds(forward), units.seconds(backward),
+        units.rate(3 * product["flops"] / (forward + backward), "FLOP"),
+    ]  # fmt: skip

@@ -1,82 +1,126 @@
-"""Two runs beside each other on the terminal: what changed, and whether it is more than noise."""
+"""Several runs: two beside each other, a table of many, and what tuning tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ironlaw import units
-from ironlaw.report import words
-from ironlaw.report.tables import heading, paragraph, show, table
+from ironlaw.report import labels
+from ironlaw.report.document import Cell, Document, Print, Row, quantity, strong
 
-Document = Mapping[str, Any]
+Found = Mapping[str, Any]
 MOST_OPERATIONS, MOST_SETTINGS = 8, 20
 TOTALS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "resident_bytes", "total_seconds", "train_loss",
           "validation_loss")  # fmt: skip
+COLUMNS = {"step_seconds": "step", "tokens_per_second": "throughput", "mfu": "MFU", "validation_loss": "val. loss"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def show_comparison(console: Console, document: Document) -> None:
-    paragraph(console, f"A {document['before']}", style="dim")
-    paragraph(console, f"B {document['after']}", style="dim")
-    console.print()
-    paragraph(console, Text(document["sentence"], style="bold"))
-    noise = document["noise"]
+def comparison_view(found: Found) -> Document:
+    """Two runs: what changed, and whether it is more than noise."""
+    made, noise, grade = Document(), found["noise"], found.get("grade")
+    made.text(f"A {found['before']}", role="dim")
+    made.text(f"B {found['after']}", role="dim")
+    made.text("")
+    made.text(strong(found["sentence"]))
     if noise is not None:
-        paragraph(
-            console, f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run.", indent=2,
-            style="dim",
-        )  # fmt: skip
-    grade = document.get("grade")
+        words = f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run."
+        made.text(words, indent=2, role="dim")
     if grade is not None:
-        paragraph(
-            console, f"B is A with the remedy {grade['remedy']}: it promised {units.signed_percent(grade['predicted'])}"
-            f" and brought {units.signed_percent(grade['measured'])}.", indent=2,
-        )  # fmt: skip
-    if document["settings"]:
-        heading(console, "What differs")
-        made = table("", "A", "B")
-        for row in document["settings"][:MOST_SETTINGS]:
-            made.add_row(row["name"], _text(row["before"]), _text(row["after"]))
-        show(console, made)
-    heading(console, "Totals")
-    made = table("", "A", "B", "change")
+        promised, brought = units.signed_percent(grade["predicted"]), units.signed_percent(grade["measured"])
+        made.text(f"B is A with the remedy {grade['remedy']}: it promised {promised} and brought {brought}.", indent=2)
+    if found["settings"]:
+        made.heading("What differs")
+        settings = found["settings"][:MOST_SETTINGS]
+        made.table(["", "A", "B"], [[s["name"], _setting(s["before"]), _setting(s["after"])] for s in settings])
+    made.heading("Totals")
+    rows: list[Row] = []
     for name in TOTALS:
-        row = document["totals"].get(name)
+        row, show = found["totals"].get(name), labels.TOTALS[name][1]
         if row is not None and row["before"] is not None and row["after"] is not None:
             ratio = row["after"] / row["before"] - 1 if row["before"] else None
-            made.add_row(words.label(name), words.quantity(name, row["before"]), words.quantity(name, row["after"]),
-                         units.signed_percent(ratio))  # fmt: skip
-    show(console, made)
-    _rows(console, "Step time by phase", document["phases"], units.seconds)
-    _rows(console, "Step time by kind of operation", document["kinds"], units.seconds)
-    operations = [row | {"name": f"{row['name']} ({row['phase']})"} for row in document["operations"]]
-    _rows(console, "Operations that changed the most", operations[:MOST_OPERATIONS], units.seconds)
-    _rows(console, "Memory at the peak", document["memory"], units.bytes_)
-    console.print()
-    for side, sentence in zip("AB", document["bottlenecks"], strict=True):
-        paragraph(console, f"{side}: {sentence}", style="dim")
+            rows.append([labels.label(name), quantity(row["before"], show), quantity(row["after"], show),
+                         units.signed_percent(ratio)])  # fmt: skip
+    made.table(["", "A", "B", "change"], rows)
+    _differences(made, "Step time by phase", found["phases"], units.seconds)
+    _differences(made, "Step time by kind of operation", found["kinds"], units.seconds)
+    operations = [row | {"name": f"{row['name']} ({row['phase']})"} for row in found["operations"]]
+    _differences(made, "Operations that changed the most", operations[:MOST_OPERATIONS], units.seconds)
+    _differences(made, "Memory at the peak", found["memory"], units.bytes_)
+    for side, sentence in zip("AB", found["bottlenecks"], strict=True):
+        made.text(f"{side}: {sentence}", role="dim")
+    return made
 
 
-def _rows(console: Console, title: str, rows: Sequence[Document], print_: Callable[[float | None], str]) -> None:
-    known = [row for row in rows if row["before"] is not None or row["after"] is not None]
-    if not known:
-        return
-    heading(console, title)
-    made = table("", "A", "B", "difference")
-    for row in known:
-        difference = (row["after"] or 0.0) - (row["before"] or 0.0)
-        sign = "+" if difference >= 0 else "−"
-        made.add_row(row["name"], _amount(row["before"], print_), _amount(row["after"], print_),
-                     f"{sign}{print_(abs(difference))}")  # fmt: skip
-    show(console, made)
+def _differences(made: Document, title: str, found: Sequence[Found], show: Print) -> None:
+    rows: list[Row] = []
+    for row in found:
+        if row["before"] is not None or row["after"] is not None:
+            change = (row["after"] or 0.0) - (row["before"] or 0.0)
+            rows.append([row["name"], *(quantity(row[side], show, "–") for side in ("before", "after")),
+                         f"{'+' if change >= 0 else '−'}{show(abs(change))}"])  # fmt: skip
+    if rows:
+        made.heading(title)
+        made.table(["", "A", "B", "difference"], rows)
 
 
-def _amount(value: float | None, print_: Callable[[float | None], str]) -> str:
-    return "–" if value is None else print_(value)
-
-
-def _text(value: Any) -> str:
+def _setting(value: Any) -> str:
     return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def runs_view(runs: Sequence[Found], curves: Mapping[str, Sequence[float]]) -> Document:
+    """A table of runs, and their losses as one line of blocks each."""
+    made = Document()
+    rows: list[Row] = []
+    for run in runs:
+        name = run["run"] if run["state"] == "done" else f"{run['run']} ({run['state']})"
+        figures = [_figure(column, run.get(column)) for column in COLUMNS]
+        rows.append([name, run.get("model") or "", str(run.get("steps") or ""), *figures,
+                     sparkline(curves.get(run["run"], ()))])  # fmt: skip
+    made.table(["run", "<model", "steps", *COLUMNS.values(), "<loss"], rows)
+    return made
+
+
+def _figure(name: str, value: float | None) -> Cell:
+    return Cell("" if value is None else labels.TOTALS[name][1](value).removesuffix(" nats/token"), value=value)
+
+
+def sparkline(values: Sequence[float], width: int = 12) -> str:
+    """The course of a curve in eighths of a line; empty for fewer than two values."""
+    if len(values) < 2:
+        return ""
+    size = max(1, len(values) // width)
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)][:width]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, int(8 * (v - low) / span))] for v in means)
+
+
+def tuned_view(found: Found, path: str) -> Document:
+    """What tuning tried and kept."""
+    made = Document()
+    if found["trials"]:
+        columns = ["remedy", "<change", "planned", "measured", "noise", "loss", "<"]
+        made.table(columns, map(_trial, found["trials"]))
+    kept = _settings(found["settings"])
+    made.text(strong(f"{units.percent(found['gain'])} less time per token: {kept}." if kept else
+                     "Nothing pays: kept as it is."))  # fmt: skip
+    made.text(
+        f"{found['runs']} short runs in {units.seconds(found['seconds'])}; {found['stopped']}. Gains are fractions of "
+        f"the time per token, each against the unchanged config run before and after it. {path}", role="dim",
+    )  # fmt: skip
+    return made
+
+
+def _trial(trial: Found) -> Row:
+    return [
+        trial["remedy"], _settings(trial["settings"]),
+        "" if trial["predicted_gain"] is None else units.signed_percent(trial["predicted_gain"]),
+        units.signed_percent(trial["measured_gain"]), f"± {units.percent(trial['noise'])}",
+        f"{trial['loss_change']:+.3f}", "kept" if trial["kept"] else trial["reason"],
+    ]  # fmt: skip
+
+
+def _settings(settings: Found) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in settings.items())

@@ -16,16 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from ironlaw import units
 from ironlaw.ledger import Ledger, relative_error
-from ironlaw.report import svg
+from ironlaw.report import charts
+from ironlaw.report.document import Cards, Document
+from ironlaw.report.page import render
 
 PORT = 8421
 REFRESH_SECONDS = 2
 RECENT = 50  # steps behind the figures on the cards
-SIZES = {"wide": (760, 260), "narrow": (350, 240)}
 
 
 class Dashboard:
@@ -57,22 +56,27 @@ class Dashboard:
 
     def step(self, report: Any) -> None:
         self._steps.append({
-            "step": report.step, "steps": report.steps, "loss": report.loss, "validation": report.validation_loss,
+            "step": report.step, "steps": report.steps, "loss": report.loss,
+            "validation_loss": report.validation_loss,
             "seconds": report.seconds, "data": report.data_seconds, "resident": report.resident_bytes,
             "recorded": report.recorded,
         })  # fmt: skip
 
     def html(self) -> str:
         """The page as it stands."""
-        environment = Environment(
-            loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-            trim_blocks=True, lstrip_blocks=True,
-        )  # fmt: skip
-        steps = list(self._steps)  # the loop appends meanwhile
-        return environment.get_template("live.html.j2").render(
-            folder=str(self.folder), refresh=REFRESH_SECONDS, cards=self._cards(steps), loss=_loss(steps),
-            times=_times(steps, self._plan), since=units.seconds(time.monotonic() - self._began),
-        )  # fmt: skip
+        steps, page = list(self._steps), Document()
+        since = units.seconds(time.monotonic() - self._began)
+        page.title(str(self.folder), above=f"Ironlaw, training for {since}")
+        page.add(Cards(self._cards(steps)))
+        planned = self._plan.totals.get("step_seconds") if self._plan is not None else None
+        bounds = {"planned": planned.value, "planned_interval": (planned.low, planned.high)} if planned else {}
+        step = {"planned": None, "measured": None} | bounds
+        for title, chart in (("Loss", charts.losses(steps)), ("Step time", charts.step_times(steps, step))):
+            if chart is not None and len(steps) > 1:
+                page.heading(title)
+                page.add(chart)
+        footer = f"The page ends with the run; `ironlaw explain {self.folder}` says afterwards where the time went."
+        return render(page, f"{self.folder}: training", footer, refresh=REFRESH_SECONDS)
 
     def _cards(self, steps: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         """Heading figures: name, value, what stands beside it."""
@@ -83,7 +87,7 @@ class Dashboard:
         seconds = statistics.median(usual)
         cards = [("Step", f"{last['step']:,}", f"of {last['steps']:,}")]
         cards.append(("Loss", f"{last['loss']:.3f}", "nats per token"))
-        validated = [s["validation"] for s in steps if s["validation"] is not None]
+        validated = [s["validation_loss"] for s in steps if s["validation_loss"] is not None]
         if validated:
             cards.append(("Validation loss", f"{validated[-1]:.3f}", "nats per token"))
         if "step_seconds" in plan:
@@ -100,41 +104,6 @@ class Dashboard:
         cards.append(("Memory", units.bytes_(last["resident"]), "of this process"))
         cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
         return cards
-
-
-def _loss(steps: list[dict[str, Any]]) -> dict[str, Any] | None:
-    if len(steps) < 2:
-        return None
-    series = [svg.Series("training", [s["step"] for s in steps], [s["loss"] for s in steps], "measured")]
-    evaluated = [s for s in steps if s["validation"] is not None]
-    if evaluated:
-        xs, ys = [s["step"] for s in evaluated], [s["validation"] for s in evaluated]
-        series.append(svg.Series("validation", xs, ys, "validation", dots=True))
-    description = f"Training loss from {steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f} nats per token"
-    return _charts("Loss so far", description, series, y_text=lambda y: f"{y:.4g}")
-
-
-def _times(steps: list[dict[str, Any]], plan: Ledger | None) -> dict[str, Any] | None:
-    timed = [s for s in steps if not s["recorded"]]
-    if len(timed) < 2:
-        return None
-    seconds = [s["seconds"] for s in timed]
-    series = [svg.Series("step time", [s["step"] for s in timed], seconds, "measured")]
-    levels, typical = [], statistics.median(seconds)
-    if plan is not None and "step_seconds" in plan.totals:
-        planned = plan.totals["step_seconds"]
-        levels = [svg.Level("planned", planned.value, "planned", planned.low, planned.high)]
-    description = f"Typical step {units.seconds(typical)}"
-    return _charts(
-        "Step time so far", description, series, levels, from_zero=True, top=2.5 * typical, y_text=units.seconds
-    )
-
-
-def _charts(title: str, description: str, *drawn: Any, **options: Any) -> dict[str, Any]:
-    return {
-        name: svg.line_chart(title, description, *drawn, width=width, height=height, **options)
-        for name, (width, height) in SIZES.items()
-    }
 
 
 def _serve(page: Dashboard, port: int) -> ThreadingHTTPServer:

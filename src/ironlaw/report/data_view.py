@@ -1,125 +1,104 @@
-"""Data on the terminal: preparation as it goes, what it made, and rows as the model sees them."""
+"""Data: what a preparation made, rows as the model sees them, what the loader can deliver, and the cache."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from rich.console import Console
-from rich.text import Text
+from typing import Any
 
 from ironlaw import units
+from ironlaw.report.document import Document, dim, strong
 
-PLAIN_EVERY_SECONDS = 5.0
-
-
-class DataProgress:
-    """Called with (bytes done, bytes in all): a bar with rate and time left, or a line now and then."""
-
-    def __init__(self, console: Console, label: str = "Tokenising") -> None:
-        self._console, self._label = console, label
-        self._began: float | None = None
-        self._begun_bytes = 0
-        self._last_line = 0.0
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._began is None:  # a resumed preparation does not begin at nothing
-            self._began, self._begun_bytes = now, done
-        what = self._words(done, total, now - self._began)
-        if self._console.is_terminal:
-            self._draw(done, total, what)
-        elif done > self._begun_bytes and (now - self._last_line >= PLAIN_EVERY_SECONDS or done >= total):
-            self._last_line = now
-            self._console.print(f"{self._label} {what}")
-
-    def _words(self, done: int, total: int, seconds: float) -> str:
-        words = f"{units.bytes_(done)} of {units.bytes_(total)}"
-        made = done - self._begun_bytes
-        if made > 0 and seconds > 0:
-            rate = made / seconds
-            words += f"  {units.bytes_(rate)}/s"
-            if done < total:
-                words += f"  {units.seconds((total - done) / rate)} left"
-        return words
-
-    def _draw(self, done: int, total: int, what: str) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        if self._bar is None:
-            columns = (
-                TextColumn(self._label, markup=False), BarColumn(), TextColumn("{task.description}", markup=False),
-            )  # fmt: skip
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.start()
-            self._bar.add_task("", total=1.0)
-        self._bar.update(self._bar.task_ids[0], completed=done / total if total else 1.0, description=what)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+Pairs = Iterator[tuple[str, str]]
 
 
-def show_stats(console: Console, stats: dict[str, Any]) -> None:
+def stats_view(stats: dict[str, Any]) -> Document:
     """Everything `data stats` knows."""
-    _show_sources(console, stats)
+    made = Document()
+    made.facts([*_sources(stats), *_splits(stats), *_tokens(stats), *_shards(stats)])
+    return made
+
+
+def prepared_view(stats: dict[str, Any], reused: bool, config: str) -> Document:
+    """After `data prepare`: what there is now, and what to do with it."""
+    made = Document()
+    train, validation = (stats["splits"][split] for split in ("train", "validation"))
+    tokens = f"{units.count(train['tokens'])} training tokens in {units.count(train['documents'])} documents"
+    held = f"{units.count(validation['tokens'])} held out in {units.count(validation['documents'])}"
+    state = "was prepared already" if reused else "prepared"
+    made.facts(_sources(stats))
+    made.text(f"{stats['source']} {state}: {tokens}, {held}")
+    made.facts(_shards(stats, stages=not reused))
+    made.text(f"next        ironlaw train {config}")
+    return made
+
+
+def _sources(stats: dict[str, Any]) -> Pairs:
+    total = sum(source["weight"] for source in stats["sources"])
+    for source in stats["sources"]:
+        tokens = source["splits"]["train"]["tokens"]
+        share = units.percent(source["weight"] / total)
+        yield "source", f"{source['source']}: {share} of the samples, {units.count(tokens)} training tokens"
+
+
+def _splits(stats: dict[str, Any]) -> Pairs:
     for split, here in stats["splits"].items():
-        line = f"{split:<12}{units.count(here['documents'])} documents, {units.count(here['tokens'])} tokens"
+        line = f"{units.count(here['documents'])} documents, {units.count(here['tokens'])} tokens"
         if here["bytes_per_token"] is not None:
             line += f", {units.bytes_(here['bytes'])} of text ({here['bytes_per_token']:.2f} bytes per token)"
-        console.print(line)
+        yield split, line
         sizes = here["document_tokens"]
         if sizes:
-            console.print(
-                f"            tokens per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} median, "
-                f"{sizes['p90']:,.0f} at 90%, {sizes['p99']:,.0f} at 99%, {sizes['longest']:,} the longest"
+            yield (
+                "",
+                (
+                    f"tokens per document: {sizes['mean']:,.0f} on average, {sizes['median']:,.0f} median, "
+                    f"{sizes['p90']:,.0f} at 90%, {sizes['p99']:,.0f} at 99%, {sizes['longest']:,} the longest"
+                ),
             )
+
+
+def _tokens(stats: dict[str, Any]) -> Pairs:
     tokenizer, train = stats["tokenizer"], stats["splits"]["train"]
     end = f", documents end in {tokenizer['end_of_text_token']}" if tokenizer["end_of_text_token"] else ""
     used = units.percent(train["vocabulary_used"] / tokenizer["vocab"])
-    console.print(f"vocabulary  {units.count(tokenizer['vocab'])} entries, {used} occur{end}")
+    yield "vocabulary", f"{units.count(tokenizer['vocab'])} entries, {used} occur{end}"
     if stats["unigram_loss"] is not None:
-        console.print(f"baseline    {stats['unigram_loss']:.3f} nats per token from token frequencies alone")
+        yield "baseline", f"{stats['unigram_loss']:.3f} nats per token from token frequencies alone"
     for name, report in stats["packing"].items():
-        console.print(f"{name:<12}{_packing_words(report, stats['sequence'])}")
-    _show_skipped(console, stats)
-    _show_stages(console, stats)
+        yield name, _packing_words(report, stats["sequence"])
+
+
+def _shards(stats: dict[str, Any], stages: bool = True) -> Pairs:
+    if stats["skipped"]:
+        yield "left out", ", ".join(f"{count:,} {reason}" for reason, count in stats["skipped"].items())
+    rates = stats["stage_bytes_per_second"]
+    if rates and stages:
+        slowest = min(rates, key=lambda stage: rates[stage])
+        words = ", ".join(f"{stage} {units.bytes_(rate)}/s" for stage, rate in rates.items())
+        yield "stages", f"{words} by themselves; {slowest} was the slowest"
     if stats["folder"]:
-        _show_place(console, stats)
+        shards = f"{stats['shards']} shard" + ("s" if stats["shards"] != 1 else "")
+        yield "on disk", f"{units.bytes_(stats['disk_bytes'])} in {shards}, {stats['folder']}"
 
 
-def show_prepared(console: Console, stats: dict[str, Any], reused: bool, config: str) -> None:
-    """After `data prepare`: what there is now, and what to do with it."""
-    _show_sources(console, stats)
-    train, validation = (stats["splits"][split] for split in ("train", "validation"))
-    state = "was prepared already" if reused else "prepared"
-    console.print(
-        f"{stats['source']} {state}: {units.count(train['tokens'])} training tokens in "
-        f"{units.count(train['documents'])} documents, {units.count(validation['tokens'])} held out in "
-        f"{units.count(validation['documents'])}"
-    )
-    _show_skipped(console, stats)
-    if not reused:
-        _show_stages(console, stats)
-    if stats["folder"]:
-        _show_place(console, stats)
-    console.print(f"next        ironlaw train {config}")
+def _packing_words(report: dict[str, Any], sequence: int) -> str:
+    padded, cropped, cut = (units.percent(report[f"{key}_fraction"]) for key in ("padded", "cropped", "documents_cut"))
+    rows = f"{units.count(report['rows'])} rows of {sequence:,}"
+    return f"{rows}: {padded} padded, {cropped} cropped, {cut} of the documents cut"
 
 
-def show_rows(console: Console, rows: Iterable[dict[str, Any]]) -> None:
+def rows_view(rows: Iterable[dict[str, Any]]) -> Document:
     """Rows of a batch: each document's text behind its number."""
+    made = Document()
     for row in rows:
         padded = f", {row['padding']} of padding" if row["padding"] else ""
-        rest = f"  {row['tokens']} tokens, {len(row['documents'])} documents{padded}"
-        console.print(Text.assemble((f"row {row['row']}", "bold"), rest))
+        made.text(strong(f"row {row['row']}"), f"  {row['tokens']} tokens, {len(row['documents'])} documents{padded}")
         for document in row["documents"]:
             text = document["text"] if document["text"] is not None else " ".join(map(str, document["ids"][:24]))
-            head = f"  {document['document']:>3}  {document['tokens']:>6} tokens"
-            console.print(Text.assemble((head, "dim"), "  ", _shortened(text)))
+            head = f"{document['document']:>3}  {document['tokens']:>6} tokens  "
+            made.text(dim(head), _shortened(text), indent=2)
+    return made
 
 
 def _shortened(text: str, length: int = 160) -> str:
@@ -128,40 +107,6 @@ def _shortened(text: str, length: int = 160) -> str:
         return line
     half = (length - 5) // 2
     return f"{line[:half]} ... {line[-half:]}"
-
-
-def _show_sources(console: Console, stats: dict[str, Any]) -> None:
-    total = sum(source["weight"] for source in stats["sources"])
-    for source in stats["sources"]:
-        tokens = source["splits"]["train"]["tokens"]
-        share = units.percent(source["weight"] / total)
-        console.print(f"source      {source['source']}: {share} of the samples, {units.count(tokens)} training tokens")
-
-
-def _show_place(console: Console, stats: dict[str, Any]) -> None:
-    shards = f"{stats['shards']} shard" + ("s" if stats["shards"] != 1 else "")
-    console.print(f"on disk     {units.bytes_(stats['disk_bytes'])} in {shards}, {stats['folder']}")
-
-
-def _show_skipped(console: Console, stats: dict[str, Any]) -> None:
-    if stats["skipped"]:
-        console.print("left out    " + ", ".join(f"{count:,} {reason}" for reason, count in stats["skipped"].items()))
-
-
-def _show_stages(console: Console, stats: dict[str, Any]) -> None:
-    rates = stats["stage_bytes_per_second"]
-    if rates:
-        slowest = min(rates, key=lambda stage: rates[stage])
-        words = ", ".join(f"{stage} {units.bytes_(rate)}/s" for stage, rate in rates.items())
-        console.print(f"stages      {words} by themselves; {slowest} was the slowest")
-
-
-def _packing_words(report: dict[str, Any], sequence: int) -> str:
-    part: Callable[[str], str] = lambda key: units.percent(report[f"{key}_fraction"])  # noqa: E731
-    return (
-        f"{units.count(report['rows'])} rows of {sequence:,}: {part('padded')} padded, {part('cropped')} cropped, "
-        f"{part('documents_cut')} of the documents cut"
-    )
 
 
 def supply_words(supply: dict[str, Any]) -> str:
@@ -204,33 +149,15 @@ def loaded_words(data: dict[str, Any]) -> str:
     return words + (f"; {data['packing']}: {', '.join(lost)}" if lost else "")
 
 
-class Cached(Protocol):
-    """One folder of the cache."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def source(self) -> str | None: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def days(self) -> float: ...
-    @property
-    def busy(self) -> bool: ...
-
-
-def show_cache(console: Console, folder: Path, entries: Sequence[Cached]) -> None:
-    """What `data clean` would remove."""
+def cache_view(folder: Path, entries: Sequence[Any]) -> Document:
+    """What `data clean` would remove: folders of the cache (name, kind, source, bytes, days, busy)."""
+    made = Document()
     if not entries:
-        console.print(f"{folder}: nothing to remove")
-        return
-    console.print(f"{folder}: {units.bytes_(sum(entry.bytes for entry in entries))}")
+        made.text(f"{folder}: nothing to remove")
+        return made
+    made.text(f"{folder}: {units.bytes_(sum(entry.bytes for entry in entries))}")
     for entry in entries:
         source = f" of {entry.source}" if entry.source else ""
         now = ", being made now: it stays" if entry.busy else f", unused for {entry.days:.0f} days"
-        console.print(
-            Text.assemble(f"  {units.bytes_(entry.bytes):>9}  {entry.name}  ", (f"{entry.kind}{source}{now}", "dim")),
-            soft_wrap=True,
-        )
+        made.text(f"{units.bytes_(entry.bytes):>9}  {entry.name}  ", dim(f"{entry.kind}{source}{now}"), indent=2)
+    return made

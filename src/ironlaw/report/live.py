@@ -15,7 +15,6 @@ from rich.text import Text
 from ironlaw import units
 from ironlaw.ledger import Ledger, relative_error
 from ironlaw.report.dashboard import Dashboard
-from ironlaw.report.data_view import DataProgress
 
 PLAIN_EVERY_SECONDS = 5.0
 SMOOTHING = 0.9  # of the step time shown: single steps jitter
@@ -55,6 +54,55 @@ class Data(Protocol):
     def unigram_loss(self) -> float | None: ...
     @property
     def reused(self) -> bool: ...
+
+
+class DataProgress:
+    """Called with (bytes done, bytes in all): a bar with rate and time left, or a line now and then."""
+
+    def __init__(self, console: Console, label: str = "Tokenising") -> None:
+        self._console, self._label = console, label
+        self._began: float | None = None
+        self._begun_bytes = 0
+        self._last_line = 0.0
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._began is None:  # a resumed preparation does not begin at nothing
+            self._began, self._begun_bytes = now, done
+        what = self._words(done, total, now - self._began)
+        if self._console.is_terminal:
+            self._draw(done, total, what)
+        elif done > self._begun_bytes and (now - self._last_line >= PLAIN_EVERY_SECONDS or done >= total):
+            self._last_line = now
+            self._console.print(f"{self._label} {what}")
+
+    def _words(self, done: int, total: int, seconds: float) -> str:
+        words = f"{units.bytes_(done)} of {units.bytes_(total)}"
+        made = done - self._begun_bytes
+        if made > 0 and seconds > 0:
+            rate = made / seconds
+            words += f"  {units.bytes_(rate)}/s"
+            if done < total:
+                words += f"  {units.seconds((total - done) / rate)} left"
+        return words
+
+    def _draw(self, done: int, total: int, what: str) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        if self._bar is None:
+            columns = (
+                TextColumn(self._label, markup=False), BarColumn(), TextColumn("{task.description}", markup=False),
+            )  # fmt: skip
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._bar.add_task("", total=1.0)
+        self._bar.update(self._bar.task_ids[0], completed=done / total if total else 1.0, description=what)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 class LiveRun:

@@ -1,65 +1,61 @@
-"""A plan on the terminal: what will be needed, how sure that is, and on request where each number comes from."""
+"""A plan: what will be needed, how sure that is, and on request where each number comes from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ironlaw import units
-from ironlaw.ledger import Estimate, Ledger, Phase
-from ironlaw.report import words
+from ironlaw.ledger import Ledger, Line, MemoryLine, Phase
+from ironlaw.report import labels
 from ironlaw.report.data_view import supply_words
-from ironlaw.report.tables import bar, heading, paragraph, show, table
+from ironlaw.report.document import NOT_PLANNED, Cell, Document, Print, Row, bad, between, dim, good
 
 PLANNED = (
     "parameters", "flops_per_step", "step_seconds", "tokens_per_second", "mfu", "peak_bytes", "resident_bytes",
     "total_seconds", "energy_joules",
 )  # fmt: skip
+MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
+DERIVED = {
+    "tokens_per_second": ("step_seconds",), "mfu": ("flops_per_step", "step_seconds"),
+    "resident_bytes": ("peak_bytes",), "total_seconds": ("step_seconds",), "energy_joules": ("total_seconds",),
+}  # fmt: skip
 
 
-def show_plan(console: Console, ledger: Ledger, fits: bool) -> None:
+def plan_view(ledger: Ledger, fits: bool) -> Document:
     """Parameters, FLOPs, memory, time and energy of a planned run, each with its interval and origin."""
-    facts = ledger.facts
-    _title(console, facts)
-    _totals(console, ledger)
-    heading(console, "Memory at the peak" + (f": {facts['peak_at']}" if facts.get("peak_at") else ""))
-    _shares(console, {line.component: line.bytes for line in ledger.memory}, units.bytes_)
-    heading(console, "Step time by phase")
-    _shares(console, {str(phase): s for phase, s in ledger.seconds_by_phase().items()}, units.seconds)
-    heading(console, "Step time by kind of operation")
+    made, facts = Document(), ledger.facts
+    _title(made, facts)
+    totals(made, ledger, {name: labels.TOTALS[name] for name in PLANNED})
+    made.heading("Memory at the peak" + (f": {facts['peak_at']}" if facts.get("peak_at") else ""))
+    _shares(made, {line.component: line.bytes for line in ledger.memory}, units.bytes_)
+    made.heading("Step time by phase")
+    _shares(made, ledger.seconds_by_phase(), units.seconds)
+    made.heading("Step time by kind of operation")
     kinds = sorted(ledger.seconds_by_kind().items(), key=lambda item: -item[1])
-    _shares(console, {str(kind): s for kind, s in kinds}, units.seconds)
-    console.print()
+    _shares(made, dict(kinds), units.seconds)
     resident = ledger.totals.get("resident_bytes")
     needed = units.bytes_(resident.value if resident else None)
-    room = f"{needed} needed of {units.bytes_(facts.get('memory_bytes'))}"
-    verdict = Text("Fits: " if fits else "Does not fit: ", style="bold green" if fits else "bold red")
-    paragraph(console, verdict.append(room + ".", style="not bold default"))
+    verdict = good("Fits: ") if fits else bad("Does not fit: ")
+    made.text(verdict, f"{needed} needed of {units.bytes_(facts.get('memory_bytes'))}.")
     if facts.get("precision"):
-        paragraph(console, f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
+        made.text(f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
     if facts.get("attention") == "blocked":
-        paragraph(console, f"Attention: in blocks of queries ({facts['attention_reason']}).")
+        made.text(f"Attention: in blocks of queries ({facts['attention_reason']}).")
     if facts.get("finetune"):
-        paragraph(console, f"Fine-tuning: {facts['finetune']}.")
+        made.text(f"Fine-tuning: {facts['finetune']}.")
     if facts.get("data_supply"):
-        paragraph(console, f"Data: {supply_words(facts['data_supply'])}")
-    paragraph(
-        console,
+        made.text(f"Data: {supply_words(facts['data_supply'])}")
+    made.text(
         f"{facts.get('intervals', 'Intervals held 80% of comparable runs')}. MFU: model FLOPs as a share of "
         f"{facts.get('peak_basis', 'the measured matmul rate of this machine')}. --why shows where each number comes "
-        "from.",
-        style="dim",
-    )
+        "from.", role="dim",
+    )  # fmt: skip
+    return made
 
 
-def _title(console: Console, facts: Mapping[str, Any]) -> None:
+def _title(made: Document, facts: Mapping[str, Any]) -> None:
     model = facts.get("model") or {}
-    paragraph(
-        console, f"Plan of {model.get('name', 'a model')} on {facts.get('machine', 'this machine')}", style="bold"
-    )
     shape = [
         f"{model['layers']} layers × {model['hidden']}" if "layers" in model else "",
         f"{facts['steps']:,} steps" if "steps" in facts else "",
@@ -68,116 +64,103 @@ def _title(console: Console, facts: Mapping[str, Any]) -> None:
         f"{facts['threads']} threads" if facts.get("device") == "cpu" and "threads" in facts else "",
         f"machine measured {facts['measured'][:10]}" if facts.get("measured") else "",
     ]
-    paragraph(console, ", ".join(part for part in shape if part), style="dim")
-    console.print()
+    name = f"Plan of {model.get('name', 'a model')} on {facts.get('machine', 'this machine')}"
+    made.title(name, below=", ".join(filter(None, shape)))
 
 
-def _totals(console: Console, ledger: Ledger) -> None:
-    made = table("", "planned", "80% interval", "origin", left=("origin",))
-    for name in PLANNED:
+def totals(made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], absent: bool = True) -> None:
+    """Totals by name, (label, how it is printed), with interval and origin. `absent`: those not planned too."""
+    rows: list[Row] = []
+    for name, (label, show) in shown.items():
+        estimate = ledger.totals.get(name)
+        if estimate is not None:
+            exact = "exact" if estimate.low is None and (absent or name in ("parameters", "flops_per_step")) else ""
+            bounds = between((estimate.low, estimate.high), show) or exact
+            figure = Cell(show(estimate.value), "strong", estimate.value, why=estimate.basis)
+            rows.append([label, figure, bounds, dim(str(estimate.origin))])
+        elif absent:
+            rows.append([label, dim(NOT_PLANNED), "", ""])
+    made.table(["", "planned", "80% interval", "<origin"], rows)
+
+
+def _shares(made: Document, parts: Mapping[Any, float | None], show: Print) -> None:
+    made.shares(((str(name), value, labels.meaning(str(name), show)) for name, value in parts.items()), show)
+
+
+def why_view(ledger: Ledger) -> Document:
+    """Every total with its formula, its inputs and its origin; then every operation behind the step time."""
+    made, facts = Document(), ledger.facts
+    made.heading("Where each number comes from")
+    shown = {name: labels.TOTALS[name] for name in ledger.totals}
+    derivations(made, ledger, shown, DERIVED, _inputs(ledger))
+    for name, told in (("Precision", "precision"), ("Attention", "attention")):
+        if facts.get(f"{told}_reason"):
+            made.heading(f"{name}: {facts[told]}")
+            made.text(facts[f"{told}_reason"], indent=2)
+    for phase in Phase:
+        lines = sorted(ledger.select(phase=phase), key=lambda line: -(line.seconds or 0.0))
+        if lines:
+            made.heading(f"Operations of the {phase} phase, per step")
+            columns = ["operation", "<kind", "calls", "FLOPs", "moved", "time", "<bound"]
+            made.table(columns, map(_operation, lines), tight=True)
+    made.text("bound: the ceiling that sets the time. FLOPs count matrix products only.", role="dim")
+    return made
+
+
+def derivations(
+    made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], derived: Mapping[str, Sequence[str]],
+    inputs: Mapping[str, Iterable[str]],
+) -> None:  # fmt: skip
+    """`--why`: of every total its formula, the totals it is derived from and its other inputs, each with its origin."""
+    for name, (label, show) in shown.items():
         estimate = ledger.totals.get(name)
         if estimate is None:
-            made.add_row(words.label(name), words.NOT_PLANNED, "", "")
             continue
-        bounds = words.interval(name, (estimate.low, estimate.high)) or "exact"
-        shown = Text(words.quantity(name, estimate.value), style="bold")
-        made.add_row(words.label(name), shown, bounds, Text(str(estimate.origin), style="dim"))
-    show(console, made)
-
-
-def _shares(console: Console, parts: Mapping[str, float | None], print_: Callable[[float | None], str]) -> None:
-    """Parts of a whole with their shares; an absent part is shown as such and not counted."""
-    whole = sum(part for part in parts.values() if part is not None)
-    made = table("", "planned", "share", " ", "what it is", left=(" ", "what it is"))
-    for name, value in parts.items():
-        share = None if value is None or not whole else value / whole
-        meaning = words.MEANINGS.get("optimizer state" if print_ is units.bytes_ and name == "optimizer" else name, "")
-        amount = words.NOT_PLANNED if value is None else print_(value)
-        made.add_row(name, amount, units.percent(share), bar(share), Text(meaning, style="dim"))
-    made.add_row(Text("total", style="bold"), Text(print_(whole), style="bold"), "", "", "")
-    show(console, made)
-
-
-def show_why(console: Console, ledger: Ledger) -> None:
-    """Every total with its formula, its inputs and its origin; then every operation behind the step time."""
-    paragraph(console, "Where each number comes from", style="bold")
-    for name, estimate in ledger.totals.items():
-        _derivation(console, ledger, name, estimate)
-    if ledger.facts.get("precision_reason"):
-        heading(console, f"Precision: {ledger.facts['precision']}")
-        paragraph(console, ledger.facts["precision_reason"], indent=2)
-    if ledger.facts.get("attention_reason"):
-        heading(console, f"Attention: {ledger.facts['attention']}")
-        paragraph(console, ledger.facts["attention_reason"], indent=2)
-    for phase in Phase:
-        lines = list(ledger.select(phase=phase))
-        if lines:
-            heading(console, f"Operations of the {phase} phase, per step")
-            _operations(console, lines)
-    paragraph(console, "bound: the ceiling that sets the time. FLOPs count matrix products only.", style="dim")
-
-
-def _derivation(console: Console, ledger: Ledger, name: str, estimate: Estimate) -> None:
-    title = Text(f"{words.label(name)}: {words.quantity(name, estimate.value)}", style="bold")
-    bounds = words.interval(name, (estimate.low, estimate.high))
-    title.append(f"  [{estimate.origin}]" + (f"  {bounds}" if bounds else ""), style="not bold dim")
-    console.print()
-    paragraph(console, title)
-    paragraph(console, f"= {estimate.basis}", indent=2)
-    for line in _inputs(ledger, name):
-        paragraph(console, f"· {line}", indent=4, style="dim")
-
-
-def _inputs(ledger: Ledger, name: str) -> list[str]:
-    """What went into a total, each marked with its origin."""
-    facts, totals = ledger.facts, ledger.totals
-
-    def total(other: str) -> str:
-        return f"{words.label(other)} {words.quantity(other, totals[other].value)} [{totals[other].origin}]"
-
-    def fact(key: str, text: str, origin: str, print_: Callable[[Any], str] = str) -> list[str]:
-        return [f"{text} {print_(facts[key])} [{origin}]"] if facts.get(key) is not None else []
-
-    batch = [
-        *fact("global_batch", "sequences per step", "config"),
-        *fact("sequence", "tokens per sequence", "config"),
-    ]
-    measured_on = fact(
-        "measured", "this machine's kernels, timed on", "measured", lambda d: str(d)[:16].replace("T", " ")
-    )
-    peak = fact("matmul_peak_flops_per_second", "matmul rate", "measured", lambda r: units.rate(r, "FLOP"))
-    memory = [
-        f"{line.component} {units.bytes_(line.bytes)} [{line.origin}]" + (f", {line.note}" if line.note else "")
-        for line in ledger.memory
-    ]
-    inputs = {
-        "parameters": [
-            f"{key} {facts['model'][key]} [config]"
-            for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "context", "tied")
-            if key in (facts.get("model") or {})
+        others = [
+            f"{shown[other][0]} {shown[other][1](ledger.totals[other].value)} [{ledger.totals[other].origin}]"
+            for other in derived.get(name, ())
+            if other in ledger.totals
         ]
-        + [f"latent.{key} {size} [config]" for key, size in ((facts.get("model") or {}).get("latent") or {}).items()],
-        "flops_per_step": batch,
-        "step_seconds": [f"{len(ledger.lines)} operations, listed below [calculated]", *measured_on],
-        "tokens_per_second": batch,
-        "mfu": [*peak],
-        "peak_bytes": memory,
-        "total_seconds": fact("steps", "steps", "config"),
-        "energy_joules": fact("threads", "cores", "measured"),
-    }
-    derived = {
-        "tokens_per_second": ["step_seconds"], "mfu": ["flops_per_step", "step_seconds"],
-        "resident_bytes": ["peak_bytes"], "total_seconds": ["step_seconds"], "energy_joules": ["total_seconds"],
+        bounds = between((estimate.low, estimate.high), show)
+        tail = f"  [{estimate.origin}]" + (f"  {bounds}" if bounds else "")
+        made.heading(f"{label}: {show(estimate.value)}", level=3, tail=tail)
+        made.text(f"= {estimate.basis}", indent=2)
+        made.items([*others, *inputs.get(name, ())], indent=4, role="dim")
+
+
+def model_inputs(model: Mapping[str, Any], origin: str) -> list[str]:
+    sizes = {key: model[key] for key in MODEL if key in model}
+    sizes |= {f"latent.{key}": size for key, size in (model.get("latent") or {}).items()}
+    return [f"{key} {size} [{origin}]" for key, size in sizes.items()]
+
+
+def memory_inputs(lines: Iterable[MemoryLine]) -> list[str]:
+    return [
+        f"{line.component} {units.bytes_(line.bytes)} [{line.origin}]" + (f", {line.note}" if line.note else "")
+        for line in lines
+    ]
+
+
+def _inputs(ledger: Ledger) -> dict[str, list[str]]:
+    """What else went into a total, each marked with its origin."""
+    facts = ledger.facts
+
+    def fact(key: str, text: str, origin: str, show: Callable[[Any], str] = str) -> list[str]:
+        return [f"{text} {show(facts[key])} [{origin}]"] if facts.get(key) is not None else []
+
+    batch = fact("global_batch", "sequences per step", "config") + fact("sequence", "tokens per sequence", "config")
+    timed_on = fact("measured", "this machine's kernels, timed on", "measured", lambda d: d[:16].replace("T", " "))
+    peak = fact("matmul_peak_flops_per_second", "matmul rate", "measured", lambda r: units.rate(r, "FLOP"))
+    return {
+        "parameters": model_inputs(facts.get("model") or {}, "config"), "flops_per_step": batch,
+        "step_seconds": [f"{len(ledger.lines)} operations, listed below [calculated]", *timed_on],
+        "tokens_per_second": batch, "mfu": peak, "peak_bytes": memory_inputs(ledger.memory),
+        "total_seconds": fact("steps", "steps", "config"), "energy_joules": fact("threads", "cores", "measured"),
     }  # fmt: skip
-    return [total(other) for other in derived.get(name, []) if other in totals] + inputs.get(name, [])
 
 
-def _operations(console: Console, lines: list[Any]) -> None:
-    made = table("operation", "kind", "calls", "FLOPs", "moved", "time", "bound", left=("kind", "bound"), tight=True)
-    for line in sorted(lines, key=lambda line: -(line.seconds or 0.0)):
-        made.add_row(
-            line.operation, str(line.kind), units.count(line.count), units.si(line.flops, "FLOP"),
-            units.bytes_(line.bytes_moved),
-            units.seconds(line.seconds), line.bound or units.NOT_KNOWN,
-        )  # fmt: skip
-    console.print(made)
+def _operation(line: Line) -> list[str]:
+    return [
+        line.operation, str(line.kind), units.count(line.count), units.si(line.flops, "FLOP"),
+        units.bytes_(line.bytes_moved), units.seconds(line.seconds), line.bound or units.NOT_KNOWN,
+    ]  # fmt: skip

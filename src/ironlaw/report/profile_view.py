@@ -1,15 +1,14 @@
-"""A measured machine on the terminal: what each kind of kernel attains here."""
+"""A measured machine: what each kind of kernel attains here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-from rich.console import Console
-from rich.text import Text
+from typing import Any
 
 from ironlaw import units
-from ironlaw.report.tables import bar, heading, paragraph, show, table
+from ironlaw.report.document import BAR, Bar, Document, Row, dim, quantity, strong
+
+Attention = Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]
 
 # Tensors that a kernel reads and writes per element, each once: its least traffic.
 TENSORS_MOVED = {
@@ -27,126 +26,87 @@ MATMULS = {
 }
 
 
-class Fit(Protocol):
-    @property
-    def fixed_seconds(self) -> float: ...
-    @property
-    def peak_flops_per_second(self) -> float: ...
-    @property
-    def error(self) -> float: ...
-
-
-class Curve(Protocol):
-    @property
-    def elements(self) -> Sequence[float]: ...
-    @property
-    def seconds(self) -> Sequence[float]: ...
-
-
-Attention = Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]
-
-
-class Profile(Protocol):
-    """What is shown of a machine profile."""
-
-    device: str
-    name: str
-    created: str
-    versions: dict[str, str]
-    threads: int
-    memory_bytes: int
-    runtime_bytes: int
-    copy_bytes_per_second: float
-    small_operation_seconds: float
-    storage_bytes_per_second: float | None
-    tokenizer_tokens_per_second: float | None
-
-    @property
-    def matmul(self) -> Mapping[str, Mapping[str, Fit]]: ...
-    @property
-    def onednn(self) -> Mapping[str, Fit]: ...
-    @property
-    def curves(self) -> Mapping[str, Mapping[str, Curve]]: ...
-    @property
-    def attention(self) -> Attention: ...
-    @property
-    def blocked_attention(self) -> Attention: ...
-
-
-def show_profile(console: Console, profile: Profile, slowdown: Mapping[str, float]) -> None:
-    """This machine's ceilings, as `measure` found them. `slowdown`: kind of kernel -> typical time over the best."""
-    paragraph(console, f"{profile.name} ({profile.device}, {profile.threads} threads)", style="bold")
+def profile_view(profile: Any, slowdown: Mapping[str, float]) -> Document:
+    """A machine profile: this machine's ceilings. `slowdown`: kind of kernel -> typical time over the best."""
+    made = Document()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
-    paragraph(console, f"measured {profile.created[:16].replace('T', ' ')} with {versions}", style="dim")
-    _singles(console, profile, slowdown)
-    _matmul(console, profile)
-    _attention(console, "Causal attention by the fused kernel, per unmasked score", profile.attention)
+    measured = f"measured {profile.created[:16].replace('T', ' ')} with {versions}"
+    made.title(f"{profile.name} ({profile.device}, {profile.threads} threads)", below=measured)
+    _singles(made, profile, slowdown)
+    _matmul(made, profile)
+    _attention(made, "Causal attention by the fused kernel, per unmasked score", profile.attention)
     if profile.blocked_attention:
-        _attention(console, "The same in blocks of queries", profile.blocked_attention)
-    _streaming(console, profile)
+        _attention(made, "The same in blocks of queries", profile.blocked_attention)
+    _streaming(made, profile)
+    return made
 
 
-def _singles(console: Console, profile: Profile, slowdown: Mapping[str, float]) -> None:
-    console.print()
-    made = table("", "measured", "what it is", left=("what it is",))
+def _singles(made: Document, profile: Any, slowdown: Mapping[str, float]) -> None:
     rows = (
-        ("Memory", units.bytes_(profile.memory_bytes), "this process may use"),
-        ("Bare process", units.bytes_(profile.runtime_bytes), "that takes a training step of almost nothing"),
-        ("Copy", units.rate(profile.copy_bytes_per_second, "B"), "read plus written, 32 MiB"),
-        ("Small operation", units.seconds(profile.small_operation_seconds), "dispatch from Python"),
-        ("Storage read", _rate(profile.storage_bytes_per_second, "B"), "not in the page cache"),
-        ("Tokenizer", _rate(profile.tokenizer_tokens_per_second, "token"), "all threads"),
+        ("Memory", profile.memory_bytes, units.bytes_, "this process may use"),
+        ("Bare process", profile.runtime_bytes, units.bytes_, "that takes a training step of almost nothing"),
+        ("Copy", profile.copy_bytes_per_second, _bytes_rate, "read plus written, 32 MiB"),
+        ("Small operation", profile.small_operation_seconds, units.seconds, "dispatch from Python"),
+        ("Storage read", profile.storage_bytes_per_second, _bytes_rate, "not in the page cache"),
+        ("Tokenizer", profile.tokenizer_tokens_per_second, lambda v: units.rate(v, "token"), "all threads"),
         *(
-            (f"Interference, {kind}", f"{ratio:.2f} x", "typical time over the best; neighbours, other programs")
+            (
+                f"Interference, {kind}",
+                ratio,
+                "{:.2f} x".format,
+                "typical time over the best; neighbours, other programs",
+            )
             for kind, ratio in slowdown.items()
         ),
     )
-    for name, value, meaning in rows:
-        made.add_row(name, Text(value, style="bold"), Text(meaning, style="dim"))
-    show(console, made)
+    made.table(
+        ["", "measured", "<what it is"],
+        [[name, quantity(value, show, role="strong"), dim(meaning)] for name, value, show, meaning in rows],
+    )
 
 
-def _rate(value: float | None, unit: str) -> str:
-    return "not measured" if value is None else units.rate(value, unit)
+def _bytes_rate(value: float | None) -> str:
+    return units.rate(value, "B")
 
 
-def _matmul(console: Console, profile: Profile) -> None:
-    heading(console, "Matrix products at their best")
-    rows = {**profile.matmul, **({"fp32 by oneDNN": profile.onednn} if profile.onednn else {})}
-    fits = [(kernel, precision, fit) for precision, row in rows.items() for kernel, fit in row.items()]
+def _matmul(made: Document, profile: Any) -> None:
+    made.heading("Matrix products at their best")
+    products = {**profile.matmul, **({"fp32 by oneDNN": profile.onednn} if profile.onednn else {})}
+    fits = [(kernel, precision, fit) for precision, row in products.items() for kernel, fit in row.items()]
     best = max((fit.peak_flops_per_second for _, _, fit in fits), default=1.0)
-    made = table("product", "precision", "large ones", "fixed cost", "fit error", " ", left=("precision", " "))
+    rows: list[Row] = []
     for kernel, precision, fit in fits:
-        made.add_row(
-            MATMULS.get(kernel, kernel), precision, Text(units.rate(fit.peak_flops_per_second, "FLOP"), style="bold"),
-            units.seconds(fit.fixed_seconds), units.percent(fit.error), bar(fit.peak_flops_per_second / best, width=8),
-        )  # fmt: skip
-    show(console, made)
-    paragraph(console, "fit error: median difference between the fitted formula and its own points", 2, "dim")
+        peak = strong(units.rate(fit.peak_flops_per_second, "FLOP"))
+        rows.append([MATMULS.get(kernel, kernel), precision, peak, units.seconds(fit.fixed_seconds),
+                     units.percent(fit.error), Bar(fit.peak_flops_per_second / best, width=8)])  # fmt: skip
+    made.table(
+        ["product", "<precision", "large ones", "fixed cost", "fit error", BAR], rows,
+        caption="fit error: median difference between the fitted formula and its own points",
+    )  # fmt: skip
 
 
-def _attention(console: Console, title: str, measured: Attention) -> None:
-    heading(console, title)
-    made = table("tokens", "head size", *(f"{p} {d}" for p, row in measured.items() for d in row))
-    table_of = [{(t, d): s for t, d, s in points} for row in measured.values() for points in row.values()]
-    for tokens, size in sorted({key for column in table_of for key in column}):
-        cells = (units.seconds(column.get((tokens, size))) for column in table_of)
-        made.add_row(str(tokens), str(size), *cells)
-    show(console, made)
+def _attention(made: Document, title: str, measured: Attention) -> None:
+    made.heading(title)
+    columns = {f"{p} {d}": {(t, s): seconds for t, s, seconds in points}
+               for p, row in measured.items() for d, points in row.items()}  # fmt: skip
+    sizes = sorted({key for column in columns.values() for key in column})
+    rows = [[str(tokens), str(size), *(units.seconds(column.get((tokens, size))) for column in columns.values())]
+            for tokens, size in sizes]  # fmt: skip
+    made.table(["tokens", "head size", *columns], rows)
 
 
-def _streaming(console: Console, profile: Profile) -> None:
-    heading(console, "Streaming kernels at their largest size, least traffic per second")
-    made = table("kernel", *profile.curves)
+def _streaming(made: Document, profile: Any) -> None:
+    made.heading("Streaming kernels at their largest size, least traffic per second")
     kernels = dict.fromkeys(kernel for row in profile.curves.values() for kernel in row)
-    for kernel in kernels:
-        cells = (_bandwidth(kernel, precision, row.get(kernel)) for precision, row in profile.curves.items())
-        made.add_row(kernel.replace("_", " "), *cells)
-    show(console, made)
-    paragraph(console, "–: runs in fp32 only, or its traffic depends on the data", 2, "dim")
+    rows = [
+        [kernel.replace("_", " "), *(_bandwidth(kernel, p, row.get(kernel)) for p, row in profile.curves.items())]
+        for kernel in kernels
+    ]
+    caption = "–: runs in fp32 only, or its traffic depends on the data"
+    made.table(["kernel", *profile.curves], rows, caption=caption)
 
 
-def _bandwidth(kernel: str, precision: str, curve: Curve | None) -> str:
+def _bandwidth(kernel: str, precision: str, curve: Any) -> str:
     moved = TENSORS_MOVED.get(kernel)
     if curve is None or moved is None:
         return units.NOT_KNOWN

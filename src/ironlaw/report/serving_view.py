@@ -1,40 +1,64 @@
-"""A served plan on the terminal: does it fit, how fast, what binds, what it costs, the frontier."""
+"""Serving: a plan (does it fit, how fast, what binds, what it costs), a measured server, and the planner's record."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from ironlaw import units
-from ironlaw.ledger import Estimate, Ledger
-from ironlaw.report.tables import bar, heading, paragraph, show, table
+from ironlaw.ledger import Ledger
+from ironlaw.report.document import BAR, NOT_PLANNED, Bar, Cell, Document, Row, bad, dim, good, quantity
 
-_PART_WORDS = {
+_PARTS = {
     "weights": "read weights", "cache": "read keys and values", "collectives": "sums over ranks",
     "launches": "launches and small kernels", "prompts": "prompts", "host": "host: schedule and sample",
 }  # fmt: skip
+_LIMITS = {"ttft": "first token (90th percentile)", "tpot": "per token", "rate": "requests per second"}
+_TOTALS = {
+    "ttft_seconds": ("first token, median", units.seconds),
+    "ttft_p99_seconds": ("first token, 99th percentile", units.seconds),
+    "tpot_seconds": ("per output token, mean", units.seconds),
+    "output_tokens_per_second": ("output tokens per second", units.count),
+    "most_tokens_per_second": ("and at most, waiting not limited", units.count),
+    "single_tpot_seconds": ("per token, one request alone", units.seconds),
+    "kv_tokens": ("tokens the cache holds, per copy", "{:,.0f}".format),
+    "most_requests": ("requests at once, per copy", "{:,.0f}".format),
+}
+_PHASES = {
+    "prefill": "prompts", "decode": "next tokens", "sampling": "choice of tokens", "host": "host: schedule, text",
+    "idle": "nobody asked",
+}  # fmt: skip
+_MEASURED = {
+    "ttft_seconds": ("first token, median", units.seconds), "tpot_seconds": ("per token, median", units.seconds),
+    "output_tokens_per_second": ("output tokens per second", units.count),
+    "decode_batch": ("requests that decode, mean", units.count),
+}  # fmt: skip
+_RECORDED = {
+    "tpot_seconds": "Time per output token", "ttft_seconds": "Time to the first token",
+    "prefill_tokens_per_second": "Prompt tokens per second", "output_tokens_per_second": "Output tokens per second",
+    "kv_tokens": "Tokens the cache holds",
+}  # fmt: skip
+MOST_LISTED = 8
 
 
-def show_serving(console: Console, ledger: Ledger, fits: bool, more: dict[str, Any]) -> None:
-    served, request = more["served"], ledger.facts["request"]
-    asked = ", ".join(f"{key} {_asked(key, value)}" for key, value in request.items() if value)
+def serving_view(ledger: Ledger, more: dict[str, Any]) -> Document:
+    made, served = Document(), more["served"]
+    asked = ", ".join(f"{key} {_asked(key, value)}" for key, value in ledger.facts["request"].items() if value)
     title = f"{ledger.facts['name']} served by {served['engine']} on {served['devices']} x {served['product']}"
-    paragraph(console, f"{title}: {served['layout']}, weights {served['weights']}, cache {served['kv']}", style="bold")
-    paragraph(console, asked, style="dim")
+    title += f": {served['layout']}, weights {served['weights']}, cache {served['kv']}"
+    made.title(title, below=asked)
     if not ledger.facts["fits"]:
         needed, has = ledger.totals["weight_bytes"].value, ledger.memory[-1].bytes
-        paragraph(
-            console, f"does not fit: weights take {units.bytes_(needed)} of all devices ({units.bytes_(has)} free)"
-        )
-        return
-    _limits(console, ledger, fits)
-    _totals(console, ledger, more)
-    _step(console, ledger)
-    _memory(console, ledger)
-    _frontier(console, more)
-    _candidates(console, more)
+        made.text(f"does not fit: weights take {units.bytes_(needed)} of all devices ({units.bytes_(has)} free)")
+        return made
+    _limits(made, ledger)
+    _totals(made, ledger, more["cost"])
+    _step(made, ledger)
+    held = ", ".join(f"{line.component} {units.bytes_(line.bytes)}" for line in ledger.memory)
+    made.text(f"Memory of a copy: {held}", indent=2)
+    _frontier(made, more["frontier"])
+    if more.get("candidates"):
+        _candidates(made, more)
+    return made
 
 
 def _asked(key: str, value: float) -> str:
@@ -43,88 +67,120 @@ def _asked(key: str, value: float) -> str:
     return f"{value:g}/s" if key == "rate" else f"{value:,}"
 
 
-def _limits(console: Console, ledger: Ledger, fits: bool) -> None:
-    words = {"ttft": "first token (90th percentile)", "tpot": "per token", "rate": "requests per second"}
+def _limits(made: Document, ledger: Ledger) -> None:
     for name, limit in ledger.facts["limits"].items():
         if name == "rate":
             said = f"{limit['planned']:.3g} of {limit['limit']:g} asked for"
         else:
             said = f"{units.seconds(limit['planned'])}, at most {units.seconds(limit['limit'])} asked for"
-        mark = Text("holds  " if limit["holds"] else "broken ", style="green" if limit["holds"] else "red")
-        paragraph(console, mark + Text(f"{words[name]}: {said}"), indent=2)
+        mark = good("holds  ") if limit["holds"] else bad("broken ")
+        made.text(mark, f"{_LIMITS[name]}: {said}", indent=2)
 
 
-def _totals(console: Console, ledger: Ledger, more: dict[str, Any]) -> None:
-    rows = table("", "value", "80% interval", "", left=("",))
-    for name, words, printer in (
-        ("ttft_seconds", "first token, median", units.seconds),
-        ("ttft_p99_seconds", "first token, 99th percentile", units.seconds),
-        ("tpot_seconds", "per output token, mean", units.seconds),
-        ("output_tokens_per_second", "output tokens per second", lambda v: units.count(v)),
-        ("most_tokens_per_second", "and at most, waiting not limited", lambda v: units.count(v)),
-        ("single_tpot_seconds", "per token, one request alone", units.seconds),
-        ("kv_tokens", "tokens the cache holds, per copy", lambda v: f"{v:,.0f}"),
-        ("most_requests", "requests at once, per copy", lambda v: f"{v:,.0f}"),
-    ):
-        found: Estimate = ledger.totals[name]
-        low, high = found.low, found.high
-        between = "" if low is None else f"{printer(low)} to {printer(high)}"
-        rows.add_row(words, Text(printer(found.value), style="bold"), between, Text(found.basis, style="dim"))
-    cost = more["cost"]
+def _totals(made: Document, ledger: Ledger, cost: dict[str, Any]) -> None:
+    rows: list[Row] = []
+    for name, (label, show) in _TOTALS.items():
+        found = ledger.totals[name]
+        bounds = "" if found.low is None or found.high is None else f"{show(found.low)} to {show(found.high)}"
+        figure = Cell(show(found.value), "strong", found.value, why=found.basis)
+        rows.append([label, figure, bounds, dim(found.basis)])
     if cost["usd_per_million_tokens"] is not None:
-        rows.add_row("per million output tokens", Text(units.dollars(cost["usd_per_million_tokens"]), style="bold"), "",
-                     Text(f"{units.dollars(cost['usd_per_hour'])} an hour, {cost['source']}", style="dim"))  # fmt: skip
+        price = quantity(cost["usd_per_million_tokens"], units.dollars, role="strong")
+        hour = f"{units.dollars(cost['usd_per_hour'])} an hour, {cost['source']}"
+        rows.append(["per million output tokens", price, "", dim(hour)])
     if cost["joules_per_million_tokens"] is not None:
-        rows.add_row("energy of a million tokens", Text(units.energy(cost["joules_per_million_tokens"]), style="bold"),
-                     "", Text("devices alone, 90% of their power limit", style="dim"))  # fmt: skip
-    show(console, rows)
+        joules = quantity(cost["joules_per_million_tokens"], units.energy, role="strong")
+        rows.append(["energy of a million tokens", joules, "", dim("devices alone, 90% of their power limit")])
+    made.table(["", "value", "80% interval", "<"], rows)
 
 
-def _step(console: Console, ledger: Ledger) -> None:
+def _step(made: Document, ledger: Ledger) -> None:
     total = sum(line.seconds or 0.0 for line in ledger.lines)
-    heading(console, f"A step takes {units.seconds(total)}, {ledger.totals['decode_batch'].value:.3g} requests decode")
-    rows = table("", "time", "share", "", left=("",))
-    for line in sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0)):
-        share = (line.seconds or 0.0) / total
-        rows.add_row(_PART_WORDS[line.operation], units.seconds(line.seconds), units.percent(share), bar(share))
-    show(console, rows)
-    binds = ledger.facts["binds"]
-    paragraph(console, f"Binds: {binds['words']}", indent=2)
+    made.heading(f"A step takes {units.seconds(total)}, {ledger.totals['decode_batch'].value:.3g} requests decode")
+    lines = sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0))
+    parts = ((_PARTS[line.operation], line.seconds or 0.0, "") for line in lines)
+    made.shares(parts, units.seconds, total=False)
+    made.text(f"Binds: {ledger.facts['binds']['words']}", indent=2)
     if not ledger.facts["measured"]:
-        paragraph(
-            console, "No measured run of this engine on such devices: intervals are wider.", indent=2, style="dim"
-        )
+        words = "No measured run of this engine on such devices: intervals are wider."
+        made.text(words, indent=2, role="dim")
 
 
-def _memory(console: Console, ledger: Ledger) -> None:
-    held = ", ".join(f"{line.component} {units.bytes_(line.bytes)}" for line in ledger.memory)
-    paragraph(console, f"Memory of a copy: {held}", indent=2)
-
-
-def _frontier(console: Console, more: dict[str, Any]) -> None:
-    heading(console, "More at once, longer each")
-    rows = table("at once", "per token", "first token", "tokens/s", "", tight=False, left=("",))
-    points = more["frontier"]
+def _frontier(made: Document, points: list[dict[str, Any]]) -> None:
+    made.heading("More at once, longer each")
     best = max(point["tokens_per_second"] for point in points)
-    for point in points:
-        rows.add_row(
-            str(point["requests_at_once"]), units.seconds(point["tpot_seconds"]), units.seconds(point["ttft_seconds"]),
-            units.count(point["tokens_per_second"]), bar(point["tokens_per_second"] / best),
-        )  # fmt: skip
-    show(console, rows)
+    rows: list[Row] = [
+        [str(point["requests_at_once"]), quantity(point["tpot_seconds"], units.seconds),
+         quantity(point["ttft_seconds"], units.seconds), quantity(point["tokens_per_second"], units.count),
+         Bar(point["tokens_per_second"] / best)]
+        for point in points
+    ]  # fmt: skip
+    made.table(["at once", "per token", "first token", "tokens/s", BAR], rows)
 
 
-def _candidates(console: Console, more: dict[str, Any]) -> None:
-    if not more.get("candidates"):
-        return
-    heading(console, "Next cheapest")
-    rows = table("devices", "weights", "layout", "USD/hour", "per million", "per token", left=("weights", "layout"))
-    for one in [more["chosen"], *more["candidates"]]:
-        rows.add_row(
-            f"{one['devices']} x {one['device']}", one["weights"], one["layout"], units.dollars(one["usd_per_hour"]),
-            units.dollars(one["usd_per_million_tokens"]), units.seconds(one["tpot_seconds"]),
-        )  # fmt: skip
-    show(console, rows)
+def _candidates(made: Document, more: dict[str, Any]) -> None:
+    made.heading("Next cheapest")
+    rows = [
+        [f"{one['devices']} x {one['device']}", one["weights"], one["layout"], units.dollars(one["usd_per_hour"]),
+         units.dollars(one["usd_per_million_tokens"]), units.seconds(one["tpot_seconds"])]
+        for one in [more["chosen"], *more["candidates"]]
+    ]  # fmt: skip
+    made.table(["devices", "<weights", "<layout", "USD/hour", "per million", "per token"], rows)
     walls = ", ".join(f"{count} by {wall}" for wall, count in more["ruled_out"].items())
     if walls:
-        paragraph(console, f"Ruled out: {walls}.", indent=2, style="dim")
+        made.text(f"Ruled out: {walls}.", indent=2, role="dim")
+
+
+def server_view(found: dict[str, Any]) -> Document:
+    """A measured server: its phases beside the plan's, what binds, what to change."""
+    made, totals, facts = Document(), found["totals"], found["facts"]
+    made.title(f"{facts.get('name', 'a model')} served by {facts.get('engine', 'an engine')}")
+    for name, (label, show) in _MEASURED.items():
+        if name in totals:
+            made.text(f"{label}: {show(totals[name]['value'])}", indent=2)
+    made.heading("A mean engine step, measured beside planned")
+    whole = sum(row["measured_seconds"] or 0.0 for row in found["phases"])
+    rows: list[Row] = []
+    for row in found["phases"]:
+        measured, planned = row["measured_seconds"], row["planned_seconds"]
+        ratio = f"{measured / planned:.2f}" if measured and planned else ""
+        rows.append([_PHASES[row["phase"]], quantity(measured, units.seconds),
+                     quantity(planned, units.seconds, NOT_PLANNED), ratio, Bar((measured or 0.0) / whole)])  # fmt: skip
+    made.table(["", "measured", "planned", "measured / planned", BAR], rows, caption=found["plan_note"] or "")
+    made.heading("What binds")
+    for finding in found["findings"]:
+        gain = f" (gain about {finding['gain']:.0%}, {finding['basis']})" if finding["gain"] else ""
+        made.text(f"{finding['name']}: {finding['says']}", indent=2)
+        if finding["remedy"]:
+            made.text(f"{finding['remedy']}{gain}", indent=4, role="dim")
+    return made
+
+
+def serving_record_view(found: dict[str, Any]) -> Document:
+    """The serving planner's record: its errors on measured servers."""
+    made = Document()
+    for name, title in _RECORDED.items():
+        groups = {group: errors[name] for group, errors in found["groups"].items() if name in errors}
+        if groups:
+            made.heading(f"{title}, planned against measured: error in percent")
+            rows = [_errors(group, errors) for group, errors in [*groups.items(), ("all", found["overall"][name])]]
+            made.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
+    made.text(
+        "Baseline: weight bytes over 60% of the memory's rate; 2 N FLOPs a prompt token over 40% of the dense peak. "
+        "In interval: measurements inside the plan's 80% interval.", indent=2, role="dim",
+    )  # fmt: skip
+    missing = found["not_planned"]
+    if missing:
+        made.heading(f"{len(missing)} rows could not be planned")
+        for one in missing[:MOST_LISTED]:
+            made.text(f"{one['id']}: {one['reason']}", indent=2)
+    return made
+
+
+def _errors(group: str, found: dict[str, Any]) -> list[str]:
+    simple = found["baseline_median"]
+    return [
+        group, f"{found['n']:,}", *(f"{100 * found[key]:.1f}" for key in ("median", "mean", "p90")),
+        f"{100 * found['bias']:+.1f}", "" if simple is None else f"{100 * simple:.1f}",
+        f"{100 * found['in_interval']:.0f}",
+    ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Small inline SVG drawings: bars and line charts, in colours that the page's style sheet sets.
+"""Small inline SVG drawings: bars, line charts and scatter plots, in colours that the page's style sheet sets.
 
 Every drawing is an image with a title and a description for screen readers, and no script, font or link.
 """
@@ -14,6 +14,9 @@ from html import escape
 from markupsafe import Markup
 
 MOST_POINTS = 320  # more than a chart is wide: longer series are averaged in bins
+BAND = 0.10  # relative error of the band around a scatter plot's diagonal
+GOLDEN_ANGLE = 137.508  # degrees of hue from one group to the next: neighbours never look alike
+MARKERS = 3
 _ids = itertools.count(1)
 
 
@@ -39,61 +42,19 @@ class Level:
     high: float | None = None
 
 
-def bar_pair(planned: float | None, measured: float | None, largest: float, title: str) -> Markup:
-    """Two bars on one scale, planned above measured. An absent side has no bar."""
-    bars = []
-    for value, y, style in ((planned, 0, "planned"), (measured, 6, "measured")):
-        if value is not None and value > 0 and largest > 0:
-            width = max(0.4, 100 * value / largest)
-            bars.append(f'<rect class="fill-{style}" x="0" y="{y}" width="{width:.2f}" height="5"/>')
-    return image(100, 11, title, "", "".join(bars), 'class="bars" preserveAspectRatio="none"')
+@dataclass(frozen=True)
+class Cloud:
+    """The points of one group, (measured, planned, title); `index` sets its colour and marker, alike in every plot."""
 
-
-def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
-    """One bar of parts side by side on a scale where `whole` fills it."""
-    drawn, x = [], 0.0
-    for name, value in parts:
-        width = 100 * value / whole if whole else 0.0
-        drawn.append(
-            f'<rect class="part-{escape(name)}" x="{x:.3f}" y="0" width="{width:.3f}" height="10">'
-            f"<title>{escape(name)}: {escape(describe(value))}</title></rect>"
-        )
-        x += width
-    description = ", ".join(f"{name} {describe(value)}" for name, value in parts)
-    return image(100, 10, title, description, "".join(drawn), 'class="stacked" preserveAspectRatio="none"')
-
-
-def line_chart(
-    title: str,
-    description: str,
-    series: Sequence[Series],
-    levels: Sequence[Level] = (),
-    *,
-    width: int = 760,
-    height: int = 260,
-    from_zero: bool = False,
-    top: float | None = None,
-    y_text: Callable[[float], str] = str,
-    x_name: str = "step",
-) -> Markup:
-    """Lines over steps with axes, ticks and levels. Values above `top` are drawn at it."""
-    thinned = [_thin(s) for s in series if len(s.xs)]
-    ys = [y for s in thinned for y in s.ys] + [b for v in levels for b in (v.y, v.low, v.high) if b is not None]
-    xs = [x for s in thinned for x in s.xs]
-    if not xs:
-        return Markup("")
-    low, high = _range(ys, from_zero, top)
-    y_ticks = _ticks(low, high, 4)
-    left = 14 + 7.2 * max(len(y_text(t)) for t in y_ticks)
-    frame = _Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, width - 12.0, 12.0, height - 34.0)
-    body = [_grid(frame, y_ticks, y_text, x_name)]
-    body += [_level(frame, level) for level in levels]
-    body += [_series(frame, s) for s in thinned]
-    return image(width, height, title, description, "".join(body), 'class="chart"')
+    name: str
+    index: int
+    points: Sequence[tuple[float, float, str]]
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
+    """From values to places, and the grid around them."""
+
     x0: float
     x1: float
     y0: float
@@ -103,49 +64,148 @@ class _Frame:
     upper: float
     lower: float
 
+    def scale(self, value: float) -> float:
+        return value
+
     def x(self, value: float) -> float:
-        return self.left + (self.right - self.left) * (value - self.x0) / (self.x1 - self.x0)
+        return self.left + (self.right - self.left) * self._part(value, self.x0, self.x1)
 
     def y(self, value: float) -> float:
         inside = min(max(value, self.y0), self.y1)
-        return self.lower - (self.lower - self.upper) * (inside - self.y0) / (self.y1 - self.y0)
+        return self.lower - (self.lower - self.upper) * self._part(inside, self.y0, self.y1)
+
+    def _part(self, value: float, low: float, high: float) -> float:
+        return (self.scale(value) - self.scale(low)) / (self.scale(high) - self.scale(low))
+
+    def grid(
+        self, xs: Sequence[float], x_text: Callable[[float], str], ys: Sequence[float], y_text: Callable[[float], str],
+        rules: bool = True,
+    ) -> list[str]:  # fmt: skip
+        """Lines and their figures; without `rules` a tick of x is only a mark below."""
+        parts = []
+        for tick in ys:
+            y = self.y(tick)
+            parts.append(f'<path class="grid" d="M{self.left:.1f} {y:.1f}H{self.right:.1f}"/>')
+            parts.append(text(self.left - 6, y + 4, y_text(tick), "end"))
+        for number, tick in enumerate(xs):
+            x = self.x(tick)
+            parts.append(
+                f'<path class="grid" d="M{x:.1f} {self.upper if rules else self.lower + 4:.1f}V{self.lower}"/>'
+            )
+            anchor = "end" if x > self.right - 18 else "middle"
+            parts.append(text(x, self.lower + 17, x_text(tick), anchor, "odd" if number % 2 else ""))
+        return parts
 
 
-def _grid(frame: _Frame, y_ticks: Sequence[float], y_text: Callable[[float], str], x_name: str) -> str:
-    parts = []
-    for tick in y_ticks:
-        y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{frame.left:.1f}" x2="{frame.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{frame.left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{escape(y_text(tick))}</text>')
-    for tick in _ticks(frame.x0, frame.x1, 4 if frame.right < 500 else 7):
-        x = frame.x(tick)
-        anchor = "end" if x > frame.right - 16 else "middle"
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.lower}" y2="{frame.lower + 4}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{frame.lower + 16:.1f}" text-anchor="{anchor}">{tick:,.0f}</text>')
-    middle = (frame.left + frame.right) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{frame.lower + 31:.1f}" text-anchor="middle">{escape(x_name)}</text>')
-    return "".join(parts)
+class LogFrame(Frame):
+    """Both axes logarithmic."""
+
+    def scale(self, value: float) -> float:
+        return math.log10(value)
 
 
-def _level(frame: _Frame, level: Level) -> str:
-    band = ""
-    if level.low is not None and level.high is not None:
-        y, bottom = frame.y(level.high), frame.y(level.low)
-        band = (
-            f'<rect class="band" x="{frame.left:.1f}" width="{frame.right - frame.left:.1f}" '
-            f'y="{y:.1f}" height="{bottom - y:.1f}"/>'
-        )
-    y = frame.y(level.y)
-    return band + (
-        f'<line class="line-{level.style}" x1="{frame.left:.1f}" x2="{frame.right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+def bar_pair(planned: float | None, measured: float | None, largest: float, title: str) -> Markup:
+    """Two bars on one scale, planned above measured. An absent side has no bar."""
+    bars = [
+        rect(0, y, max(0.4, 100 * value / largest), 5, f"fill-{style}")
+        for value, y, style in ((planned, 0, "planned"), (measured, 6, "measured"))
+        if value is not None and value > 0 and largest > 0
+    ]
+    return image(100, 11, title, "", bars, 'class="bars" preserveAspectRatio="none"')
+
+
+def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
+    """One bar of parts side by side on a scale where `whole` fills it."""
+    drawn, x = [], 0.0
+    for name, value in parts:
+        width = 100 * value / whole if whole else 0.0
+        drawn.append(rect(x, 0, width, 10, f"part-{name}", f"{name}: {describe(value)}"))
+        x += width
+    description = ", ".join(f"{name} {describe(value)}" for name, value in parts)
+    return image(100, 10, title, description, drawn, 'class="stacked" preserveAspectRatio="none"')
+
+
+def line_chart(
+    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), *, width: int = 760,
+    height: int = 260, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
+    x_name: str = "step",
+) -> Markup:  # fmt: skip
+    """Lines over steps with axes, ticks and levels. Values above `top` are drawn at it."""
+    thinned = [_thin(s) for s in series if len(s.xs)]
+    ys = [y for s in thinned for y in s.ys] + [b for v in levels for b in (v.y, v.low, v.high) if b is not None]
+    xs = [x for s in thinned for x in s.xs]
+    if not xs:
+        return Markup("")
+    low, high = _range(ys, from_zero, top)
+    y_ticks = _round_ticks(low, high, 4)
+    left = 14 + 7.2 * max(len(y_text(t)) for t in y_ticks)
+    frame = Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, width - 12.0, 12.0, height - 34.0)
+    x_ticks = _round_ticks(frame.x0, frame.x1, 4 if width < 500 else 7)
+    body = frame.grid(x_ticks, lambda x: f"{x:,.0f}", y_ticks, y_text, rules=False)
+    body.append(text((frame.left + frame.right) / 2, height - 3, x_name, "middle"))
+    body += [_level(frame, level) for level in levels]
+    body += [_series(frame, s) for s in thinned]
+    return image(width, height, title, description, body)
+
+
+def scatter(
+    title: str, description: str, clouds: Sequence[Cloud], y_text: Callable[[float], str], base: int = 10,
+    size: float = 560.0,
+) -> Markup:  # fmt: skip
+    """Measured to the right, planned upwards, both logarithmic: a perfect plan lies on the diagonal, a slow or large
+    one above it. Ticks are round numbers in `base` 10 or 2.
+    """
+    values = [v for cloud in clouds for measured, planned, _ in cloud.points for v in (measured, planned)]
+    if not values:
+        return Markup("")
+    a, b = min(values) / 1.12, max(values) * 1.12
+    frame = LogFrame(a, b, a, b, 74.0, size - 8, 10.0, size - 56)
+    corners = [(a, a * (1 - BAND)), (a, a * (1 + BAND)), (b / (1 + BAND), b), (b, b), (b, b * (1 - BAND))]
+    body = [f'<polygon class="band" points="{" ".join(f"{frame.x(p):.1f},{frame.y(q):.1f}" for p, q in corners)}"/>']
+    body += frame.grid(ticks(a, b, base), y_text, ticks(a, b, base), y_text)
+    body.append(f'<path class="diagonal" d="M{frame.x(a):.1f} {frame.y(a):.1f}L{frame.x(b):.1f} {frame.y(b):.1f}"/>')
+    body.append(text((frame.left + frame.right) / 2, size - 10, "measured", "middle"))
+    middle = (frame.upper + frame.lower) / 2
+    body.append(f'<text transform="translate(13 {middle:.0f}) rotate(-90)" text-anchor="middle">planned</text>')
+    for cloud in sorted(clouds, key=lambda c: -len(c.points)):  # the small groups on top
+        marks = "".join(_mark(cloud.index % MARKERS, frame.x(m), frame.y(p), name) for m, p, name in cloud.points)
+        body.append(f'<g class="cloud" style="--h:{_hue(cloud.index)}">{marks}</g>')
+    return image(size, size, title, description, body, 'class="scatter"')
+
+
+def legend_mark(index: int) -> Markup:
+    """The marker and colour of a cloud, for a legend or a table."""
+    drawn = _mark(index % MARKERS, 6, 6, "")
+    return Markup(
+        f'<svg class="key cloud" style="--h:{_hue(index)}" viewBox="0 0 12 12" aria-hidden="true">{drawn}</svg>'
     )
 
 
-def _series(frame: _Frame, series: Series) -> str:
+def _hue(index: int) -> float:
+    return round((215 + GOLDEN_ANGLE * index) % 360, 1)
+
+
+def _mark(kind: int, x: float, y: float, title: str) -> str:
+    label = f"<title>{escape(title)}</title>" if title else ""
+    if kind == 0:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.4">{label}</circle>'
+    if kind == 1:
+        return f'<rect x="{x - 3:.1f}" y="{y - 3:.1f}" width="6" height="6">{label}</rect>'
+    return f'<path d="M{x:.1f} {y - 4.2:.1f}l4 7h-8z">{label}</path>'
+
+
+def _level(frame: Frame, level: Level) -> str:
+    y, band = frame.y(level.y), ""
+    if level.low is not None and level.high is not None:
+        upper = frame.y(level.high)
+        band = rect(frame.left, upper, frame.right - frame.left, frame.y(level.low) - upper, "band")
+    return band + f'<path class="line-{level.style}" d="M{frame.left:.1f} {y:.1f}H{frame.right:.1f}"/>'
+
+
+def _series(frame: Frame, series: Series) -> str:
     points = [(frame.x(x), frame.y(y)) for x, y in zip(series.xs, series.ys, strict=True)]
     dots = "".join(f'<circle class="dot-{series.style}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in points)
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    line = f'<polyline class="line-{series.style}" points="{path}"/>'
+    line = f'<polyline class="line-{series.style}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
     return line + dots if series.dots else line
 
 
@@ -166,7 +226,7 @@ def _range(ys: Sequence[float], from_zero: bool, top: float | None) -> tuple[flo
     return (low if from_zero else low - margin), high + margin
 
 
-def _ticks(low: float, high: float, wanted: int) -> list[float]:
+def _round_ticks(low: float, high: float, wanted: int) -> list[float]:
     """Round numbers (1, 2, 2.5 or 5 times a power of ten) within the range."""
     raw = (high - low) / max(1, wanted)
     magnitude = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
@@ -175,11 +235,50 @@ def _ticks(low: float, high: float, wanted: int) -> list[float]:
     return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def image(width: float, height: float, title: str, description: str, body: str, attributes: str) -> Markup:
+def ticks(low: float, high: float, base: int = 10, most: int = 8) -> list[float]:
+    """1, 2 and 5 times powers of the base within a range, thinned until there are few enough."""
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    finest = (((1, 2, 5), 1), ((1, 3), 1)) if base == 10 else ()
+    found: list[float] = []
+    for factors, every in (*finest, *(((1,), every) for every in range(1, 20))):
+        found = [f * float(base) ** p for p in powers if p % every == 0 for f in factors]
+        found = [tick for tick in found if low <= tick <= high]
+        if len(found) <= most:
+            break
+    return found
+
+
+def short_seconds(value: float) -> str:
+    """A round tick in seconds."""
+    return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms" if value >= 1e-3 else f"{1e6 * value:g} µs"
+
+
+def short_bytes(value: float) -> str:
+    """A tick that is a power of two."""
+    for size, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g} B"
+
+
+def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:
+    attribute = f' class="{style}"' if style else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attribute}>{escape(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, style: str, title: str = "") -> str:
+    label = f"<title>{escape(title)}</title>" if title else ""
+    size = f'width="{width:.2f}" height="{height:.1f}"'
+    return f'<rect class="{escape(style)}" x="{x:.2f}" y="{y:.1f}" {size}>{label}</rect>'
+
+
+def image(
+    width: float, height: float, title: str, description: str, body: Sequence[str], attributes: str = 'class="chart"'
+) -> Markup:
     key = next(_ids)
     labels = f"t{key}" + (f" d{key}" if description else "")
     desc = f'<desc id="d{key}">{escape(description)}</desc>' if description else ""
     return Markup(
         f'<svg {attributes} viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{labels}">'
-        f'<title id="t{key}">{escape(title)}</title>{desc}{body}</svg>'
+        f'<title id="t{key}">{escape(title)}</title>{desc}{"".join(body)}</svg>'
     )

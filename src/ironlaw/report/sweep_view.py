@@ -1,57 +1,40 @@
-"""A sweep of formats: the frontier of loss against bytes and speed, on the terminal and as one page."""
+"""A sweep of formats: the frontier of loss against bytes and speed."""
 
 from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from html import escape
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
+from markupsafe import Markup
 
 from ironlaw import units
+from ironlaw.report.document import Cell, Chart, Document
 from ironlaw.report.svg import Series, line_chart
-from ironlaw.report.tables import heading, paragraph, show, table
 
 WIDTH, HEIGHT = 64, 14  # characters of a drawing
 AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
-HEADS = ("", "", "weights", "change of the loss", "tokens/s", "read", "kernel")
+HEADS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
+FOOTER = "Made by `ironlaw compress --sweep`."
 
 Point = Mapping[str, Any]
 
 
-def show_sweep(console: Console, found: Mapping[str, Any]) -> None:
-    points = found["points"]
-    rows = table(*HEADS, left=("", "kernel"))
-    for cells, point in zip(_rows(points), points, strict=True):
-        rows.add_row(*(Text(cell, style="bold" if point["frontier"] else "dim") for cell in cells))
-    show(console, rows)
+def sweep_view(found: Mapping[str, Any]) -> Document:
+    made, points = Document(), found["points"]
+    made.title(f"Formats of {found['source']}")
+    rows = [
+        [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
+        for cells, point in zip(_rows(points), points, strict=True)
+    ]
+    made.table(HEADS, rows)
     for axis, name in AXES.items():
-        heading(console, f"loss (upwards) against {name} (to the right)")
-        for line in _drawing(points, axis):
-            console.print(Text("  " + line), highlight=False)
+        made.heading(f"Loss (upwards) against {name} (to the right)")
+        made.add(Chart(partial(_chart, points, axis), line="\n".join(_drawing(points, axis))))
     for text in _told(found):
-        paragraph(console, text, indent=2, style="dim")
-
-
-def sweep_page(found: Mapping[str, Any]) -> str:
-    """One file that opens offline."""
-    points = found["points"]
-    style = (Path(__file__).parent / "run.css").read_text(encoding="utf-8")
-    head = "".join(f'<th scope="col">{name}</th>' for name in HEADS)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in _rows(points))
-    told = "".join(f"<p>{escape(text)}</p>" for text in _told(found))
-    charts = "".join(
-        f"<section><h2>Loss against {name}</h2>{_chart(points, axis)}</section>" for axis, name in AXES.items()
-    )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Formats of {escape(found['source'])}</title><style>{style}</style></head><body><main>"
-        f"<h1>Formats of {escape(found['source'])}</h1>{charts}"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{told}</main></body></html>\n"
-    )
+        made.text(text, indent=2, role="dim")
+    return made
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
@@ -114,10 +97,10 @@ def _place(value: float, values: Sequence[float]) -> float:
     return (value - low) / (high - low) if high > low else 0.0
 
 
-def _chart(points: Sequence[Point], axis: str) -> str:
+def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
     scale, unit = (1e-6, "MB") if axis == "bytes" else (1.0, AXES[axis])
     best = _frontier(points, axis)
     series = [Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True) for p in points]
     series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
-    return str(line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit))
+    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit, width=width)

@@ -1,7 +1,148 @@
-"""Terminal reports: pure functions from data and a console to text. They calculate nothing but shares."""
+"""A document on a terminal: words are never cut, colour never carries a meaning alone."""
 
-from ironlaw.report.explanation_view import show_explanation
-from ironlaw.report.plan_view import show_plan, show_why
-from ironlaw.report.profile_view import show_profile
+from __future__ import annotations
 
-__all__ = ["show_explanation", "show_plan", "show_profile", "show_why"]
+from functools import singledispatch
+from typing import Any
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from ironlaw.report.document import (
+    Bar,
+    Block,
+    Cell,
+    Chart,
+    Document,
+    Facts,
+    Heading,
+    Names,
+    Paragraph,
+    Piece,
+    Table,
+    Title,
+)
+
+STYLES = {"": "", "strong": "bold", "dim": "dim", "good": "bold green", "bad": "bold red", "caution": "yellow",
+          "code": "cyan"}  # fmt: skip
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_FIGURES = (Table, Facts, Names, Chart)
+
+
+def show(console: Console, document: Document) -> None:
+    """Print it. A paragraph at the margin and a table stand apart from each other, everything else follows on."""
+    before: Block | None = None
+    for block in document.blocks:
+        if before is not None and not isinstance(block, Heading) and _apart(before, block):
+            console.print()
+        if _print(block, console):
+            before = block
+
+
+def _apart(before: Block, block: Block) -> bool:
+    if isinstance(before, _FIGURES):
+        return isinstance(block, Paragraph) and (block.item or not block.indent)
+    figures = isinstance(block, _FIGURES)
+    if isinstance(before, Title):
+        return figures or (isinstance(block, Paragraph) and not block.indent)
+    return figures and isinstance(before, Paragraph) and not before.indent
+
+
+@singledispatch
+def _print(block: Any, console: Console) -> bool:
+    """Print a block; False for what only a page has."""
+    return False
+
+
+@_print.register
+def _title(block: Title, console: Console) -> bool:
+    if block.above:
+        console.print(_wrapped(Text(block.above, style="dim")))
+        console.print()
+    console.print(_wrapped(_joined(block.pieces)))
+    if block.below:
+        console.print(_wrapped(Text(block.below, style="dim")))
+    return True
+
+
+@_print.register
+def _heading(block: Heading, console: Console) -> bool:
+    console.print()
+    console.print(_wrapped(Text(block.text, style="bold").append(block.tail, style="not bold dim")))
+    return True
+
+
+@_print.register
+def _paragraph(block: Paragraph, console: Console) -> bool:
+    pieces = [Cell("· ", block.pieces[0].role), *block.pieces] if block.item else block.pieces
+    console.print(Padding(_wrapped(_joined(pieces)), (0, 0, 0, block.indent)))
+    return True
+
+
+@_print.register
+def _table(block: Table, console: Console) -> bool:
+    padding, named = (0, 0 if block.tight else 1), any(name.strip("<|~ ") for name in block.columns)
+    grid = Grid(
+        box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=padding, show_edge=False, header_style="dim",
+        show_header=named,
+    )  # fmt: skip
+    for index, name in enumerate(block.columns):
+        text = index == 0 or name.startswith(("<", "|"))
+        grid.add_column(Text(name.lstrip("<|~")), justify="left" if text else "right", overflow="fold")
+    for row in [*block.rows, *([block.total] if block.total else [])]:
+        grid.add_row(*map(_text, row))
+    console.print(Padding(grid, (0, 0, 0, 0 if len(block.columns) > 6 and block.tight else 2)))
+    if block.caption:
+        console.print(Padding(_wrapped(Text(block.caption, style="dim")), (0, 0, 0, 2)))
+    return True
+
+
+@_print.register
+def _facts(block: Facts, console: Console) -> bool:
+    return _table(Table(["", "<"], block.pairs), console)
+
+
+@_print.register
+def _names(block: Names, console: Console) -> bool:
+    console.print(Columns([Text(name) for name in block.names], padding=(0, 3), column_first=True))
+    return True
+
+
+@_print.register
+def _chart(block: Chart, console: Console) -> bool:
+    if block.line:
+        console.print(Padding(Text(block.line, no_wrap=True), (0, 0, 0, 2)))
+        if block.key:
+            console.print(Padding(_wrapped(Text(block.key, style="dim")), (0, 0, 0, 2)))
+    return bool(block.line)
+
+
+def _text(piece: Piece) -> Text:
+    if isinstance(piece, Bar):
+        return bar(piece.fraction, piece.width)
+    if isinstance(piece, str):
+        return Text(piece)
+    text = Text(piece.text, style=STYLES[piece.role])
+    return text.append(f"\n{piece.below}", style="not bold dim") if piece.below else text
+
+
+def bar(fraction: float | None, width: int = 16) -> Text:
+    """A horizontal bar in eighths of a character; empty when unknown."""
+    if fraction is None or fraction <= 0:
+        return Text("")
+    eighths = max(1, round(min(1.0, fraction) * width * 8))
+    return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), style="cyan")
+
+
+def _joined(pieces: Any) -> Text:
+    return Text().join(_text(piece) for piece in pieces)
+
+
+def _wrapped(text: Text) -> Text:
+    """Numbers are not coloured, so that colour keeps a meaning."""
+    text.overflow = "fold"
+    return text

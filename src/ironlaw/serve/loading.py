@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
@@ -95,8 +96,7 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("serve.device = cuda, but PyTorch sees no CUDA device: use serve.device = cpu")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
-    threads = config.threads or (1 if model.config.parameters < _SMALL else cores)
+    threads = config.threads or (1 if model.config.parameters < _SMALL else usable_cores())
     torch.set_num_threads(threads)
     model.requires_grad_(False).to(device)
     wide = "bf16" if device.type == "cuda" else "fp32"

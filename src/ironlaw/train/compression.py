@@ -123,6 +123,12 @@ def open_source(
     return Source(path, config, found, model, wide, dataset, _loss(model, config, dataset))
 
 
+def text_of(path: Path, data: str | None, say: Callable[[str], None]) -> tuple[RunConfig, Dataset]:
+    """A run's own text, or `data` tokenised as the model's."""
+    config = _config(path, data)
+    return config, prepare(config.data, config.model.vocab, say=say)
+
+
 def compress_run(
     path: Path, target: Target, out: Path, decoder: MakeDecoder, *, method: Method = "rtn", score: Score = "magnitude",
     whole: bool = False, data: str | None = None, say: Callable[[str], None] | None = None,

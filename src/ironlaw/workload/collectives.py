@@ -29,6 +29,7 @@ from typing import NamedTuple
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import counted_together, replicas_of
+from ironlaw.workload.messages import context_messages
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
 from ironlaw.workload.recipe import Batch, Recipe
@@ -311,9 +312,9 @@ class _Stage:
             yield "tp", "all_reduce", self.parts, size * self.parts
 
     def context_parallel(self) -> Iterable[Line]:
-        model, m = self.model, self.micro_batches
-        both = 2 * self.layout.micro_batch * self.sequence * model.key_value_size // self.layout.tp
-        both *= self.product_bytes
+        m, layout = self.micro_batches, self.layout
+        ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.product_bytes, padded=True)
+        both = ways["all_gather"][0].bytes
         gathers, reductions = (len(self.layers) + len(self.again)) * m, len(self.layers) * m
         yield "cp", "all_gather", gathers, gathers * both
         yield "cp", "reduce_scatter", reductions, reductions * both

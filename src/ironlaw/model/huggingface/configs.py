@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import InvalidConfig, UserError, did_you_mean
 from ironlaw.files import read_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.families import FAMILIES, REFUSED
@@ -64,15 +64,15 @@ def from_fields(fields: Fields, where: str = "config.json") -> ModelConfig:
     try:
         return family.read(fields, _name(fields, where))
     except KeyError as error:
-        raise UserError(f"{where} has no {error.args[0]}, which a {kind} config needs") from None
+        raise InvalidConfig(f"{where} has no {error.args[0]}, which a {kind} config needs") from None
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError) as error:
         if not isinstance(error, ValidationError):
-            raise UserError(f"{where} has a value of another type than a {kind} config has: {error}") from None
+            raise InvalidConfig(f"{where} has a value of another type than a {kind} config has: {error}") from None
         first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{where}: {'.'.join(str(p) for p in first['loc'])} {message}".replace(":  ", ": ")) from None
+        message = f"{'.'.join(str(p) for p in first['loc'])} {first['msg'].removeprefix('Value error, ')}"
+        raise InvalidConfig(f"{where}: {message.strip()}") from None
 
 
 def _name(fields: Fields, where: str) -> str:

@@ -1,22 +1,7 @@
-"""What the collectives of a layer cost, and what they carry: of many candidates at once.
+"""What the collectives of a layer cost, of many candidates at once.
 
-Tensor parallel ranks add up the residual stream twice per layer and pass. The other two kinds have choices:
-
-Context parallel attention, with T tokens on a rank, Q and KV the widths of its query and key/value heads (divided by tp
-already), w bytes each, lets the queries of a rank see all keys in one of three ways:
-
-    ring         each key/value block passes all ranks, cp - 1 messages of 2 T KV w; the backward pass sends the blocks
-                 and their gradients. Runs beside the attention of the block before (arXiv 2310.01889), as far as that
-                 lasts. A rank has a chunk from each end of the sequence, so that under a causal mask all compute the
-                 same (arXiv 2406.16047; `p2p` of Transformer Engine 2.20, which has no sliding window here)
-    all_gather   keys and values are gathered first, 2 T KV w from every rank, and gathered again for the backward pass,
-                 whose gradients are scattered; nothing hides it (Llama 3: arXiv 2407.21783, section 3.3.2)
-    all_to_all   ranks change from parts of the sequence to parts of the heads: T (Q + 2 KV) w before attention, T Q w
-                 after it, the same in the backward pass; nothing hides it (DeepSpeed-Ulysses, arXiv 2309.14509). Query
-                 and key/value heads must divide by cp x tp
-
-T KV of the first two does not shrink with cp, what a rank sends in all grows with cp - 1; T (Q + KV) of the last falls
-with cp, so that it gains over longer rings unless key/value heads are few.
+Tensor parallel ranks add up the residual stream twice per layer and pass; what context parallel ranks exchange is in
+`workload/messages.py`.
 
 Expert parallel ranks are taken from the dp x cp group, next to each other around the tensor parallel ranks that an
 expert's matrices are split over like a dense network's. Folded (arXiv 2504.14960) experts are laid out over all
@@ -38,13 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
-from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import System
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.latent import gathered_share
+from ironlaw.workload.messages import context_buffers, context_messages, places_of_a_token
 from ironlaw.workload.moe import is_exchanged, row_factor
 from ironlaw.workload.sizes import Size
 
@@ -169,32 +154,21 @@ def context_kinds(candidates: Candidates, engine: Engine) -> Array:
     )
 
 
-def _widths(candidates: Candidates) -> tuple[Array, Array, Array]:
-    """Of a rank's heads: queries, keys and values together, what attention gives."""
-    model, tp = candidates.model, candidates.tp
-    heads = np.maximum(model.key_value_heads / tp, 1.0)
-    return model.query_size / tp, heads * (model.size_of_head + model.size_of_value), model.mixed_size / tp
-
-
 def exchange_seconds(candidates: Candidates, system: System) -> Array:
     """One exchange of one layer and micro-batch, forward; 0 without context parallelism."""
-    if not (candidates.cp > 1).any():
-        return np.zeros(len(candidates))
-    width, cp, kind = system.engine.element_bytes, candidates.cp, context_kinds(candidates, system.engine)
-    query, key_value, mixed = _widths(candidates)
-    inside = np.clip(float(system.fabric.island_ranks) // candidates.tp, 1.0, cp)
-
-    block = candidates.tokens * key_value * width
-    two = np.full(len(candidates), 2.0)
-    # A ring across islands goes at the pace of its slowest link.
-    ring = (cp - 1) * collective("send_recv", block, two, np.where(inside >= cp, 2.0, 1.0), system)
-    gather = collective("all_gather", block * cp, cp, inside, system)
-    swap = collective("all_to_all", candidates.tokens * (query + key_value) * width, cp, inside, system)
-    swap = swap + collective("all_to_all", candidates.tokens * mixed * width, cp, inside, system)
-    found = np.where(
-        kind == code("cp_kind", "ring"), ring, np.where(kind == code("cp_kind", "all_gather"), gather, swap)
-    )
-    return np.where(cp > 1, found, 0.0)
+    c, found = candidates, np.zeros(len(candidates))
+    if not (c.cp > 1).any():
+        return found
+    kind, padded = context_kinds(c, system.engine), not system.engine.fused
+    inside = np.clip(float(system.fabric.island_ranks) // c.tp, 1.0, c.cp)
+    messages = context_messages(c.model, c.tokens, c.tp, c.cp, system.engine.element_bytes, padded)
+    for name, sent in messages.items():
+        ring = name == "ring"  # goes at the pace of its slowest link
+        ranks = np.full(len(c), 2.0) if ring else c.cp
+        near = np.where(inside >= c.cp, 2.0, 1.0) if ring else inside
+        seconds = sum(m.calls * collective(m.kind, m.bytes, ranks, near, system) for m in sent)
+        found = np.where(kind == code("cp_kind", name), seconds, found)
+    return np.where(c.cp > 1, found, 0.0)
 
 
 def cp_exchanges(kind: Array, passes: Array) -> Array:
@@ -210,40 +184,12 @@ def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Arra
 
 def buffer_bytes(candidates: Candidates, engine: Engine) -> Array:
     """At its widest, in the backward pass of one layer: keys, values and their gradients on the way."""
-    if not (candidates.cp > 1).any():
-        return np.zeros(len(candidates))
-    kind = context_kinds(candidates, engine)
-    query, key_value, mixed = _widths(candidates)
-    block = candidates.tokens * key_value
-    # Ring: a block and its gradients, received while others are at work. All-to-all: one side of every exchange.
-    elements = np.where(kind == code("cp_kind", "all_gather"), 2 * block * candidates.cp, 4 * block)
-    elements = np.where(kind == code("cp_kind", "all_to_all"), candidates.tokens * (query + mixed) + block, elements)
-    return np.where(candidates.cp > 1, elements * engine.element_bytes, 0.0)
-
-
-def places_of_a_token(moe: MoEConfig, places: Array) -> Array:
-    """Of so many equal parts of a layer's experts, how many a token's choices fall into: the mean over even choices.
-
-    Where they come from some groups of experts only, the parts are those of these groups.
-    """
-    experts, chosen, groups = (
-        np.broadcast_to(n, places.shape) for n in (moe.experts, moe.experts_per_token, moe.groups)
-    )
-    open_groups = groups if moe.groups_per_token is None else moe.groups_per_token
-    held = np.minimum(places, groups)  # parts of whole groups
-    of_groups = held * (1 - _missed(groups, groups / held, np.broadcast_to(open_groups, places.shape)))
-    open_share = np.where(open_groups < groups, of_groups / held, 1.0)
-    pool, among = experts * open_share, np.maximum(places * open_share, 1.0)
-    return np.asarray(among * (1 - _missed(pool, pool / among, chosen)))
-
-
-def _missed(pool: Array, part: Array, draws: Array) -> Array:
-    """Chance that none of `draws` different ones out of `pool` is among `part` of them."""
-    chance = np.ones(len(pool))
-    for drawn in range(int(draws.max(initial=0))):
-        left = np.maximum(pool - part - drawn, 0.0) / np.maximum(pool - drawn, 1.0)
-        chance = np.where(drawn < draws, chance * left, chance)
-    return chance
+    c, elements = candidates, np.zeros(len(candidates))
+    if (c.cp > 1).any():
+        kind = context_kinds(c, engine)
+        for name, size in context_buffers(c.model, c.tokens, c.tp, c.cp).items():
+            elements = np.where((c.cp > 1) & (kind == code("cp_kind", name)), size, elements)
+    return elements * engine.element_bytes
 
 
 def rows_sent_per_token(candidates: Candidates, system: System) -> Array:

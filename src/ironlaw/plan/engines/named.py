@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 @lru_cache(maxsize=1)
 def engines() -> dict[str, Engine]:
     """All engines by name."""
-    return {path.stem: _shipped(path) for path in sorted(_FOLDER.glob("*.toml"))}
+    return {path.stem: _loaded(path.stem, path) for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def engine(name: str) -> Engine:
@@ -38,7 +38,7 @@ def engine(name: str) -> Engine:
     own = own_profiles()
     if name not in own:
         raise UserError(f"unknown engine '{name}': {did_you_mean(name, [*own, *engines()])}")
-    return _own(name, own[name])
+    return _loaded(name, own[name], frameworks=())
 
 
 def engine_of_framework(framework: str, attention: str = "flash") -> Engine:
@@ -74,20 +74,8 @@ def profile_path(name: str) -> Path:
     return profile_folder() / f"{name}.toml"
 
 
-def _shipped(path: Path) -> Engine:
-    data: dict[str, Any] = read_toml(path)
-    known = {f.name for f in fields(Engine)}
-    values: dict[str, Any] = {"name": path.stem}
-    for key, entry in data.items():
-        assert key in known, f"{path.name}: unknown key {key}"
-        values[key] = entry
-    for key in ("frameworks", "cp_kinds", "lacks"):
-        if key in values:
-            values[key] = tuple(values[key])
-    return Engine(**values)
-
-
-def _own(name: str, path: Path) -> Engine:
+def _loaded(name: str, path: Path, **fixed: Any) -> Engine:
+    """The engine of a file. UserError for a key or a type that is none of its own."""
     try:
         data: dict[str, Any] = read_toml(path)
     except (OSError, UserError) as error:
@@ -100,4 +88,4 @@ def _own(name: str, path: Path) -> Engine:
         if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[key] is not bool):
             raise UserError(f"{path}: {key} must be {kinds[key].__name__}, not {value!r}")
     tuples = {key: tuple(value) for key, value in data.items() if kinds[key] is tuple}
-    return Engine(**({"name": name} | data | tuples | {"frameworks": ()}))
+    return Engine(**({"name": name} | data | tuples | fixed))

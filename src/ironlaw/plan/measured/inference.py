@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.files import read_text
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.measured import parsing
+from ironlaw.plan.measured.parsing import Row
 from ironlaw.plan.serving.demand import Demand, demand_of
 from ironlaw.plan.serving.rates import LATEST, Rates, ServingEngine, rates_of, serving_engine
 from ironlaw.plan.serving.steady import at_concurrency, most_at_once, unlimited
@@ -36,8 +37,6 @@ COLUMNS = ("scenario", "weight_format")
 
 VARIED = 0.9
 """Mean over nominal length where a source draws lengths between 80 and 100% of nominal."""
-
-Row = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -131,18 +130,20 @@ MEASURES = (
 
 def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     assumed: list[str] = []
-    device = accelerator(_text(row, "accelerator"))
-    engine = serving_engine(_text(row, "engine"))
+    device = accelerator(parsing.needed(row, "accelerator"))
+    engine = serving_engine(parsing.needed(row, "engine"))
     notes = row.get("notes") or ""
-    scenario = _text(row, "scenario")
-    formats = Formats(_text(row, "weight_format"), row.get("activation_format") or "", row.get("kv_format") or "fp16")
+    scenario = parsing.needed(row, "scenario")
+    formats = Formats(
+        parsing.needed(row, "weight_format"), row.get("activation_format") or "", row.get("kv_format") or "fp16"
+    )
     layout = _layout(row, scenario, assumed)
     backend = _backend(row, engine)
     year = _year(row)
     demand = _demand(row, demands, assumed)
     rates = rates_of(engine, device.generation, formats.weights, backend, year, demand.experts > 0)
     varied = VARIED if "lengths vary" in notes.lower() else 1.0
-    measured = {key: value for key in MEASURES if (value := _number(row, key)) is not None}
+    measured = {key: value for key in MEASURES if (value := parsing.number(row, key, 0)) is not None}
     together = scenario in ("prefill", "decode") or "static batch" in notes.lower() or "whole batch" in notes.lower()
     return ServingRun(
         id=row.get("id") or f"line {number}",
@@ -155,13 +156,13 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
         formats=formats,
         year=year,
         backend=backend,
-        inputs=varied * (_number(row, "input_tokens") or 0.0),
-        outputs=varied * (_number(row, "output_tokens") or 0.0),
-        concurrency=_number(row, "concurrency") or 1.0,
+        inputs=varied * (parsing.number(row, "input_tokens", 0) or 0.0),
+        outputs=varied * (parsing.number(row, "output_tokens", 0) or 0.0),
+        concurrency=parsing.number(row, "concurrency", 0) or 1.0,
         together=together,
         whole="prefill is in" in notes.lower() or "includes prefill" in notes.lower(),
         measured=measured,
-        params=_number(row, "params") or float(demand.parameters),
+        params=parsing.number(row, "params", 0) or float(demand.parameters),
         suspect="SUSPECT" in notes,
         assumed=tuple(assumed),
     )
@@ -169,9 +170,9 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
 
 def _layout(row: Row, scenario: str, assumed: list[str]) -> ServingLayout:
     """Degrees of one copy of the model; devices beside them are copies, or share experts."""
-    count = _whole(row, "accelerators") or 1
-    tp, pp, ep, dp = (_whole(row, name) for name in ("tp", "pp", "ep", "dp"))
-    experts = (_number(row, "experts") or 0.0) > 0
+    count = parsing.whole(row, "accelerators") or 1
+    tp, pp, ep, dp = (parsing.whole(row, name) for name in ("tp", "pp", "ep", "dp"))
+    experts = (parsing.number(row, "experts", 0) or 0.0) > 0
     if tp is None:
         tp = 1 if (pp or 1) > 1 else count
         if count > 1:
@@ -194,18 +195,18 @@ def _demand(row: Row, known: dict[str, Demand], assumed: list[str]) -> Demand:
         known[name] = demand_of(ModelConfig.named(name))
         return known[name]
     assumed.append(f"model = the row's columns ({name or 'no name'} is not catalogued)")
-    need = {key: _number(row, key) for key in ("layers", "hidden", "heads", "ffn", "vocab")}
+    need = {key: parsing.number(row, key, 0) for key in ("layers", "hidden", "heads", "ffn", "vocab")}
     missing = [key for key, value in need.items() if not value]
     if missing:
         raise UserError(f"model '{name}' is not catalogued, and {', '.join(missing)} is not given")
     layers, hidden, heads, ffn, vocab = (float(value or 0) for value in need.values())
-    head = _number(row, "head_dim") or hidden / heads
-    cached = _number(row, "kv_heads") or heads
-    matrices = 3 if (_number(row, "gated_ffn") or 0.0) else 2
-    experts, active = _number(row, "experts") or 0.0, _number(row, "experts_active") or 0.0
+    head = parsing.number(row, "head_dim", 0) or hidden / heads
+    cached = parsing.number(row, "kv_heads", 0) or heads
+    matrices = 3 if (parsing.number(row, "gated_ffn", 0) or 0.0) else 2
+    experts, active = parsing.number(row, "experts", 0) or 0.0, parsing.number(row, "experts_active", 0) or 0.0
     attention = layers * (2 * hidden * heads * head + 2 * hidden * cached * head)
     network = layers * matrices * hidden * ffn
-    total = _number(row, "params") or attention + network * max(experts, 1.0) + vocab * hidden
+    total = parsing.number(row, "params", 0) or attention + network * max(experts, 1.0) + vocab * hidden
     routed = network * experts
     rest = total - attention - (routed or network)
     table = vocab * hidden if rest > 1.6 * vocab * hidden else 0.0
@@ -225,32 +226,3 @@ def _backend(row: Row, engine: ServingEngine) -> str:
 def _year(row: Row) -> int:
     said = (row.get("date") or "")[:4]
     return int(said) if said.isdigit() else LATEST
-
-
-def _text(row: Row, key: str) -> str:
-    said = (row.get(key) or "").strip()
-    if not said:
-        raise UserError(f"{key} is not given")
-    return said
-
-
-def _number(row: Row, key: str) -> float | None:
-    said = (row.get(key) or "").strip()
-    if not said:
-        return None
-    try:
-        value = float(said)
-    except ValueError:
-        raise UserError(f"{key} = {said[:40]!r} is no number") from None
-    if not math.isfinite(value) or value < 0:
-        raise UserError(f"{key} = {said[:40]} is no amount")
-    return value
-
-
-def _whole(row: Row, key: str) -> int | None:
-    value = _number(row, key)
-    if value is None:
-        return None
-    if value < 1 or value != int(value) or value > 1e6:
-        raise UserError(f"{key} = {row.get(key)} is no count")
-    return int(value)

@@ -30,6 +30,13 @@ def text(row: Row, name: str) -> str:
     return "" if value.lower() in UNKNOWN else value
 
 
+def needed(row: Row, name: str) -> str:
+    """The cell's text. UserError where it says nothing."""
+    if not text(row, name):
+        raise UserError(f"{name} is not given")
+    return text(row, name)
+
+
 def number(row: Row, name: str, least: float = -math.inf) -> float | None:
     """A number, or None where the cell is empty."""
     cell = text(row, name)

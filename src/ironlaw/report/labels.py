@@ -1,14 +1,9 @@
-"""What figures are called and how they are printed: one place for the terminal and for HTML."""
+"""What figures are called, how they are printed, and what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from ironlaw import units
-
-NOT_MEASURED = "not measured"
-NOT_PLANNED = "not planned"
+from ironlaw.report.document import Print
 
 
 def _flop(value: float | None) -> str:
@@ -23,8 +18,8 @@ def _loss(value: float | None) -> str:
     return units.NOT_KNOWN if value is None else f"{value:.3f} nats/token"
 
 
-# name of a total -> (what people call it, how it is printed)
-TOTALS: dict[str, tuple[str, Callable[[float | None], str]]] = {
+# Name of a total -> (what people call it, how it is printed)
+TOTALS: dict[str, tuple[str, Print]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", _flop),
     "flops_per_step_unmasked": ("FLOPs, causal mask ignored", _flop),
@@ -115,20 +110,6 @@ def label(name: str) -> str:
     return TOTALS[name][0] if name in TOTALS else name.replace("_", " ")
 
 
-def quantity(name: str, value: float | None, absent: str = NOT_MEASURED) -> str:
-    """A total with its unit, or words for its absence: never 0 for what is unknown."""
-    return absent if value is None else TOTALS[name][1](value)
-
-
-def interval(name: str, bounds: Any) -> str:
-    """`[low, high]` or `(low, high)` as "253 to 330 ms"; empty without one."""
-    if not bounds or None in bounds:
-        return ""
-    low, high = (TOTALS[name][1](bound) for bound in bounds)
-    number, _, unit = low.partition(" ")
-    return f"{number if unit and high.endswith(' ' + unit) else low} to {high}"
-
-
 def error(value: float | None) -> str:
     """A plan's relative error; an error that rounds to nothing has no sign."""
     if value is None:
@@ -137,34 +118,6 @@ def error(value: float | None) -> str:
     return "0.0%" if text in ("+0.0%", "-0.0%") else text
 
 
-def unbroken(text: str) -> str:
-    """With the last space non-breaking, so that a number and its unit stay on one line."""
-    head, space, unit = text.rpartition(" ")
-    return f"{head}\u00a0{unit}" if space else text
-
-
-def saved(value: float, show: Callable[[float | None], str]) -> str:
-    return f"saves {show(value)}" if value > 0 else f"costs {show(-value)}"
-
-
-def remedy_facts(remedy: Mapping[str, Any]) -> list[str]:
-    """What a remedy is planned to save, in seconds and bytes, and what it touches."""
-    share = "" if remedy["name"] == "memory" else f" ({units.percent(remedy['gain'])})"
-    facts = [f"{saved(remedy['total_seconds_saved'], units.seconds)} of the run{share}"]
-    if remedy["step_seconds_saved"]:
-        facts.append(f"{saved(remedy['step_seconds_saved'], units.seconds)} per step")
-    if abs(remedy["bytes_saved"]) >= 2**20:
-        facts.append(f"{saved(remedy['bytes_saved'], units.bytes_)} at the peak")
-    return [*facts, remedy["effect"]]
-
-
-def dig(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """A nested value, or None where any level is missing."""
-    value: Any = document
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def verdict(met: bool | None) -> str:
-    return {True: "met", False: "MISSED", None: NOT_MEASURED}[met]
+def meaning(name: str, show: Print) -> str:
+    """Of a part of the step, or of memory."""
+    return MEANINGS.get("optimizer state" if show is units.bytes_ and name == "optimizer" else name, "")

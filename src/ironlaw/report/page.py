@@ -1,0 +1,98 @@
+"""A document as one HTML page that opens offline, for reading, for a phone and for printing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from ironlaw.files import write_text
+from ironlaw.report import svg
+from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piece, Row, Table, Title
+
+
+def render(document: Document, name: str, footer: str, refresh: int | None = None) -> str:
+    """The page of a document, which begins with its title. `refresh`: seconds after which it asks for itself again."""
+    title, *blocks = document.blocks
+    assert isinstance(title, Title)
+    sections = [Document()]
+    for block in blocks:
+        if isinstance(block, Heading) and block.level == 2:
+            sections.append(Document())
+        sections[-1].add(block)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {
+        "ticks": _ticks,
+        "kinds": _kinds,
+        "column": _column,
+        "drawn": _drawn,
+        "key": _key,
+        "laid": _laid,
+        "parted": _parted,
+        "paired": _paired,
+    }
+    page = environment.get_template("page.html.j2")
+    return page.render(name=name, title=title, sections=sections, footer=footer, refresh=refresh)
+
+
+def write(path: Path, document: Document, name: str, footer: str) -> Path:
+    """Render and write the page whole: an old one stays until the new one is complete."""
+    write_text(path, render(document, name, footer))
+    return path
+
+
+def _kinds(document: Document) -> Iterator[tuple[str, Any]]:
+    """Blocks with what they are; lines of a list together."""
+    for is_list, run in groupby(document.blocks, lambda block: isinstance(block, Paragraph) and block.item):
+        if is_list:
+            yield "Items", list(run)
+        else:
+            yield from ((type(block).__name__, block) for block in run)
+
+
+def _ticks(text: str) -> Markup:
+    """Text with `code` in backticks, as notes and advice have it."""
+    parts = [escape(part) for part in text.split("`")]
+    return Markup("").join(Markup("<code>%s</code>") % part if i % 2 else part for i, part in enumerate(parts))
+
+
+def _column(heading: str) -> Markup:
+    """The attributes of a column's cells."""
+    classes = [name for mark, name in (("<", "text"), ("~", "hide-narrow")) if mark in heading[:2]]
+    return Markup(' class="%s"') % " ".join(classes) if classes else Markup("")
+
+
+def _parted(figure: str) -> tuple[str, str]:
+    """ "205 ms" as number and unit; words for an absent figure are all unit."""
+    number, _, unit = figure.partition(" ")
+    return (number, unit) if number[:1].isdigit() else ("", figure)
+
+
+def _laid(cells: Row, columns: Sequence[str]) -> tuple[list[Bar], list[tuple[str, Piece]]]:
+    """The bars of a row, and its other cells with the headings of their columns."""
+    bars = [cell for cell in cells if isinstance(cell, Bar)]
+    return bars, [(name, cell) for name, cell in zip(columns, cells, strict=True) if name != BAR]
+
+
+def _paired(table: Table) -> bool:
+    return any(isinstance(cell, Bar) and cell.pair for row in table.rows for cell in row)
+
+
+def _drawn(bar: Bar) -> Markup:
+    """Under the name of its row. An absent side has no bar."""
+    planned, measured, longest, words = bar.pair or (None, bar.fraction, 1.0, f"{100 * (bar.fraction or 0):.0f}%")
+    return svg.bar_pair(planned, measured, longest, words)
+
+
+def _key(style: str) -> Markup:
+    """The mark of a legend's entry: a line's style is prefixed with `line-`; a finished drawing is taken as it is."""
+    if isinstance(style, Markup):
+        return style
+    return Markup('<i class="%s"></i>') % (f"rule {style}" if style.startswith("line-") else style)

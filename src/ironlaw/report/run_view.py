@@ -1,0 +1,398 @@
+"""An explained run: the bottleneck, what to change next, plan beside run, and how far to trust it.
+
+Made from the document of `Explanation.to_json`, so that what is shown is what scripts read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ironlaw import units
+from ironlaw.report import charts, labels
+from ironlaw.report.data_view import loaded_words, supply_words
+from ironlaw.report.document import (
+    BAR,
+    NOT_MEASURED,
+    NOT_PLANNED,
+    Bar,
+    Cards,
+    Cell,
+    Chart,
+    Document,
+    Listing,
+    Print,
+    Row,
+    bad,
+    between,
+    dim,
+    good,
+    quantity,
+    strong,
+)
+
+Found = Mapping[str, Any]
+MOST_OPERATIONS, MOST_GROUPS = 8, 12
+CARDS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes")
+FOOTER = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
+
+
+def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> Document:
+    """The whole explanation, the most important first. `metrics`: the steps of `metrics.jsonl`, for the curves."""
+    made, time = Document(), found["time"]
+    _headline(made, found)
+    _remedies(made, found)
+    _waterfall(made, found.get("waterfall"))
+    made.heading("Plan beside run")
+    _totals(made, found)
+    made.heading("Step time by phase")
+    _composition(made, time)
+    unnamed = {"name": "unattributed", "planned": None, "measured": time["unattributed_seconds"], "error": None}
+    _parts(made, [*time["phases"], unnamed], time["step"], units.seconds)
+    made.heading("Step time by kind of operation")
+    _parts(made, [*time["kinds"], unnamed] if time["kinds"] else [], time["step"], units.seconds)
+    _operations(made, time["operations"])
+    _recorded(made, found)
+    _memory(made, found)
+    _ranks(made, found.get("ranks"))
+    _wall(made, time.get("wall"))
+    _how(made, found["facts"])
+    _energy(made, found.get("energy_use"))
+    _curves(made, found, metrics)
+    _accuracy(made, found)
+    _provenance(made, found, config)
+    return made
+
+
+def page_name(found: Found) -> str:
+    return f"{_model(found)}: Ironlaw run report"
+
+
+def _model(found: Found) -> str:
+    return str((found["facts"]["plan"].get("model") or {}).get("name", "a model"))
+
+
+def _headline(made: Document, found: Found) -> None:
+    diagnosis, run = found["diagnosis"], found["facts"]["run"]
+    finished = f", {run['finished'][:16].replace('T', ' ')}" if run.get("finished") else ""
+    where = f" on {run['machine']}" if run.get("machine") else ""
+    style = "strong" if diagnosis["healthy"] or diagnosis["abstained"] else "caution"
+    above = f"Run {found['run']}: {_model(found)}{where}{finished}"
+    made.title(strong("Bottleneck: "), Cell(found["bottleneck"], style), above=above)
+    others = [f["sentence"] for f in diagnosis["findings"] if f["fault"] and f["sentence"] != found["bottleneck"]]
+    helps = [f"What helps: {diagnosis['advice']}."] if diagnosis["advice"] else []
+    made.items([*diagnosis["evidence"], *helps, *(f"Also: {sentence}" for sentence in others)])
+    if not diagnosis["abstained"]:
+        healthy = " No fault found." if diagnosis["healthy"] else ""
+        words = f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.{healthy}"
+        made.text(words, indent=2, role="dim")
+    cards = []
+    for name in CARDS:
+        row, show = _dig(found, dict(labels.EXPLAINED)[name]) or {}, labels.TOTALS[name][1]
+        beside = NOT_PLANNED if row.get("planned") is None else f"planned {show(row['planned'])}"
+        cards.append((labels.label(name), quantity(row.get("measured"), show).text, beside))
+    loss, unigram = (quantity(found["losses"].get(name), "{:.3f}".format) for name in ("validation", "unigram"))
+    cards.append(("Validation loss", loss.text, f"nats/token; unigram model {unigram.text}"))
+    made.add(Cards(cards))
+
+
+def _dig(found: Found, path: tuple[str, ...]) -> Any:
+    """A nested value, or None where any level is missing."""
+    value: Any = found
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _remedies(made: Document, found: Found) -> None:
+    made.heading("What to change next")
+    made.text(found["remedies_note"], indent=2, role="dim" if found["remedies"] else "")
+    for number, remedy in enumerate(found["remedies"], 1):
+        made.text(strong(f"{number}. {remedy['title']}"), indent=2)
+        made.text("; ".join(_gains(remedy)) + f" ({remedy['basis']})", indent=5)
+        made.text(f"Risk: {remedy['risk']}.", indent=5)
+        made.text(Cell(remedy["apply"], "code"), indent=5)
+
+
+def _gains(remedy: Found) -> list[str]:
+    """What a remedy is planned to save, in seconds and bytes, and what it touches."""
+
+    def saved(value: float, show: Print) -> str:
+        return f"saves {show(value)}" if value > 0 else f"costs {show(-value)}"
+
+    share = "" if remedy["name"] == "memory" else f" ({units.percent(remedy['gain'])})"
+    facts = [f"{saved(remedy['total_seconds_saved'], units.seconds)} of the run{share}"]
+    if remedy["step_seconds_saved"]:
+        facts.append(f"{saved(remedy['step_seconds_saved'], units.seconds)} per step")
+    if abs(remedy["bytes_saved"]) >= 2**20:
+        facts.append(f"{saved(remedy['bytes_saved'], units.bytes_)} at the peak")
+    return [*facts, remedy["effect"]]
+
+
+def _waterfall(made: Document, fall: Found | None) -> None:
+    """Peak at the top, what was attained at the bottom; nothing when neither is known."""
+    if not fall or not fall["step_seconds"] or not any(d["seconds"] for d in fall["drops"]):
+        return
+    made.heading("From the hardware's ceiling to this step")
+    step, ideal = fall["step_seconds"], fall["ideal_seconds"]
+    peak = units.rate(fall["peak_flops_per_second"], "FLOP")
+    caption = "No plan: where the measured step went."
+    if ideal:
+        caption = f"The model's FLOPs at {peak} would take {units.seconds(ideal)}; every bar adds what one cause costs."
+    made.add(Chart(lambda width: charts.waterfall(fall, width), caption))
+    rows: list[Row] = []
+    if ideal is not None:
+        cells = (units.seconds(ideal), units.percent(ideal / step), "100.0%", Bar(ideal / step))
+        rows.append([f"model FLOPs at {peak}", *cells])
+    for drop in (d for d in fall["drops"] if d["seconds"] is not None):
+        behind = "".join(f"; {op['name']} {units.seconds(op['seconds'])}" for op in drop["operations"])
+        name = charts.DROPS[drop["name"]] + ("" if drop["measured"] else " (derived)")
+        share = drop["seconds"] / step
+        rows.append([Cell(name, note=drop["meaning"] + behind), _difference(drop["seconds"]), units.percent(share),
+                     units.percent(drop["utilisation_after"]), Bar(max(0.0, share))])  # fmt: skip
+    total: Row = [strong("measured step"), units.seconds(step), "100.0%", units.percent(fall["mfu"]), ""]
+    rates = "" if fall["mfu"] is None else (
+        f"MFU {units.percent(fall['mfu'])}, HFU {units.percent(fall['hfu'])} (recomputation counted). "
+    )  # fmt: skip
+    why = "Derived: from the plan's curves for these shapes; the others are read off clocks and the profile."
+    made.table(["", "seconds", "~of the step", "utilisation left", BAR], rows, total, caption=rates + why)
+
+
+def _difference(seconds: float, least: float = 0.0) -> str:
+    """With its sign; nothing where it is not more than `least`."""
+    sign = "" if abs(seconds) < least else "+" if seconds >= 0 else "−"
+    return sign + units.seconds(0.0 if abs(seconds) < least else abs(seconds))
+
+
+def _totals(made: Document, found: Found) -> None:
+    rows: list[Row] = []
+    for name, path in labels.EXPLAINED:
+        row, show = _dig(found, path), labels.TOTALS[name][1]
+        if row is None or (row["planned"] is None and row["measured"] is None):
+            continue
+        planned, measured = (
+            quantity(row[side], show, absent, "strong", between(row.get(f"{side}_interval"), show))
+            for side, absent in (("planned", NOT_PLANNED), ("measured", NOT_MEASURED))
+        )
+        rows.append([Cell(labels.label(name), note=labels.COUNTS.get(name, "")), planned, measured,
+                     labels.error(row["error"])])  # fmt: skip
+    made.table(
+        ["", "planned", "measured", "plan error"], rows,
+        caption="Plan error = (planned − measured) / measured. Below a figure: 80% of comparable runs (planned), 80% "
+        "of the steps (measured). MFU: model FLOPs as a share of the machine's measured matmul rate. Total time: "
+        "planned for steps and evaluations, measured for the whole command.",
+    )  # fmt: skip
+
+
+def _composition(made: Document, time: Found) -> None:
+    """The step as one bar per side: kinds where operations were timed, phases otherwise."""
+    rows = time["kinds"] if any(row["measured"] is not None for row in time["kinds"]) else time["phases"]
+    if not any(time["step"][side] for side in ("planned", "measured")):
+        return
+    names = [row["name"] for row in rows if row["planned"] is not None or row["measured"] is not None]
+    legend = [(f"part-{name}", name) for name in [*names, "unattributed"]]
+    caption = "One step, planned and measured, on the same scale."
+    made.add(Chart(lambda width: charts.composition(rows, time), caption, legend))
+
+
+def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:
+    """Parts of a whole, planned and measured, each with its share of the measured (else the planned) whole."""
+    side = "measured" if whole["measured"] is not None else "planned"
+    longest = max((row[s] or 0.0 for row in rows for s in ("planned", "measured")), default=0.0)
+    cells: list[Row] = []
+    for row in rows:
+        share = row[side] / whole[side] if row[side] is not None and whole[side] else None
+        words = f"{row['name']}: planned {show(row['planned'])}, measured {show(row['measured'])}"
+        pair = Bar(share, pair=(row["planned"], row["measured"], longest, words))
+        name = Cell(row["name"], note=labels.meaning(row["name"], show))
+        cells.append([name, *_both(row, show), units.percent(share), pair])
+    total: Row = [strong("total"), *_both(whole, show), "", ""]
+    made.table(["part", "planned", "measured", "plan error", "~share", BAR], cells, total)
+
+
+def _both(row: Found, show: Print) -> list[Cell]:
+    """Planned, measured and the plan's error."""
+    error = Cell(labels.error(row["error"]), "caution" if row["error"] is not None and abs(row["error"]) > 0.1 else "")
+    return [quantity(row["planned"], show, NOT_PLANNED), quantity(row["measured"], show), error]
+
+
+def _operations(made: Document, operations: Sequence[Found]) -> None:
+    timed = [row for row in operations if row["measured"] is not None]
+    rows = [_operation(row) for row in timed]
+    columns = ["operation", "<~kind", "<phase", "planned", "measured", "difference"]
+    if rows:
+        made.heading(f"The {len(rows[:MOST_OPERATIONS])} operations furthest from the plan, per step")
+        made.table(columns, rows[:MOST_OPERATIONS])
+    if len(rows) > MOST_OPERATIONS or (operations and not timed):
+        listed = made.fold(f"All {len(operations)} operations")
+        listed.table(columns, rows or [_operation(row) for row in operations])
+
+
+def _operation(row: Found) -> Row:
+    planned, measured, _ = _both(row, units.seconds)
+    gap = NOT_MEASURED
+    if row["measured"] is not None:  # below a thousandth it is not a difference that the other columns would show
+        gap = _difference(row["measured"] - (row["planned"] or 0.0), least=1e-3 * row["measured"])
+    name = Cell(row["name"], note=f"{row['bound']}-bound" if row.get("bound") else "")
+    return [name, row["kind"], row["phase"], planned, measured, gap]
+
+
+def _recorded(made: Document, found: Found) -> None:
+    line, roof = found.get("timeline"), found.get("roofline")
+    if line and line["segments"]:
+        made.heading(f"One recorded step, {units.seconds(line['seconds'])} under the profiler")
+        letters, key = charts.timeline_letters(line)
+        caption = "The profiler slows small steps: read what follows what, not how long it takes."
+        made.add(Chart(lambda width: charts.timeline(line, width), caption, line=letters, key=key))
+    if roof:
+        page = made.fold()
+        page.heading("Roofline")
+        ceilings = " and ".join(
+            (units.rate(roof["peak_flops_per_second"], "FLOP"), units.rate(roof["copy_bytes_per_second"], "B"))
+        )
+        caption = f"Each operation under the machine's two ceilings: {ceilings}. Larger circles take more time."
+        page.add(Chart(lambda width: charts.roofline(roof, width), caption))
+
+
+def _memory(made: Document, found: Found) -> None:
+    if not found["memory"]["components"]:
+        return
+    at = found["facts"]["plan"].get("peak_at")
+    made.heading("Memory at the peak" + (f", planned at: {at}" if at else ""))
+    _parts(made, found["memory"]["components"], found["memory"]["peak"], units.bytes_)
+    groups, curve = found.get("memory_groups") or {}, found.get("memory_curve")
+    page = made.fold()
+    if groups:
+        page.table(
+            ["part of the model", "bytes"],
+            [[name, quantity(size, units.bytes_)] for name, size in list(groups.items())[:MOST_GROUPS]],
+            caption="Allocated in the step and alive at the peak, by the part of the model that allocated it.",
+        )
+    if curve:
+        page.add(Chart(lambda width: charts.memory(curve, width), "Tensors alive over the recorded steps."))
+
+
+def _ranks(made: Document, ranks: Found | None) -> None:
+    """Communication by collective and dimension, memory by rank and the slowest rank of each phase."""
+    if not ranks:
+        return
+    made.heading(f"Communication of {ranks['ranks']} ranks, of a mean rank and step")
+    made.table(
+        ["collective", "bytes planned", "bytes sent", "exposed planned", "exposed", "hidden", "calls"],
+        [
+            [row["name"], quantity(row["planned_bytes"], units.bytes_, NOT_PLANNED),
+             quantity(row["bytes"], units.bytes_),
+             quantity(row["planned_exposed_seconds"], units.seconds, NOT_PLANNED),
+             quantity(row["exposed_seconds"], units.seconds), quantity(row["hidden_seconds"], units.seconds),
+             quantity(row["count"], "{:,.0f}".format)]
+            for row in ranks["communication"]
+        ],
+        caption="Exposed: the rank only waited, for the transfer or for a rank that was not there yet. Hidden: under "
+        "way while it computed. Waiting for a neighbour's message includes a pipeline's idle time.",
+    )  # fmt: skip
+    made.table(
+        ["phase", "fastest rank", "took", "slowest rank", "took "],
+        [
+            [row["phase"], str(row["fastest_rank"]), units.seconds(row["fastest_seconds"]), str(row["slowest_rank"]),
+             units.seconds(row["slowest_seconds"])]
+            for row in ranks["spread"]
+        ],
+    )  # fmt: skip
+    if ranks["memory"]:
+        rows: list[Row] = [[str(row["position"]), *_both(row, units.bytes_)] for row in ranks["memory"]]
+        made.table(["stage", "held, planned", "held", "plan error"], rows)
+
+
+def _wall(made: Document, wall: Found | None) -> None:
+    if not wall:
+        return
+    made.heading("Wall time of the training command")
+    whole = sum(seconds for seconds in wall.values() if seconds is not None)
+    rows: list[Row] = []
+    for name, seconds in wall.items():
+        share = None if seconds is None or not whole else seconds / whole
+        rows.append([labels.WALL.get(name, name), quantity(seconds, units.seconds), units.percent(share), Bar(share)])
+    made.table(["", "measured", "share", BAR], rows, [strong("total"), strong(units.seconds(whole)), "", ""])
+
+
+def _how(made: Document, facts: Found) -> None:
+    """Which attention kernel ran, and what the loader could have delivered."""
+    run, supply = facts["run"], facts["plan"].get("data_supply")
+    data = run.get("data") or {}
+    if not run.get("attention") and not data.get("tokens_per_second"):
+        return
+    made.heading("How it ran")
+    if run.get("attention"):
+        made.text(f"Attention: {run['attention']}.", indent=2)
+    if data.get("tokens_per_second"):
+        made.text(f"Data: {loaded_words(data)}.", indent=2)
+    if supply:
+        made.text(f"Planned: {supply_words(supply)}", indent=2, role="dim")
+
+
+def _energy(made: Document, use: Found | None) -> None:
+    if not use:
+        return
+    made.heading("Energy")
+    bounds, how = use["interval"], "measured" if use["measured"] else "estimated"
+    spread = f" (between {units.energy(bounds[0])} and {units.energy(bounds[1])})" if bounds else ""
+    used = f"{units.energy(use['joules'])} {how}{spread}, {use['kwh']:.3g} kWh, {units.mass(use['co2_kg'])} of CO2."
+    made.text(f"{used} {use['basis']}; {use['co2_basis']}.", indent=2)
+
+
+def _curves(made: Document, found: Found, metrics: Sequence[Found]) -> None:
+    losses = found["losses"]
+    validation, unigram, below = (losses.get(k) for k in ("validation", "unigram", "below_unigram"))
+    known = any(value is not None for value in losses.values())
+    target = made if known else made.fold()
+    target.heading("What it learned")
+    if validation is None or unigram is None or below is None:
+        target.text("The validation loss was not measured.", indent=2)
+    else:
+        than = f"a model that knows only how often each token occurs ({unigram:.3f})"
+        verdict = f"{below:.3f} below {than}." if below > 0 else f"not below {than}: nothing was learned yet."
+        target.text(f"Validation loss {validation:.3f} nats/token, {verdict}", indent=2)
+    page = made.fold()
+    drawn = [charts.losses(metrics, unigram), charts.step_times(metrics, found["time"]["step"])]
+    for chart in filter(None, drawn):
+        page.add(chart)
+    if not any(drawn):
+        page.text("No steps were recorded in metrics.jsonl.", role="dim")
+
+
+def _accuracy(made: Document, found: Found) -> None:
+    made.heading("How far to trust this")
+    rows: list[Row] = []
+    for name, text in labels.CHECKS.items():
+        check = found["accuracy_met"][name]
+        verdict = {True: good("met"), False: bad("MISSED"), None: dim(NOT_MEASURED)}[check["met"]]
+        rows.append([text, labels.error(check["error"]), f"within {units.percent(check['limit'], 0)}", verdict])
+    made.table(["", "error", "promised", "<"], rows)
+    made.items(found["notes"], role="dim")
+    if found["diagnosis"]["not_tested"]:
+        names = ", ".join(found["diagnosis"]["not_tested"]).replace("_", " ")
+        made.fold().text(f"Causes that this run has no evidence on: {names}.", role="dim")
+
+
+def _provenance(made: Document, found: Found, config: str) -> None:
+    """Where, when and with what the run was made; what is not recorded is left out."""
+    plan, run = found["facts"]["plan"], found["facts"]["run"]
+    versions = run.get("versions") or {}
+    speed = run.get("machine_speed")
+    pairs = [
+        ("Run", found["run"]), ("Machine", run.get("machine") or plan.get("machine")), ("Device", run.get("device")),
+        ("Threads", run.get("threads")), ("Precision", run.get("precision")),
+        ("Why this precision", plan.get("precision_reason")), ("torch.compile", run.get("compile")),
+        ("Steps", run.get("steps")), ("Started", run.get("started")), ("Finished", run.get("finished")),
+        ("Machine measured", plan.get("measured")),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("Machine speed in the run", units.percent(speed, 0) if speed else None),
+    ]  # fmt: skip
+    shown = [(name, {True: "on", False: "off"}[v] if isinstance(v, bool) else v) for name, v in pairs]
+    page = made.fold()
+    page.heading("Provenance")
+    page.facts((name, str(value)) for name, value in shown if value not in (None, ""))
+    if config:
+        page.heading("Configuration")
+        page.text("The resolved config.toml of this run; training with it reproduces the run.", role="dim")
+        page.add(Listing(config))

@@ -1,0 +1,106 @@
+"""A load that is run again and again under other settings, in this process: what `ironlaw tune --serve` measures by.
+
+So many requests are always there: when one ends, the next begins. Answers are greedy and of one length, so that every
+trial computes the same, but for what its formats round.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ironlaw.cores import usable_cores
+from ironlaw.errors import UserError
+from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.engine import Engine
+from ironlaw.serve.loading import load_served
+from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.runner import Work
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    seconds_per_token: float
+    step_seconds: float  # median of the steps that only decode
+    loss: float  # nats per token of the prompts' second halves, through pages that hold the first ones
+
+
+@dataclass(frozen=True)
+class Load:
+    """`prompts`: token ids, used in turn; `answer`: tokens; `at_once`: requests; `seconds`: of one trial, at least."""
+
+    path: Path
+    config: ServeConfig
+    prompts: Sequence[Sequence[int]]
+    answer: int
+    at_once: int
+    seconds: float = 4.0
+
+    def __call__(self, settings: Mapping[str, Any]) -> TrialResult:
+        """UserError where `settings` cannot be."""
+        # The same prompts again would cost nothing where beginnings are shared.
+        own = {"waiting": len(self.prompts), "share_prefixes": False}
+        config = ServeConfig(**self.config.model_dump(exclude_unset=True) | own | dict(settings))
+        engine = Engine(load_served(self.path, config), config)
+        sampling = Sampling(max_tokens=self.answer, temperature=0, ignore_end=True)
+        engine.generate(self.prompts[: self.at_once], sampling)  # warms up
+        rates: list[float] = []
+        first, began = engine.trace.count, time.monotonic()
+        while not rates or time.monotonic() - began < self.seconds * (1 if len(rates) > 2 else 3):
+            start = time.monotonic()
+            requests = engine.generate(self.prompts, sampling)
+            rates.append((time.monotonic() - start) / sum(len(request.answer) for request in requests))
+        decoding = [step.seconds for step in engine.trace.since(first) if step.phase == "decode"]
+        return TrialResult(statistics.median(rates), statistics.median(decoding or [0.0]), self._loss(engine))
+
+    @torch.inference_mode()
+    def _loss(self, engine: Engine) -> float:
+        pages, size, losses = engine.blocks.count - 1, engine.config.block, []
+        for prompt in self.prompts:
+            half = len(prompt) // 2
+            if half < 1 or -(-len(prompt) // size) > pages:
+                continue
+            request = Request(prompt, Sampling(), blocks=list(range(1, 1 + -(-len(prompt) // size))))
+            engine.runner.run([Work(request, list(prompt[:half]), 0, 0)])
+            logits, _ = engine.runner.run([Work(request, list(prompt[half:-1]), half, len(prompt) - 1 - half)])
+            if logits is not None:
+                losses.append(float(F.cross_entropy(logits.float(), torch.tensor(prompt[half + 1 :]))))
+        return statistics.mean(losses) if losses else 0.0
+
+
+def prompts_of(path: Path, count: int, tokens: int, data: str | None, say: Any) -> tuple[list[list[int]], bool]:
+    """Held-out text of a run, or of `data`, cut into prompts; random tokens, and False, where there is none."""
+    from ironlaw.data.loader import Loader
+    from ironlaw.train.compression import text_of
+    from ironlaw.train.run_directory import RunDirectory
+
+    if data is None and not RunDirectory(path).is_run:
+        say("no --data: the prompts are random, so that neither formats nor speculation are tried")
+        draws, vocab = random.Random(0), load_served(path, ServeConfig()).model.config.vocab
+        return [[draws.randrange(vocab) for _ in range(tokens)] for _ in range(count)], False
+    config, dataset = text_of(path, data, say)
+    length = min(tokens, config.sequence)
+    stream: list[int] = []
+    for batch in Loader(dataset, config.data, config.sequence).validation(1, None):
+        stream += batch.inputs.flatten().tolist()
+        if len(stream) >= count * length:
+            break
+    prompts = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    if not prompts:
+        raise UserError(f"the held-out text has {len(stream)} tokens, a prompt {length}: give more by --data")
+    return [prompts[number % len(prompts)] for number in range(count)], True
+
+
+def resolved(path: Path, config: ServeConfig) -> dict[str, Any]:
+    """What "auto" is here; `cores`: that there are."""
+    served = load_served(path, config)
+    found = {"weights": served.weights, "kv": served.kv, "threads": served.threads, "cores": usable_cores()}
+    return config.model_dump() | found
