@@ -152,13 +152,11 @@ def test_what_the_diffs_add_works(extended):
 
 
 @pytest.mark.long
-def test_a_new_schedule_trains(extended):
-    settings = [
-        "layout.pp=2", "layout.virtual_stages=2", "layout.schedule=looped", "model.layers=4", "train.sequence=32",
-        "train.global_batch=8", "train.micro_batch=2", "train.steps=3", "schedule.warmup_steps=0",
-    ]  # fmt: skip
+def test_a_new_schedule_trains(extended, user_cache, tiny_file):
+    settings = ["layout.pp=2", "layout.virtual_stages=2", "layout.schedule=looped", "model.layers=4"]
+    settings += ["train.micro_batch=1", "train.global_batch=4"]
     environment = os.environ | {"PYTHONPATH": str(extended / "src"), "OMP_NUM_THREADS": "1"}
-    command = ["torchrun", "--nproc-per-node", "2", "-m", "ironlaw", "train", "examples/gpt-tiny.toml", "--out", "run"]
-    command += [word for setting in settings for word in ("--set", setting)]
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "ironlaw", "train", str(tiny_file())]
+    command += ["--out", "run", *(word for setting in settings for word in ("--set", setting))]
     done = subprocess.run(command, text=True, cwd=extended, capture_output=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
