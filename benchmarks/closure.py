@@ -152,7 +152,7 @@ def run(case: str, out: Path) -> None:
 
 
 def closure(out: Path) -> dict[str, Any] | None:
-    from ironlaw.explain.open import explain_path
+    from ironlaw.explain.runs import explain_path
 
     document = explain_path(out).to_json()
     if document["time"]["step"]["measured"] is None:

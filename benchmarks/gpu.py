@@ -173,8 +173,13 @@ def catalogued() -> str | None:
         return None
     properties = torch.cuda.get_device_properties(0)
     chip = next((word for word in properties.name.lower().split() if any(c.isdigit() for c in word)), "")
-    alike = [name for name in accelerator_names() if name.split("-")[0] == chip.split("-")[0]]
-    return min(alike, key=lambda n: abs(accelerator(n).memory_bytes - properties.total_memory), default=None)
+    alike = [name for name in accelerator_names() if chip.split("-")[0] in name.split("-")]
+
+    def unlikeness(name: str) -> tuple[float, bool]:
+        bytes_apart = abs(accelerator(name).memory_bytes.value - properties.total_memory)
+        return round(bytes_apart / 4e9), ("pcie" in name) != ("pcie" in properties.name.lower())
+
+    return min(alike, key=unlikeness, default=None)
 
 
 def tests_part(dry: bool) -> None:

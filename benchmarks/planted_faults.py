@@ -314,7 +314,7 @@ def whole_step(out: Path) -> float:
 
 
 def explain(out: Path) -> dict[str, Any]:
-    from ironlaw.explain.open import explain_path
+    from ironlaw.explain.runs import explain_path
 
     return explain_path(out).to_json()
 

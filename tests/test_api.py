@@ -90,7 +90,7 @@ def test_a_run_explained(run: TrainResult, tmp_path: Path) -> None:
     assert found.write_html(tmp_path / "report.html").stat().st_size > 1000
     same = ironlaw.explain(run, run)
     assert same.document["change"] == 0 and "No difference" in same.bottleneck and same.remedies == []
-    with pytest.raises(ironlaw.UserError, match="one training run"):
+    with pytest.raises(ironlaw.UserError, match="only one training run"):
         same.write_html(tmp_path / "two.html")
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ironlaw.api import plan as plan
     from ironlaw.api import serve as serve
     from ironlaw.api import train as train
+    from ironlaw.errors import UserError as UserError
 
 
 class Room(ModuleType):

@@ -21,6 +21,7 @@ from ironlaw.config import RunConfig, build_config, load_config, with_settings
 from ironlaw.errors import UserError
 from ironlaw.files import read_json_lines
 from ironlaw.ledger import Estimate, Ledger
+from ironlaw.plan.request_types import PlanOutcome
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,13 +67,8 @@ class Total:
         return self if result is None else result.ledger.totals.get(self._name)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True, repr=False)
-class PlanResult(Shown):
-    """What `ironlaw.plan` answers. `more`: candidates, budget, advice; the keys of `ironlaw plan --json`."""
-
-    fits: bool
-    ledger: Ledger = field(repr=False)
-    more: dict[str, Any] = field(repr=False)
+class PlanResult(PlanOutcome, Shown):
+    """What `ironlaw.plan` answers: `fits`, `ledger`, and `more`, the sections beside it in `ironlaw plan --json`."""
 
     parameters = Total("Exact count.")
     flops_per_step = Total("FLOPs of matrix products of one optimizer step; exact.")
@@ -85,18 +81,11 @@ class PlanResult(Shown):
     tpot_seconds = Total("Of served requests: mean seconds per token after the first.")
     output_tokens_per_second = Total("Of served requests: of all copies.")
 
-    def to_json(self) -> dict[str, Any]:
-        """The document of `ironlaw plan --json`."""
-        from ironlaw.plan.request_types import PlanOutcome
-
-        return PlanOutcome(self.ledger, self.fits, self.more).to_json()
-
     def _show(self, console: Console) -> None:
         from ironlaw.cli.plan import views
-        from ironlaw.plan.request_types import PlanOutcome
         from ironlaw.report.terminal import show
 
-        for view in views(PlanOutcome(self.ledger, self.fits, self.more)):
+        for view in views(self):
             show(console, view)
 
 
@@ -150,9 +139,7 @@ class ExplainResult(Shown):
         from ironlaw.report.run_view import FOOTER, page_name
 
         if "time" not in self.document:
-            raise UserError(
-                "only the explanation of one training run has a page: give one run, not two or a served load"
-            )
+            raise UserError("only one training run's explanation has a page: give one run, not two or a served load")
         return write(Path(path), self._view, page_name(self.document), FOOTER)
 
     def _show(self, console: Console) -> None:
@@ -188,12 +175,7 @@ class RunningServer(Shown):
 
     def complete(self, prompt: str, *, max_tokens: int = 64, temperature: float = 1.0, **more: Any) -> str:
         """The text after `prompt`, by the server's own `/v1/completions`; `more` are its other fields."""
-        body = {
-            "model": self.engine.served.name,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-        }
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body | more).encode(), {"Content-Type": "application/json"}
         )
@@ -250,12 +232,9 @@ def plan(
     from ironlaw.plan.request_types import Options
     from ironlaw.plan.work import WorkOptions
 
-    subject = (
-        what if isinstance(what, RunConfig) else build_config(dict(what)) if isinstance(what, Mapping) else str(what)
-    )
-    overrides = with_settings(settings)
-    if isinstance(subject, RunConfig) and overrides:
-        subject, overrides = _config(subject, settings), []
+    is_file = isinstance(what, str | Path)
+    subject = str(what) if is_file else _config(what, settings)
+    overrides = with_settings(settings) if is_file else []
     if serve is not None:
         from ironlaw.plan.serving.answer import ServeOptions, answer_serving
 
@@ -268,7 +247,7 @@ def plan(
             Prices(price_per_hour, None, None), network=network,
         )  # fmt: skip
         answer = plan_request(subject, on=on or "this", overrides=overrides, options=options)
-    return PlanResult(answer.fits, answer.ledger, answer.more)
+    return PlanResult(answer.ledger, answer.fits, answer.more)
 
 
 def train(
@@ -310,7 +289,7 @@ def explain(
     path = _path(run)
     if other is not None:
         from ironlaw.explain.compare import compare
-        from ironlaw.explain.open import explain_path
+        from ironlaw.explain.runs import explain_path
         from ironlaw.report.comparison_view import comparison_view
 
         document = compare(explain_path(path), explain_path(_path(other))).to_json()
@@ -322,7 +301,7 @@ def explain(
 
         document = explain_serving(path).to_json()
         return ExplainResult(document, server_view(document))
-    from ironlaw.explain.open import explain_path
+    from ironlaw.explain.runs import explain_path
     from ironlaw.report.run_view import run_view
 
     found = explain_path(path)

@@ -61,3 +61,33 @@ def test_the_status_names_tests_that_there_are(gpu: ModuleType) -> None:
         if line.startswith("| `") and len(line.split(" | ")) == 4:
             for name in re.findall(r"`(test_\w+)", line.split(" | ")[2]):
                 assert f"def {name}(" in there, name
+
+
+@pytest.mark.parametrize(
+    ("reported", "gigabytes", "name"),
+    [
+        ("NVIDIA H200", 150, "h200"), ("NVIDIA H100 80GB HBM3", 85, "h100-sxm-80gb"), ("NVIDIA L4", 24, "l4"),
+        ("NVIDIA A100-SXM4-40GB", 42, "a100-sxm-40gb"), ("NVIDIA GeForce RTX 4090", 25, "rtx-4090"),
+        ("Unheard Of 1", 9, None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_found_in_the_catalogue(
+    reported: str, gigabytes: int, name: str | None, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    there = SimpleNamespace(name=reported, total_memory=gigabytes * 1e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: there)
+    assert gpu.catalogued() == name
+
+
+def test_the_catalogues_plan_is_asked(gpu: ModuleType) -> None:
+    from ironlaw.config import build_config
+
+    document = {"model": {"name": "gpt2"}, "train": {"global_batch": 16, "precision": "bf16"}, "data": {"mock": True}}
+    found = gpu.by_catalogue(build_config(document), "h200", 0.05, 16 * 2**30)
+    assert found.keys() == {"catalogue, step", "catalogue, peak"}
+    assert all(-60 < float(error.rstrip("%")) < 150 for error in found.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ironlaw.explain.open import explain_path
+from ironlaw.explain.runs import explain_path
 
 TRACES = Path(__file__).parents[1] / "observe" / "traces"
 

@@ -12,9 +12,9 @@ import torch
 from ironlaw.config import RunConfig
 from ironlaw.ledger import UNNAMED, Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.observe.board import find_board, processor_throttle_count
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.measured import typical
 from ironlaw.train.session import run_training
 
@@ -231,7 +231,7 @@ class FakeNvml:
 def test_the_energy_of_a_board_is_added_to_the_processors(tmp_path: Path) -> None:
     nvml = FakeNvml()
     rapl(tmp_path, {"intel-rapl:0": 0})
-    meter = EnergyMeter(tmp_path, accelerated=True, board=find_board(0, nvml))
+    meter = EnergyMeter(tmp_path, accelerated=True, gpu=find_gpu_monitor(0, nvml))
     nvml.millijoules += 3_000
     rapl(tmp_path, {"intel-rapl:0": 500_000})
     assert meter.joules() == pytest.approx(3.5)
@@ -240,12 +240,12 @@ def test_the_energy_of_a_board_is_added_to_the_processors(tmp_path: Path) -> Non
 
 def test_the_processor_alone_does_not_pass_for_an_accelerated_run(tmp_path: Path) -> None:
     rapl(tmp_path, {"intel-rapl:0": 0})
-    assert find_board(0, FakeNvml(works=False)) is None
-    assert EnergyMeter(tmp_path, accelerated=True, board=None).joules() is None
+    assert find_gpu_monitor(0, FakeNvml(works=False)) is None
+    assert EnergyMeter(tmp_path, accelerated=True, gpu=None).joules() is None
 
 
 def test_the_board_says_what_holds_its_clock_down() -> None:
-    board = find_board(0, FakeNvml())
+    board = find_gpu_monitor(0, FakeNvml())
     assert board is not None and board.facts() == {}
     board.sample()
     assert board.facts() == {

@@ -350,3 +350,22 @@ def test_names_that_stand_for_others_and_devices_of_which_too_little_is_known():
         plan("qwen3-0.6b", on="snapdragon-8-elite-npu")
     with pytest.raises(UserError, match="holds 8: use 1, 2, 4 or 8"):
         plan(per_node=3)
+
+
+def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
+    """By hand: 68,451,041,280 weights of the blocks in nf4 with scales in 8 bits, the rest in fp32."""
+    known = ModelConfig.named("llama3-70b")
+    answer = plan_request("llama3-70b", on="rtx-4090", overrides=["finetune.method=qlora"])
+    ends = 2 * known.vocab * known.hidden + (2 * known.layers + 1) * known.hidden
+    nf4 = (known.parameters - ends) * (4 + 8 / 64 + 32 / 64 / 256) / 8
+    # Of rank 16: query and output, key and value, the three matrices of the network.
+    trained = 80 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    held = {line.component: line.bytes for line in answer.ledger.memory}
+    assert held["optimizer"] == pytest.approx(8 * trained, rel=1e-4)
+    tables = 2 * 4 * known.context * 64  # cosines and sines
+    assert held["weights"] == pytest.approx(4 * ends + nf4 + 4 * trained + tables, rel=1e-5)
+    assert not answer.fits and "too much already" in answer.ledger.facts["finetune"]
+    small = plan_request("llama3-8b", on="rtx-4090", overrides=["finetune.method=qlora"])
+    assert small.fits and "left for activations" in small.ledger.facts["finetune"]
+    with pytest.raises(UserError, match="one accelerator"):
+        plan_request("llama3-8b", on="2x rtx-4090", overrides=["finetune.method=qlora"])

@@ -194,7 +194,8 @@ def test_an_update_holds_what_is_planned(name: str, tmp_path: Path) -> None:
     needs(name)
     from torch.profiler import ProfilerActivity, profile
 
-    from ironlaw.observe.profile import _allocations, silent_stderr
+    from ironlaw.observe.events import recorded_allocations
+    from ironlaw.observe.profile import silent_stderr
 
     model = GPT.model_copy(update={"hidden": 128, "vocab": 1500})
     config = settings(name)
@@ -209,7 +210,7 @@ def test_an_update_holds_what_is_planned(name: str, tmp_path: Path) -> None:
         recorded.stop()
     held = peak = 0
     alive: dict[int, int] = {}
-    for _, pointer, size in sorted(_allocations(recorded), key=lambda event: event[0]):
+    for pointer, size in ((a.address, a.bytes) for a in recorded_allocations(recorded)):
         if size > 0:
             alive[pointer] = size
             held += size

@@ -89,10 +89,14 @@ def test_the_peak_is_the_allocators(name: str, method: str, precision: str) -> N
     assert planned == pytest.approx(found, rel=0.02)
 
 
-# Autocast remembers what it cast of adapters until the forward pass is over, which the plan drops with the block.
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.02), ("bf16", 0.08)])
-def test_the_peak_with_recomputation(precision: str, tolerance: float) -> None:
-    planned, found = peaks(*both("llama", "lora", precision, again=True), precision)
+# Where blocks are as small as the logits, the peak in bf16 is at the loss, which keeps more than is planned.
+@pytest.mark.parametrize(
+    ("name", "precision", "tolerance"),
+    [("llama", "fp32", 0.02), ("llama", "bf16", 0.12), ("llama of wide blocks", "fp32", 0.02),
+     ("llama of wide blocks", "bf16", 0.02)],
+)  # fmt: skip
+def test_the_peak_with_recomputation(name: str, precision: str, tolerance: float) -> None:
+    planned, found = peaks(*both(name, "lora", precision, again=True), precision)
     assert planned == pytest.approx(found, rel=tolerance)
 
 

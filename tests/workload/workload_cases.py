@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from ironlaw.observe.profile import _allocations, silent_stderr
+from ironlaw.observe.events import recorded_allocations
+from ironlaw.observe.profile import silent_stderr
 
 MOE: dict[str, dict[str, Any]] = {
     "mixtral": {"experts": 8, "experts_per_token": 2},
@@ -47,7 +48,7 @@ def highest_allocated(once: Callable[[], None]) -> int:
         recorded.stop()
     held = peak = 0
     alive: set[int] = set()
-    for _, pointer, size in sorted(_allocations(recorded), key=lambda event: event[0]):
+    for pointer, size in ((a.address, a.bytes) for a in recorded_allocations(recorded)):
         if size > 0:
             alive.add(pointer)
         elif pointer not in alive:

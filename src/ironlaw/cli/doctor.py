@@ -13,7 +13,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON doc
     from ironlaw.machine.doctor import examine
     from ironlaw.report.catalog_view import checkup_view
 
-    document = examine().to_json()
+    document = examine()
     if json:
         print_json(document)
     else:

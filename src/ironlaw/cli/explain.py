@@ -32,7 +32,7 @@ def explain(
         else:
             show(server_view(document))
         return
-    from ironlaw.explain.open import explain_path
+    from ironlaw.explain.runs import explain_path
     from ironlaw.report.page import write
     from ironlaw.report.run_view import FOOTER, page_name, run_view
 
@@ -51,7 +51,7 @@ def explain(
 def _compare(before: Path, after: Path, json: bool) -> None:
     from ironlaw.explain.compare import compare
     from ironlaw.explain.grades import keep
-    from ironlaw.explain.open import explain_path
+    from ironlaw.explain.runs import explain_path
     from ironlaw.report.comparison_view import comparison_view
 
     comparison = compare(explain_path(before), explain_path(after))

@@ -1,15 +1,33 @@
-"""The runs in a folder with the figures one compares them by, without explaining each."""
+"""Runs on disk: whatever a user points at, explained; a folder of runs with the figures one compares them by."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ironlaw.errors import UserError
 from ironlaw.files import read_json_lines
 from ironlaw.ledger import Ledger
 
+if TYPE_CHECKING:
+    from ironlaw.explain.explanation import Explanation
+
 SORTS = ("date", "step_seconds", "tokens_per_second", "mfu", "validation_loss", "peak_bytes")
+
+
+def explain_path(path: Path) -> Explanation:
+    """A run of `ironlaw train`, an observed loop, or a profiler's trace."""
+    from ironlaw.explain.explanation import explain_run
+    from ironlaw.explain.foreign import explain_trace
+    from ironlaw.explain.observed import explain_observed, is_observed
+
+    if path.is_file():
+        return explain_trace(path)
+    if not path.exists():
+        raise UserError(
+            f"no run directory at {path}: give the one that `ironlaw train` printed, like runs/NAME, or a trace file"
+        )
+    return explain_observed(path) if is_observed(path) else explain_run(path)
 
 
 def list_runs(folder: Path, sort: str = "date") -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
@@ -35,78 +34,50 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Extra:
-    name: str
-    gives: str
-    versions: dict[str, str | None]  # distribution -> installed version; None: missing
-
-    @property
-    def missing(self) -> list[str]:
-        return [name for name, version in self.versions.items() if version is None]
-
-
-@dataclass(frozen=True)
-class Checkup:
-    """`problems` are what keeps Ironlaw from working; `advice` what would make its figures better."""
-
-    versions: dict[str, str | None]
-    devices: list[dict[str, Any]]
-    measured: dict[str, Any] | None
-    extras: list[Extra]
-    problems: list[str]
-    advice: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        extras = [asdict(extra) | {"missing": extra.missing} for extra in self.extras]
-        return {"schema": SCHEMA_VERSION, "healthy": not self.problems} | asdict(self) | {"extras": extras}
-
-
-def examine() -> Checkup:
-    """Imports PyTorch, for its devices, and nothing else that is heavy."""
+def examine() -> dict[str, Any]:
+    """The document of `ironlaw doctor --json`. `problems` keep Ironlaw from working, `advice` would make its figures
+    better. Imports PyTorch, for its devices."""
     import ironlaw
 
     versions = {"ironlaw": ironlaw.__version__, "python": platform.python_version()} | _versions(CORE)
-    problems, advice = _of_torch(versions["torch"]), []
-    measured = None
+    problems, advice, measured = _of_torch(versions["torch"]), [], None
     if not profile_path().is_file():
         advice.append("this machine is not measured: `ironlaw measure` takes half a minute; `plan` on it needs that")
     else:
         try:
-            profile = load_profile()
-            measured = {"created": profile.created, "device": profile.device, "name": profile.name,
-                        "threads": profile.threads, "path": str(profile_path())}  # fmt: skip
-            if profile.device == "cpu" and profile.threads != usable_threads():
-                advice.append(f"measured with {profile.threads} threads, {usable_threads()} are usable: measure again")
+            found = load_profile()
+            measured = {key: getattr(found, key) for key in ("created", "device", "name", "threads")}
+            if found.device == "cpu" and found.threads != usable_threads():
+                advice.append(f"measured with {found.threads} threads, {usable_threads()} are usable: measure again")
         except UserError as error:
             problems.append(str(error))
     if shutil.which("c++") is None and shutil.which("g++") is None:
         advice.append('no C++ compiler: train.compile = "on" needs one on a CPU')
     cache = host.cache_folder()
-    above = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    if not os.access(above, os.W_OK):
+    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
         problems.append(f"{cache} cannot be written: set XDG_CACHE_HOME to a folder of yours")
-    extras = [Extra(name, gives, _versions(parts)) for name, (parts, gives) in EXTRAS.items()]
-    return Checkup(versions, _devices(), measured, extras, problems, advice)
+    extras = []
+    for name, (parts, gives) in EXTRAS.items():
+        have = _versions(parts)
+        absent = [part for part, version in have.items() if version is None]
+        extras.append({"name": name, "gives": gives, "versions": have, "missing": absent})
+    return {
+        "schema": SCHEMA_VERSION, "healthy": not problems, "versions": versions, "devices": _devices(),
+        "measured": measured, "extras": extras, "problems": problems, "advice": advice,
+    }  # fmt: skip
 
 
 def _versions(names: Sequence[str]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    """Of distributions; None: missing."""
+    found = {name: next(iter(metadata.distributions(name=name)), None) for name in names}
+    return {name: None if there is None else there.version for name, there in found.items()}
 
 
 def _of_torch(version: str | None) -> list[str]:
     if version is None:
         return ["PyTorch is missing: pip install torch, for your device as https://pytorch.org/get-started says"]
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    if not OLDEST_TORCH <= release <= NEWEST_TORCH:
-        return [f"PyTorch {version} is not tested: use 2.11 to 2.13"]
-    return []
+    return [] if OLDEST_TORCH <= release <= NEWEST_TORCH else [f"PyTorch {version} is not tested: use 2.11 to 2.13"]
 
 
 def _devices() -> list[dict[str, Any]]:

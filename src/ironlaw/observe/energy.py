@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from ironlaw.observe.board import Board
+from ironlaw.observe.gpu_monitor import GpuMonitor
 
 _RAPL = Path("/sys/class/powercap")
 
@@ -46,10 +46,10 @@ class EnergyMeter:
     alone would pass for the whole.
     """
 
-    def __init__(self, folder: Path = _RAPL, *, accelerated: bool = False, board: Board | None = None) -> None:
+    def __init__(self, folder: Path = _RAPL, *, accelerated: bool = False, gpu: GpuMonitor | None = None) -> None:
         self._counters: list[_Counter] = list(_packages(folder))
         if accelerated:
-            self._counters = [*self._counters, board] if board is not None else []
+            self._counters = [*self._counters, gpu] if gpu is not None else []
         self._last = [counter.read() for counter in self._counters]
         self._total_joules = 0.0
         if None in self._last:

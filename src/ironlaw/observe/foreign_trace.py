@@ -15,27 +15,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
 from ironlaw.observe.partition import BRIDGES
-from ironlaw.observe.spans import Span, kind_of, nest, operation_name
-from ironlaw.observe.timeline import Segment, timeline
+from ironlaw.observe.spans import COLLECTIVE, Span, device_key, kind_of, nest, span_key
+from ironlaw.observe.timeline import Segment, operation_segments, timeline
 from ironlaw.observe.trace_file import TraceFile
 
-_COLLECTIVE = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
 _USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
-_DEVICE_KINDS = (
-    (Kind.COLLECTIVE, _COLLECTIVE),
-    (Kind.ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
-    (Kind.MATMUL, re.compile(r"gemm|cutlass|xmma|wgmma|matmul|conv|nvjet", re.IGNORECASE)),
-    (Kind.NORM, re.compile(r"norm", re.IGNORECASE)),
-    (Kind.LOSS, re.compile(r"softmax|nll|cross_entropy", re.IGNORECASE)),
-    (Kind.OPTIMIZER, re.compile(r"adam|multi_tensor|sgd", re.IGNORECASE)),
-    (Kind.EMBEDDING, re.compile(r"embedding|index_select", re.IGNORECASE)),
-)
-
-
 CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the trace ended
 
 
@@ -87,9 +75,11 @@ def trace_ledger(trace: TraceFile) -> Ledger:
         mean = sum(step.seconds().get(phase, 0.0) for step in steps) / len(steps)
         if mean:
             ledger.phase_seconds[phase] = mean
+    segments = [Segment("phases", str(p.phase), str(p.phase), p.start, p.end) for p in middle.pieces]
+    segments += operation_segments(spans, events, main, middle.begin, middle.end)
     ledger.facts = {
         "source": "trace", "steps_done": len(steps), "steps_inferred": how, "device": "cuda" if on_device else "cpu",
-        "machine": _device_name(trace), "timeline": _timeline(middle, events, spans, phases, main),
+        "machine": _device_name(trace), "timeline": timeline(segments, middle.begin, middle.end),
         "launches_per_step": _launches(steps, events, spans, on_device),
         "sync_points": _sync_points(steps, spans, events), "model": {"name": "a traced training step"},
         "shapes_recorded": any("Input Dims" in event.details for event in events),
@@ -174,7 +164,7 @@ def _device_pieces(
         if event.end <= step.begin or event.start >= step.end:
             continue
         if event.where == DEVICE:
-            if _COLLECTIVE.search(event.name):
+            if COLLECTIVE.search(event.name):
                 layers[1].append(Piece(event.start, event.end, Phase.COMMUNICATION))
             elif "HtoD" in event.name:
                 layers[2].append(Piece(event.start, event.end, Phase.TRANSFER))
@@ -267,22 +257,15 @@ def _lines(
     steps: Sequence[Step], events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None],
     launchers: Launchers, on_device: bool,
 ) -> list[Line]:  # fmt: skip
-    seconds: dict[tuple[Phase, Kind, str], float] = defaultdict(float)
-    counts: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
-    flops: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    seconds: dict[Key, float] = defaultdict(float)
+    counts: dict[Key, int] = defaultdict(int)
+    flops: dict[Key, int] = defaultdict(int)
     for span in spans:
         phase = phases[id(span)]
         if phase in (None, Phase.DATA) or not _inside(span.event.start, steps):
             continue
         assert phase is not None
-        kernel = span.kernel
-        key: tuple[Phase, Kind, str]
-        if phase is Phase.OPTIMIZER:
-            key = phase, Kind.OPTIMIZER, span.outer.partition("#")[2].partition(".")[0].lower() or "clip"
-        elif kernel is None:
-            key = phase, Kind.HOST, "dispatch"
-        else:
-            key = phase, kind_of(kernel.name), operation_name(span)
+        key, kernel = span_key(span, phase), span.kernel
         if kernel is span.event:
             flops[key] += _flops(span.event)
             counts[key] += 1
@@ -292,29 +275,13 @@ def _lines(
         if event.where == DEVICE and _inside(event.start, steps):
             launcher = launchers.get(id(event))
             phase = _kernel_phase(event, launchers, phases)
-            kind = next((k for k, pattern in _DEVICE_KINDS if pattern.search(event.name)), Kind.ELEMENTWISE)
-            name = _short(event.name)
-            if launcher is not None and launcher.kernel is not None:
-                kind, name = kind_of(launcher.kernel.name), operation_name(launcher)
-            if _COLLECTIVE.search(event.name):
-                kind, phase = Kind.COLLECTIVE, Phase.COMMUNICATION
-            if "HtoD" in event.name:
-                kind, phase, name = Kind.ELEMENTWISE, Phase.TRANSFER, "copy to the device"
-            if phase is Phase.OPTIMIZER:
-                kind = Kind.OPTIMIZER
-            seconds[phase, kind, name] += (event.end - event.start) / 1e9
+            seconds[device_key(event, launcher, phase)] += (event.end - event.start) / 1e9
     n = len(steps)
     return [
         Line(*key, count=round(counts[key] / n) or None, flops=round(flops[key] / n) or None, seconds=s / n,
              origin=Origin.MEASURED)
         for key, s in sorted(seconds.items())
     ]  # fmt: skip
-
-
-def _short(kernel: str) -> str:
-    """`void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>(...)` without what is the same in all."""
-    bare = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
-    return re.split(r"[<(]", bare)[0].split("::")[-1][:60] or kernel[:60]
 
 
 def _inside(moment: int, steps: Sequence[Step]) -> bool:
@@ -400,19 +367,3 @@ def _world_size(trace: TraceFile, events: Iterable[Event]) -> int:
     info = trace.header.get("distributedInfo") or {}
     sizes = [int(e.details["Group size"]) for e in events if str(e.details.get("Group size", "")).isdigit()]
     return int(info.get("world_size") or max(sizes, default=1))
-
-
-def _timeline(
-    step: Step, events: Sequence[Event], spans: Sequence[Span], phases: dict[int, Phase | None], main: int | str
-) -> dict[str, Any]:
-    segments = [Segment("phases", str(p.phase), str(p.phase), p.start, p.end) for p in step.pieces]
-    for span in spans:
-        if span.kernel is span.event and step.begin <= span.event.start < step.end:
-            lane = "operations" if span.event.lane == main else f"thread {span.event.lane}"
-            kind = kind_of(span.event.name)
-            segments.append(Segment(lane, str(kind), str(kind), span.event.start, span.event.end))
-    for event in events:
-        if event.where == DEVICE and step.begin <= event.start < step.end:
-            kind = next((k for k, pattern in _DEVICE_KINDS if pattern.search(event.name)), Kind.ELEMENTWISE)
-            segments.append(Segment(f"stream {event.lane}", str(kind), str(kind), event.start, event.end))
-    return timeline(segments, step.begin, step.end)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +15,8 @@ from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.observe.events import DEVICE, Allocation, Event
 from ironlaw.observe.memory_peak import Held, MemoryPeak, find_peak
 from ironlaw.observe.partition import Interval
-from ironlaw.observe.spans import LEAF, MARK, MODULE_SCOPE, RECOMPUTED, Span, kind_of, nest, operation_name
-from ironlaw.observe.timeline import Segment, timeline
+from ironlaw.observe.spans import LEAF, MARK, Span, device_key, group_of, kind_of, nest, span_key
+from ironlaw.observe.timeline import Segment, operation_segments, timeline
 
 WORKING = (Phase.TRANSFER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.COMMUNICATION)
 
@@ -39,28 +38,9 @@ def mark() -> None:
         pass
 
 
-@contextmanager
-def modules_recorded(model: nn.Module) -> Iterator[None]:
-    """Push a scope with its path around every module's forward; removed afterwards."""
-    open_scopes: list[Any] = []
-
-    def enter(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            scope = record_function(name)
-            scope.__enter__()
-            open_scopes.append(scope)
-
-        return hook
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
-
-    with ExitStack() as handles:
-        for path, module in model.named_modules():
-            leaf = LEAF if not any(module.children()) else ""
-            handles.callback(module.register_forward_pre_hook(enter(f"{MODULE_SCOPE}{path}{leaf}")).remove)
-            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
-        yield
+def module_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Every module's path, for `scopes_recorded`."""
+    return {module: path + ("" if any(module.children()) else LEAF) for path, module in model.named_modules()}
 
 
 @dataclass
@@ -143,21 +123,9 @@ def _processor_lines(spans: Sequence[Span], place: Callable[[int], tuple[int, Ph
         behind = span.kernel is not None and kind_of(span.kernel.name) is Kind.COLLECTIVE  # by a thread of its own
         if phase not in WORKING or step < 0 or behind:
             continue
-        sums.add(step, span_key(span, phase), span.self_ns, span.kernel is span.event)
-
-
-def span_key(span: Span, phase: Phase) -> Key:
-    """Where the span's own time counts."""
-    if phase is Phase.COMMUNICATION:  # waiting, whatever calls it
-        return phase, Kind.COLLECTIVE, "exchange"
-    if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
-        _, stepped, whose = span.outer.partition(
-            "Optimizer.step#"
-        )  # PyTorch marks it so, as in Optimizer.step#SGD.step
-        return phase, Kind.OPTIMIZER, whose.partition(".")[0].lower() if stepped else "clip"
-    if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
-        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
-    return phase, kind_of(span.kernel.name), operation_name(span)
+        waiting = phase is Phase.COMMUNICATION  # whatever calls it
+        key = (phase, Kind.COLLECTIVE, "exchange") if waiting else span_key(span, phase)
+        sums.add(step, key, span.self_ns, span.kernel is span.event)
 
 
 def _device_lines(
@@ -172,10 +140,7 @@ def _device_lines(
         step, phase = place(span.event.start if span else event.start)
         if phase is None or step < 0:
             continue
-        key = span_key(span, phase) if span else (phase, Kind.OTHER, event.name)
-        if event.name.startswith("nccl"):
-            key = (phase, Kind.COLLECTIVE, event.name.partition("(")[0])
-        sums.add(step, key, event.end - event.start, 1)
+        sums.add(step, device_key(event, span, phase), event.end - event.start, 1)
 
 
 def _rest_is_dispatch(ends: Sequence[int], named: Sequence[tuple[int, Phase | None]], sums: _Sums) -> None:
@@ -206,14 +171,6 @@ def _groups(spans: Sequence[Span]) -> Callable[[int], str]:
     return at
 
 
-def group_of(scope: str) -> str:
-    """`model.layers.3.mlp.up!` is `model.layers.*`."""
-    parts = ["*" if part.isdigit() else part for part in scope.removesuffix(LEAF).split(".")]
-    if "*" in parts:
-        parts = parts[: parts.index("*") + 1]
-    return ".".join(parts) or "outside"
-
-
 def _timeline(
     spans: Sequence[Span], events: Sequence[Event], ends: Sequence[int], named: Sequence[tuple[int, Phase | None]],
     begin: int, sums: _Sums,
@@ -230,14 +187,5 @@ def _timeline(
         for i in own
     ]  # fmt: skip
     main = max({s.event.lane for s in spans}, key=lambda lane: sum(s.self_ns for s in spans if s.event.lane == lane))
-    for span in spans:
-        if span.kernel is span.event and first <= span.event.start < last:
-            lane = "operations" if span.event.lane == main else f"thread {span.event.lane}"
-            kind = kind_of(span.event.name)
-            label = f"{group_of(span.scope)}: {kind}" if span.scope else str(kind)
-            segments.append(Segment(lane, label, str(kind), span.event.start, span.event.end))
-    for event in events:
-        if event.where == DEVICE and first <= event.start < last:
-            kind = Kind.COLLECTIVE if event.name.startswith("nccl") else Kind.OTHER
-            segments.append(Segment(f"stream {event.lane}", event.name[:40], str(kind), event.start, event.end))
+    segments += operation_segments(spans, events, main, first, last)
     return timeline(segments, first, last)

@@ -10,25 +10,25 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
-from ironlaw.ledger import Kind, Line, Origin, Phase
+from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
+from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
+from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest, scopes_recorded
 
-STEP_SCOPE, PHASE_SCOPE, MODULE_SCOPE = "ironlaw.step", "ironlaw.phase/", "ironlaw.module/"
+STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
 COMMUNICATION_SCOPE = "ironlaw.communication"  # waiting for other ranks: counted by whoever waits
 RECOMPUTE_SCOPE = "ironlaw.recompute"
 NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
 _PRODUCT_WITH_BIAS = "aten::addmm"
-_BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 _KINDS = {
     Kind.MATMUL: (
@@ -83,21 +83,6 @@ _OWN_WORK: dict[str, dict[Kind | None, str]] = {
     "Block": {None: "residual"},
     "Transformer": {Kind.EMBEDDING: "positions", Kind.LOSS: "loss", None: "loss"},
 }
-
-
-@dataclass
-class Span:
-    """One event of the trace: a stretch of time on one thread."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-    sequence: int
-    self_ns: int = 0
-    scope: str = ""
-    inside: str = ""  # name of the span around it
-    phase: Phase | None = None
-    again: bool = False  # inside a recomputation
 
 
 @dataclass
@@ -172,77 +157,42 @@ def native_scope(name: str) -> Any:
     return record_function(NATIVE + name)
 
 
-@contextmanager
-def named_modules_recorded(model: nn.Module) -> Iterator[None]:
-    """Push a scope around every module's forward while recording; removed afterwards."""
-    open_scopes: list[Any] = []
-
-    def enter(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            scope = record_function(MODULE_SCOPE + name)
-            scope.__enter__()
-            open_scopes.append(scope)
-
-        return hook
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
-
-    with ExitStack() as handles:
-        for module, name in module_scopes(model).items():
-            handles.callback(module.register_forward_pre_hook(enter(name)).remove)
-            # Always: a recomputation leaves a block as soon as it has what the backward pass needs, by an exception.
-            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
-        yield
+def named_modules_recorded(model: nn.Module) -> AbstractContextManager[None]:
+    """A scope with the plan's name around every module's forward while recording."""
+    return scopes_recorded(module_scopes(model))
 
 
 def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> StepProfile:
     """`recorded`: a finished torch profiler. `gradient_pointers`: addresses of the gradients of the last step."""
-    events = recorded.profiler.kineto_results.events()
-    spans = [
-        Span(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.sequence_nr())
-        for e in events
-        if e.duration_ns() > 0 and not e.name().startswith("gloo:")  # which lie across what runs meanwhile
+    events = [
+        event
+        for event in recorded_events(recorded)
+        if event.end > event.start and not event.name.startswith("gloo:")  # which lie across what runs meanwhile
     ]
-    _nest(spans)
+    spans = nest(events, _place, by_thread=False)
     result = StepProfile(lines=_lines(spans, steps))
-    _find_peak(recorded, spans, gradient_pointers, result)
+    _find_peak(recorded_allocations(recorded), spans, gradient_pointers, result)
     return result
 
 
-def _nest(spans: list[Span]) -> None:
-    """Self time, scope and phase of each span, from how they contain each other."""
-    spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
-    forward_scope: dict[int, str] = {}
-    stack: list[Span] = []
-    for span in spans:
-        while stack and stack[-1].end_ns <= span.start_ns:
-            stack.pop()
-        parent = stack[-1] if stack else None
-        span.self_ns = span.end_ns - span.start_ns
-        if parent is not None:
-            parent.self_ns -= span.self_ns
-            span.scope, span.phase, span.inside = parent.scope, parent.phase, parent.name
-            span.again = parent.again
-        if span.name == COMMUNICATION_SCOPE:
-            span.phase = None
-        elif span.name.startswith(PHASE_SCOPE):
-            span.phase, span.scope = Phase(span.name.removeprefix(PHASE_SCOPE)), ""
-        elif span.name == RECOMPUTE_SCOPE:
-            span.scope, span.again = "Block", True
-        elif span.name.startswith(MODULE_SCOPE):
-            span.scope = span.name.removeprefix(MODULE_SCOPE)
-        elif span.name in _FUNCTIONS:
-            span.scope = _FUNCTIONS[span.name]
-            forward_scope[span.sequence] = span.scope
-        elif span.name.startswith(_BACKWARD_NODE):
-            scope, node = forward_scope.get(span.sequence, ""), span.name.removeprefix(_BACKWARD_NODE)
-            span.scope = _NODE_SCOPES.get((scope, node), scope)
-            if "AccumulateGrad" in span.name:
-                span.scope = "accumulate"
-        elif span.phase is Phase.FORWARD and span.sequence >= 0:
-            forward_scope[span.sequence] = span.scope
-        stack.append(span)
+def _place(span: Span, forward_scope: dict[int, str]) -> None:
+    """Scope and phase of a span, by the marks of our own trainer."""
+    name, sequence = span.name, span.event.sequence
+    if name == COMMUNICATION_SCOPE:
+        span.phase = None
+    elif name.startswith(PHASE_SCOPE):
+        span.phase, span.scope = Phase(name.removeprefix(PHASE_SCOPE)), ""
+    elif name == RECOMPUTE_SCOPE:
+        span.scope, span.again = "Block", True
+    elif name.startswith(MODULE_SCOPE):
+        span.scope = name.removeprefix(MODULE_SCOPE)
+    elif name in _FUNCTIONS:
+        span.scope = forward_scope[sequence] = _FUNCTIONS[name]
+    elif name.startswith(BACKWARD_NODE):
+        scope, node = forward_scope.get(sequence, ""), name.removeprefix(BACKWARD_NODE)
+        span.scope = "accumulate" if "AccumulateGrad" in name else _NODE_SCOPES.get((scope, node), scope)
+    elif span.phase is Phase.FORWARD and sequence >= 0:
+        forward_scope[sequence] = span.scope
 
 
 def _lines(spans: list[Span], steps: int) -> list[Line]:
@@ -250,8 +200,8 @@ def _lines(spans: list[Span], steps: int) -> list[Line]:
 
     Whoever compares them with phases timed without a profiler scales them to those.
     """
-    nanoseconds: dict[tuple[Phase, Kind, str], list[int]] = defaultdict(lambda: [0] * steps)
-    counts: dict[tuple[Phase, Kind, str], int] = defaultdict(int)
+    nanoseconds: dict[Key, list[int]] = defaultdict(lambda: [0] * steps)
+    counts: dict[Key, int] = defaultdict(int)
     step = -1
     for span in spans:
         if span.name == STEP_SCOPE:
@@ -343,28 +293,27 @@ def _is_cast(span: Span, operation: str) -> bool:
     return operation == "copy_" and span.inside == "aten::_to_copy"
 
 
-def _find_peak(recorded: Any, spans: list[Span], gradient_pointers: set[int], result: StepProfile) -> None:
+def _find_peak(
+    recorded: Sequence[Allocation], spans: list[Span], gradient_pointers: set[int], result: StepProfile
+) -> None:
     """Replay allocations of the last recorded step; say what was alive at the highest moment."""
-    copies = [(span.start_ns, span.end_ns) for span in spans if span.name == COPY_SCOPE]
-    allocations = sorted(
-        (a for a in _allocations(recorded) if not any(start <= a[0] <= end for start, end in copies)),
-        key=lambda a: a[0],
-    )
+    copies = [(span.event.start, span.event.end) for span in spans if span.name == COPY_SCOPE]
+    allocations = [a for a in recorded if not any(start <= a.moment <= end for start, end in copies)]
     last = {p: [s for s in spans if s.name == f"{PHASE_SCOPE}{p}"] for p in (Phase.FORWARD, Phase.BACKWARD)}
     if not allocations or not last[Phase.BACKWARD]:
         return
-    forward_ends = [s.end_ns for s in last[Phase.FORWARD]]
-    backward_end = last[Phase.BACKWARD][-1].end_ns
+    forward_ends = [s.event.end for s in last[Phase.FORWARD]]
+    backward_end = last[Phase.BACKWARD][-1].event.end
     category: dict[int, str] = {}  # index of the allocation -> what it turned out to be
     live: dict[int, int] = {}  # address -> index of the allocation
     marks = sorted([(t, "activations") for t in forward_ends] + [(backward_end, "gradients")])
-    for index, (moment, pointer, size) in enumerate(allocations):
-        while marks and moment > marks[0][0]:
+    for index, a in enumerate(allocations):
+        while marks and a.moment > marks[0][0]:
             _label(live, category, marks.pop(0)[1], gradient_pointers)
-        if size > 0:
-            live[pointer] = index
+        if a.bytes > 0:
+            live[a.address] = index
         else:
-            live.pop(pointer, None)
+            live.pop(a.address, None)
     for _, label in marks:
         _label(live, category, label, gradient_pointers)
     _replay(allocations, category, result)
@@ -378,29 +327,19 @@ def _label(live: dict[int, int], category: dict[int, str], label: str, gradients
             category.setdefault(index, "activations")
 
 
-def _replay(allocations: list[tuple[int, int, int]], category: dict[int, str], result: StepProfile) -> None:
+def _replay(allocations: list[Allocation], category: dict[int, str], result: StepProfile) -> None:
     held: dict[str, int] = {"gradients": 0, "activations": 0, "temporaries": 0}
     live: dict[int, tuple[str, int]] = {}
     total = result.peak_bytes = 0
-    for index, (_, pointer, size) in enumerate(allocations):
-        if size > 0:
+    for index, a in enumerate(allocations):
+        if a.bytes > 0:
             kind = category.get(index, "temporaries")
-            live[pointer] = (kind, size)
-            held[kind] += size
-            total += size
-        elif pointer in live:
-            kind, allocated = live.pop(pointer)
+            live[a.address] = (kind, a.bytes)
+            held[kind] += a.bytes
+            total += a.bytes
+        elif a.address in live:
+            kind, allocated = live.pop(a.address)
             held[kind] -= allocated
             total -= allocated
         if total > result.peak_bytes:
             result.peak_bytes, result.peak_parts = total, dict(held)
-
-
-def _allocations(recorded: Any) -> Iterator[tuple[int, int, int]]:
-    """(nanoseconds, address, bytes; negative when freed) of every allocation recorded."""
-    pending = list(recorded.profiler.kineto_results.experimental_event_tree())
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children)
-        if node.tag == torch._C._profiler._EventType.Allocation:
-            yield node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size

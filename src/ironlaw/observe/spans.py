@@ -7,13 +7,18 @@ that calls belongs to it. A backward operation has the module of the forward ope
 from __future__ import annotations
 
 import functools
+import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.profiler import record_function
 
-from ironlaw.ledger import Kind
+from ironlaw.ledger import Key, Kind, Phase
 from ironlaw.observe.events import CPU, Event
 from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace_kernels import _KIND_OF as TRACED_KINDS
@@ -45,17 +50,59 @@ class Span:
     backward: bool = False  # inside a node of the autograd engine
     outer: str = ""  # the optimizer, data loader or profiler step around it
     kernel: Event | None = None  # the operation that this is part of
+    phase: Phase | None = None  # where the recording marks phases
+
+    @property
+    def name(self) -> str:
+        return self.event.name
+
+    @property
+    def inside(self) -> str:
+        """Name of the span around it."""
+        return self.parent.event.name if self.parent is not None else ""
 
 
-def nest(events: Sequence[Event]) -> list[Span]:
-    """Spans of all threads, sorted by start. `events` are sorted by (start, -end)."""
+@contextmanager
+def scopes_recorded(names: Mapping[nn.Module, str]) -> Iterator[None]:
+    """Push a scope with its name around every module's forward while recording; removed afterwards."""
+    open_scopes: list[Any] = []
+
+    def enter(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            scope = record_function(MODULE_SCOPE + name)
+            scope.__enter__()
+            open_scopes.append(scope)
+
+        return hook
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        open_scopes.pop().__exit__(None, None, None)
+
+    with ExitStack() as handles:
+        for module, name in names.items():
+            handles.callback(module.register_forward_pre_hook(enter(name)).remove)
+            # Always: a recomputation leaves a block as soon as it has what the backward pass needs, by an exception.
+            handles.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+Place = Callable[["Span", dict[int, Any]], None]
+
+
+def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = True) -> list[Span]:
+    """Spans of all threads, sorted by start. `events` are sorted by (start, -end).
+
+    `place` says where a span is, from its name and what it inherited; it may keep something of forward operations by
+    sequence number. Without `by_thread` there is one stack: whatever lies within a span belongs to it.
+    """
+    place = place or _place
     stacks: dict[int | str, list[Span]] = defaultdict(list)
-    forward: dict[int, tuple[str, bool]] = {}
+    forward: dict[int, Any] = {}
     spans = []
     for event in events:
         if event.where != CPU or event.name == MARK:
             continue
-        stack = stacks[event.lane]
+        stack = stacks[event.lane if by_thread else 0]
         while stack and stack[-1].event.end <= event.start:
             stack.pop()
         parent = stack[-1] if stack else None
@@ -64,7 +111,8 @@ def nest(events: Sequence[Event]) -> list[Span]:
             parent.self_ns -= span.self_ns
             span.scope, span.attention, span.backward = parent.scope, parent.attention, parent.backward
             span.outer, span.kernel, span.again = parent.outer, parent.kernel, parent.again
-        _place(span, forward)
+            span.phase = parent.phase
+        place(span, forward)
         stack.append(span)
         spans.append(span)
     return spans
@@ -146,3 +194,57 @@ def _name(span: Span) -> str:
         return line_name(path)
     function = "attention" if span.attention else name.strip("_").removesuffix("_data").removesuffix("_backward")
     return line_name(".".join(part for part in (path, function) if part))
+
+
+def group_of(scope: str) -> str:
+    """`model.layers.3.mlp.up!` is `model.layers.*`."""
+    parts = ["*" if part.isdigit() else part for part in scope.removesuffix(LEAF).split(".")]
+    if "*" in parts:
+        parts = parts[: parts.index("*") + 1]
+    return ".".join(parts) or "outside"
+
+
+def span_key(span: Span, phase: Phase) -> Key:
+    """Where the span's own time counts."""
+    if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
+        # PyTorch marks it so, as in Optimizer.step#SGD.step.
+        _, stepped, whose = span.outer.partition("Optimizer.step#")
+        return phase, Kind.OPTIMIZER, whose.partition(".")[0].lower() if stepped else "clip"
+    if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
+        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
+    return phase, kind_of(span.kernel.name), operation_name(span)
+
+
+COLLECTIVE = re.compile(r"nccl|rccl|oneccl|all_?reduce|all_?gather|reduce_?scatter", re.IGNORECASE)
+_DEVICE_KINDS = (
+    (Kind.COLLECTIVE, COLLECTIVE),
+    (Kind.ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
+    (Kind.MATMUL, re.compile(r"gemm|cutlass|xmma|wgmma|matmul|conv|nvjet", re.IGNORECASE)),
+    (Kind.NORM, re.compile(r"norm", re.IGNORECASE)),
+    (Kind.LOSS, re.compile(r"softmax|nll|cross_entropy", re.IGNORECASE)),
+    (Kind.OPTIMIZER, re.compile(r"adam|multi_tensor|sgd", re.IGNORECASE)),
+    (Kind.EMBEDDING, re.compile(r"embedding|index_select", re.IGNORECASE)),
+)
+
+
+def device_kind(kernel: str) -> Kind:
+    """Kind of work of a kernel, by its name."""
+    return next((kind for kind, pattern in _DEVICE_KINDS if pattern.search(kernel)), Kind.ELEMENTWISE)
+
+
+def device_key(event: Event, launcher: Span | None, phase: Phase) -> Key:
+    """Where a kernel or copy of a device counts: by the operation that launched it, else by its name."""
+    kind, name = device_kind(event.name), _short(event.name)
+    if launcher is not None and launcher.kernel is not None:
+        kind, name = kind_of(launcher.kernel.name), operation_name(launcher)
+    if COLLECTIVE.search(event.name):
+        return Phase.COMMUNICATION, Kind.COLLECTIVE, name
+    if "HtoD" in event.name:
+        return Phase.TRANSFER, Kind.ELEMENTWISE, "copy to the device"
+    return phase, Kind.OPTIMIZER if phase is Phase.OPTIMIZER else kind, name
+
+
+def _short(kernel: str) -> str:
+    """`void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>(...)` without what is the same in all."""
+    bare = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", bare)[0].split("::")[-1][:60] or kernel[:60]

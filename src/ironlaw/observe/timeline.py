@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ironlaw.observe.events import DEVICE, Event
+from ironlaw.observe.spans import Span, device_kind, group_of, kind_of
 
 SHORTEST = 0.002  # of the step: what is shorter joins its neighbour
 MOST_SEGMENTS = 400
@@ -20,6 +23,24 @@ class Segment:
     start: int
     end: int
     calls: int = 1
+
+
+def operation_segments(
+    spans: Sequence[Span], events: Sequence[Event], main: int | str, begin: int, end: int
+) -> list[Segment]:
+    """What threads and streams run within a step; `main`: the thread of the loop."""
+    segments = []
+    for span in spans:
+        if span.kernel is span.event and begin <= span.event.start < end:
+            lane = "operations" if span.event.lane == main else f"thread {span.event.lane}"
+            kind = str(kind_of(span.event.name))
+            label = f"{group_of(span.scope)}: {kind}" if span.scope else kind
+            segments.append(Segment(lane, label, kind, span.event.start, span.event.end))
+    for event in events:
+        if event.where == DEVICE and begin <= event.start < end:
+            kind = str(device_kind(event.name))
+            segments.append(Segment(f"stream {event.lane}", kind, kind, event.start, event.end))
+    return segments
 
 
 def timeline(segments: Iterable[Segment], begin: int, end: int) -> dict[str, Any]:

@@ -34,18 +34,19 @@ from ironlaw.machine import host, interference
 from ironlaw.machine.load import OtherLoad, RunDelay
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.observe.board import find_board, processor_throttle_count
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
+from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.habits import Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
-from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, modules_recorded, read_modules
+from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
 from ironlaw.observe.sampler import Sampler
+from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
 from ironlaw.observe.updates import updates_of
 
@@ -133,8 +134,8 @@ class Watch:
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, listener))
         self._listener = listener
         accelerated = self.device.type == "cuda"
-        self._board = find_board(self.device.index or 0) if accelerated else None
-        self._energy = EnergyMeter(accelerated=accelerated, board=self._board)
+        self._gpu = find_gpu_monitor(self.device.index or 0) if accelerated else None
+        self._energy = EnergyMeter(accelerated=accelerated, gpu=self._gpu)
         self._load, self._delay = OtherLoad(), RunDelay()
         self._throttled = processor_throttle_count()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
@@ -282,8 +283,8 @@ class Watch:
             self._sampled = now
             self.peak_resident = max(self.peak_resident, host.resident_bytes())
             self._energy.joules()
-            if self._board is not None:
-                self._board.sample()
+            if self._gpu is not None:
+                self._gpu.sample()
 
     # -- recording -------------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ class Watch:
             activities.append(ProfilerActivity.CUDA)
         self._recorder = profile(activities=activities, profile_memory=True)
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
-            self._recording_stack.enter_context(modules_recorded(self.model))
+            self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
         self.sampler = self._recording_stack.enter_context(Sampler(self.partition))
         with silent_stderr():
@@ -376,7 +377,7 @@ class Watch:
                 sum(t.data_cpu_seconds for t in done), sum(t.phase_seconds.get(Phase.DATA, 0.0) for t in done)
             ),
             **_device_facts(self.device),
-            **(self._board.facts() if self._board is not None else {}),
+            **(self._gpu.facts() if self._gpu is not None else {}),
             "processor_throttled": subtract(processor_throttle_count(), self._throttled),
             "rank": _rank(),
             "world_size": torch.distributed.get_world_size() if _distributed() else 1,

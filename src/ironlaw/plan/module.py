@@ -22,7 +22,7 @@ from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.machines import Machine, MeasuredMachine, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
-from ironlaw.plan.totals import System, add_totals, fits
+from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.updates import Loop
@@ -46,11 +46,11 @@ ACCELERATOR_MEMORY_INTERVAL = 0.1
 
 
 @dataclass(frozen=True)
-class _Target:
-    """Where a module is planned to run."""
+class Target:
+    """Where something is planned to run."""
 
     machine: Machine
-    system: System
+    system: PlannedOn
     precision: str  # for the trace: "as is", "bf16", "fp16"
     precision_reason: str
     facts: dict[str, Any]
@@ -87,7 +87,7 @@ def plan_module(
     from ironlaw.workload.trace import trace
 
     profile = load_profile() if on == "this" else None
-    target = _this_machine(profile, precision) if profile else _accelerator(on, precision)
+    target = _this_machine(profile, precision) if profile else accelerator_target(on, precision)
     how: Any = {"loss": loss, "precision": target.precision, "real": real, "repeated": repeated}
     traced = trace(module_or_factory, inputs, **how)
     ledger = _planned(traced, target, name)
@@ -106,12 +106,12 @@ def plan_trace(
 ) -> Ledger:
     """The plan of a micro-batch that was traced earlier, `accumulation` of them per step: on the machine of `profile`,
     or without one on the accelerator `on`."""
-    target = _this_machine(profile, "auto") if profile else _accelerator(on, "as is")
+    target = _this_machine(profile, "auto") if profile else accelerator_target(on, "as is")
     return _planned(traced, target, name, accumulation, loop)
 
 
 def _planned(
-    traced: Trace, target: _Target, name: str | None, accumulation: int = 1, loop: Loop | None = None
+    traced: Trace, target: Target, name: str | None, accumulation: int = 1, loop: Loop | None = None
 ) -> Ledger:
     program, system = step_of_trace(traced, accumulation, loop), target.system
     peak = peak_memory(program)
@@ -138,12 +138,12 @@ def _planned(
 # -- where it runs -----------------------------------------------------------------------------------------------
 
 
-def _this_machine(profile: Profile, precision: str) -> _Target:
+def _this_machine(profile: Profile, precision: str) -> Target:
     slowdown = interference.typical(profile)
     wanted = "as is" if precision == "auto" else precision
-    system = System.measured(profile, wanted if wanted in profile.matmul else "fp32")
+    system = PlannedOn.measured(profile, wanted if wanted in profile.matmul else "fp32")
     guessed = f"{system.time_basis}; bytes at copy rate where there is no curve"
-    return _Target(
+    return Target(
         machine=ThisMachine(MeasuredMachine(profile, slowdown)),
         system=replace(system, time_basis=guessed),
         precision=wanted,
@@ -158,12 +158,11 @@ def _this_machine(profile: Profile, precision: str) -> _Target:
     )
 
 
-def _accelerator(on: str, precision: str) -> _Target:
+def accelerator_target(on: str, precision: str, what: str = "a traced module is") -> Target:
+    """UserError for several accelerators and for one whose memory nobody printed."""
     cluster = parse_cluster(on)
     if cluster.count != 1:
-        raise UserError(
-            f"a traced module is planned on one accelerator, not {cluster.count}: write {cluster.accelerator.name}"
-        )
+        raise UserError(f"{what} planned on one accelerator, not {cluster.count}: write {cluster.accelerator.name}")
     found = cluster.accelerator
     hardware = hardware_of(found)
     if found.memory_bytes is None:
@@ -174,9 +173,9 @@ def _accelerator(on: str, precision: str) -> _Target:
     reason = f"autocast: matrix units of {found.name} want 16 bits" if precision == "auto" else "asked for"
     peak = hardware.peak(dtype)
     engine = engine_of_framework(EAGER_FRAMEWORK).on(found.generation)
-    return _Target(
+    return Target(
         machine=CataloguedAccelerator(hardware, engine),
-        system=System(
+        system=PlannedOn(
             found.name,
             found.memory_bytes.value,
             UNUSABLE_BYTES,

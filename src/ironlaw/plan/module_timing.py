@@ -82,9 +82,10 @@ class CataloguedAccelerator:
 
     hardware: Hardware
     engine: Engine  # how much slower kernels are inside a run than in a benchmark
+    precision: str = "fp32"  # of operations that name none
 
     def time(self, op: Operation) -> Timing:
-        dtype = _dtype(op)
+        dtype = _dtype(op, op.precision or self.precision)
         seconds, bound = 0.0, "memory"
         if op.matmul is not None and not (min(op.matmul[1:]) < NARROW and op.batch > 1):
             m, n, k = op.matmul
@@ -128,7 +129,7 @@ def _value_size(op: Operation, size: int) -> float:
     return (op.flops or 0) / (products * op.elements) - size if op.flops and op.elements else size
 
 
-def _dtype(op: Operation) -> str:
+def _dtype(op: Operation, otherwise: str = "fp32") -> str:
     """Element type of a traced operation; fp64 is timed as fp32, which nobody has constants beyond."""
-    dtype = str(getattr(op, "dtype", "fp32"))
+    dtype = str(getattr(op, "dtype", otherwise))
     return "fp32" if dtype == "fp64" else dtype

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ironlaw.catalog.models import is_model, model_names, released_names
 from ironlaw.config import RunConfig, TrainConfig, apply_override, build_config, load_config
@@ -104,27 +105,33 @@ def resolve(what: str, overrides: Sequence[str] = ()) -> RequestedModel:
     holds_run = path.is_dir() and (path / "config.toml").is_file()
     if path.suffix == ".toml" or holds_run:
         config = load_config(path, overrides)
-        return RequestedModel(config.model, config)
+        return RequestedModel(config.model, config, has_file=True)
     if is_config_file(path):
-        return RequestedModel(_overridden(read_config(path), overrides), left_out=left_out(path))
+        return replace(_overridden(read_config(path), overrides), left_out=left_out(path))
     if is_model(what):
-        return RequestedModel(_overridden(ModelConfig.named(what), overrides))
+        return _overridden(ModelConfig.named(what), overrides)
     if path.suffix == ".json" or path.is_dir() or "/" in what:
         raise UserError(f"no config at {what}: give a .toml run config, a config.json, or a directory that holds one")
     raise UserError(f"unknown model '{what}': {did_you_mean(what, [*model_names(), *released_names()])}")
 
 
-def _overridden(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
-    """The model with `--set model.KEY=VALUE`; other sections belong to a config file."""
-    if not overrides:
-        return model
-    document = {"model": model.model_dump(exclude_none=True)}
+def _overridden(model: ModelConfig, overrides: Sequence[str]) -> RequestedModel:
+    """The model with `--set model.KEY=VALUE`, or adapters of it with `finetune.KEY=VALUE`; other sections belong to a
+    config file."""
+    document: dict[str, Any] = {"model": model.model_dump(exclude_none=True)}
     for override in overrides:
-        if not override.startswith("model."):
-            raise UserError(f"--set {override}: only model.KEY=VALUE can be set without a config file")
+        if not override.startswith(("model.", "finetune.")):
+            raise UserError(
+                f"--set {override}: only model.KEY=VALUE and finetune.KEY=VALUE can be set without a config file"
+            )
         apply_override(document, override)
-    document["model"]["name"] = f"{model.name} changed"
-    return build_config(document, where="--set").model
+    if any(override.startswith("model.") for override in overrides):
+        document["model"]["name"] = f"{model.name} changed"
+        model = build_config({"model": document["model"]}, where="--set").model
+    if "finetune" not in document:
+        return RequestedModel(model)
+    config = build_config(document | {"train": {"global_batch": 1}}, where="--set")
+    return RequestedModel(model, config if config.finetune.adapts else None)
 
 
 def plan_on_this(config: RunConfig) -> PlanOutcome:

@@ -74,3 +74,4 @@ class RequestedModel:
     model: ModelConfig
     config: RunConfig | None = None
     left_out: tuple[str, ...] = ()  # of what was asked about, what the model here has not
+    has_file: bool = False  # whether the config is one that somebody wrote

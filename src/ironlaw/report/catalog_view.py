@@ -131,7 +131,7 @@ def checkup_view(found: Mapping[str, Any]) -> Document:
     measured = found["measured"]
     if measured is not None:
         when = measured["created"][:16].replace("T", " ")
-        made.text(f"Measured {when}: {measured['name']} ({measured['device']}), {measured['path']}")
+        made.text(f"Measured {when}: {measured['name']} ({measured['device']})")
     made.heading("Optional parts")
     rows = []
     for extra in found["extras"]:

@@ -34,9 +34,9 @@ from ironlaw.ledger import Estimate, Ledger, Origin, Phase
 from ironlaw.machine import host, interference
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
-from ironlaw.observe.board import find_board
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.gpu_monitor import find_gpu_monitor
 from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
 from ironlaw.observe.profile import copy_scope, named_modules_recorded, read_profile, silent_stderr, step_scope
 from ironlaw.plan.recipe import batch_of
@@ -173,7 +173,9 @@ class Trainer:
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
-        energy = EnergyMeter(accelerated=accelerated, board=find_board(self.device.index or 0) if accelerated else None)
+        energy = EnergyMeter(
+            accelerated=accelerated, gpu=find_gpu_monitor(self.device.index or 0) if accelerated else None
+        )
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
         previous = {number: signal.signal(number, self._on_signal) for number in heard}

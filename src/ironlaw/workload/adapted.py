@@ -119,8 +119,9 @@ class _Rewrite:
         self, operations: Sequence[Operation], here: dict[str, list[Target]], first: bool
     ) -> Iterator[Operation]:
         for op, following in zip_longest(operations, operations[1:]):
-            # Autocast casts a matrix right before its product, what is multiplied before that.
-            casts_weight = op.kernel == "cast" and following is not None and following.matmul is not None
+            # Autocast casts a matrix right before its product, what is multiplied before that; what is computed again
+            # ends before the last product.
+            casts_weight = op.kernel == "cast" and (following is None or following.matmul is not None)
             if op.group == "embedding" and self._starts_plain:
                 op = replace(op, saved_bytes=0)
             if op.kernel == "matmul_weight_gradient":  # of a loss in chunks

@@ -11,6 +11,7 @@ from ironlaw.catalog.models import taken_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, did_you_mean
+from ironlaw.plan.adapters import plan_adapters
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.emit.trainers import check_words, emit, trainer_named
 from ironlaw.plan.measured.network import described_node, resized
@@ -26,10 +27,7 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     """Plan the given layout, or search; every default taken is among the assumptions."""
     config = requested.config
     if config is not None and config.finetune.adapts:
-        raise UserError(
-            f'finetune.method = "{config.finetune.method}" is planned on this machine only, not on catalogued '
-            'accelerators yet: leave --on out, or plan full training with finetune.method = "none"'
-        )
+        return plan_adapters(requested, on, options)
     cluster, layout, assumed = _where(on, options)
     if layout is None and cluster.count == 1 and requested.config and requested.config.train.offload != "none":
         layout = _of_config(requested.config)  # a config that says where its memory goes says all of a single device

@@ -1,4 +1,4 @@
-"""What the driver tells of an accelerator board while it works: energy, clock, and why the clock is low.
+"""What the driver tells of a GPU while it works: energy, clock, and why the clock is low.
 
 Through NVML (`nvidia-ml-py`, in the extra `ironlaw[energy]`); without it all of this is not measured.
 """
@@ -14,8 +14,8 @@ REASONS = {"power": 0x4 | 0x80, "heat": 0x20 | 0x40, "hardware slowdown": 0x8}
 _THROTTLED = "cpu[0-9]*/thermal_throttle/core_throttle_count"
 
 
-class Board:
-    """One board. `sample()` now and then while it works; `facts()` at the end."""
+class GpuMonitor:
+    """One GPU. `sample()` now and then while it works; `facts()` at the end."""
 
     name = "NVML counter of the board"
     limit = None  # the counter of energy does not wrap around
@@ -55,15 +55,15 @@ class Board:
         }  # fmt: skip
 
 
-def find_board(index: int, nvml: Any = None) -> Board | None:
-    """None without nvidia-ml-py, without a driver, and where the driver hides the board."""
+def find_gpu_monitor(index: int, nvml: Any = None) -> GpuMonitor | None:
+    """None without nvidia-ml-py, without a driver, and where the driver hides the GPU."""
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
         return None
     try:
         nvml.nvmlInit()
-        return Board(nvml, index)
+        return GpuMonitor(nvml, index)
     except nvml.NVMLError:
         return None
 

@@ -1,0 +1,90 @@
+"""Fine-tuning with adapters on one catalogued accelerator: the trainer's own program, timed by the device's constants.
+
+    ironlaw plan llama3-70b --on rtx-4090 --set finetune.method=qlora
+
+Nothing is recomputed where that fits, else every block; a config file says which itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ironlaw import units
+from ironlaw.config import RunConfig
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.plan.machines import fold
+from ironlaw.plan.memory import peak_memory
+from ironlaw.plan.module import accelerator_target
+from ironlaw.plan.module_timing import CataloguedAccelerator
+from ironlaw.plan.recipe import batch_of, recipe_of
+from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
+from ironlaw.plan.step import finetuning, finetuning_targets
+from ironlaw.plan.totals import add_totals, fits
+from ironlaw.plan.work import Assumption
+from ironlaw.workload.adapted import finetuned
+from ironlaw.workload.layout import Layout
+from ironlaw.workload.program import step
+
+USUAL_SEQUENCE = 2048
+
+
+def plan_adapters(requested: RequestedModel, on: str, options: Options) -> PlanOutcome:
+    """UserError for several devices and for models whose adapters are not planned."""
+    assert requested.config is not None
+    if requested.model.latent is not None or requested.model.moe is not None:
+        raise UserError("adapters of latent attention and experts are not planned: give a dense model")
+    if options.layout or options.emit or options.ranks:
+        raise UserError("adapters are trained by one process here: leave --layout, --emit and --ranks out")
+    config, assumed = _settled(requested.config, options)
+    # A config file says itself what is recomputed.
+    modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
+    for mode in modes:
+        config = config.model_copy(update={"recompute": config.recompute.model_copy(update={"mode": mode})})
+        ledger = _ledger(config, on, options.precision or config.train.precision)
+        if fits(ledger):
+            break
+    if not requested.has_file:
+        assumed.append(Assumption("recomputation", mode, "the first that fits of none and full", "a config file"))
+    return PlanOutcome(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
+
+
+def _settled(config: RunConfig, options: Options) -> tuple[RunConfig, list[Assumption]]:
+    assumed: list[Assumption] = []
+    work, train = options.work, config.train
+    sequence = work.sequence or train.sequence
+    if sequence is None:
+        sequence = min(config.model.context, USUAL_SEQUENCE)
+        assumed.append(Assumption("sequence", f"{sequence:,} tokens", "usual for fine-tuning", "--seq"))
+    batch = work.global_batch or train.global_batch
+    micro = train.micro_batch or 1
+    if train.micro_batch is None:
+        assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
+    update = {"sequence": sequence, "global_batch": batch, "micro_batch": min(micro, batch)}
+    return config.model_copy(update={"train": train.model_copy(update=update)}), assumed
+
+
+def _ledger(config: RunConfig, on: str, precision: str) -> Ledger:
+    target = accelerator_target(on, precision, "adapters are")
+    assert isinstance(target.machine, CataloguedAccelerator)
+    machine, system = replace(target.machine, precision=target.precision), target.system
+    recipe = recipe_of(config, target.precision, cuda=True, gloo=False)
+    program = step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe)
+    program = finetuned(program, config.finetune, finetuning_targets(config))
+    peak = peak_memory(program)
+    ledger = Ledger("plan", lines=fold(program.operations(), machine), memory=peak.lines({}))
+    ledger.facts = target.facts | {
+        "model": config.model.model_dump(mode="json", exclude_none=True), "machine": system.name,
+        "precision": target.precision, "precision_reason": target.precision_reason,
+        "matmul_peak_flops_per_second": system.peak_flops_per_second, "peak_basis": system.peak_basis,
+        "peak_at": peak.where, "memory_bytes": system.memory_bytes, "sequence": config.sequence,
+        "global_batch": config.train.global_batch, "micro_batch": config.micro_batch,
+        "accumulation": program.micro_batches, "steps": config.train.steps,
+    }  # fmt: skip
+    held = {"weights", "optimizer", "gradients", "average"}
+    states = sum(line.bytes or 0.0 for line in ledger.memory if line.component in held)
+    left = system.memory_bytes - system.context_bytes - states
+    room = f"{units.bytes_(left)} are left for activations" if left > 0 else f"{units.bytes_(-left)} too much already"
+    ledger.facts["finetune"] = f"{finetuning(config, program)}; held throughout: {units.bytes_(states)}, {room}"
+    add_totals(ledger, system, config.model.parameters, peak.where)
+    return ledger
