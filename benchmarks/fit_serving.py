@@ -2,6 +2,7 @@
 
     python benchmarks/fit_serving.py ../shared/calibration/inference.csv            # constants, then intervals
     python benchmarks/fit_serving.py ... --left-out                                 # the record of groups left out
+    python benchmarks/fit_serving.py ... --record device                            # of whole devices or engines
 
 Constants are a base and effects (`plan/serving/rates.py`). Residuals are logarithms of planned over measured, in units
 of 15%, with a robust loss; every effect has a prior of mean 0, so that one that few rows support stays small. A group
@@ -182,9 +183,21 @@ def _stack(values: list[Any]) -> np.ndarray:
     return np.array(values, dtype=float)
 
 
-def show(errors: dict[str, dict[str, np.ndarray]]) -> None:
+def left_out(problem: Problem, parts: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
+    """Errors of each part by constants fitted without it: kind -> group -> ln(measured / planned)."""
+    collected: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in WEIGHTS}
+    for part in sorted(set(parts)):
+        there = parts == part
+        for kind, found in problem.errors(problem.fit(~there, evaluations=12), there).items():
+            for group, values in found.items():
+                collected[kind].setdefault(group, []).append(values)
+    return {kind: {g: np.concatenate(v) for g, v in groups.items()} for kind, groups in collected.items()}
+
+
+def show(errors: dict[str, dict[str, np.ndarray]], each: bool = True) -> None:
     for kind, groups in errors.items():
-        for group, values in [*groups.items(), ("all", np.concatenate(list(groups.values())))]:
+        some = groups.items() if each else ()
+        for group, values in [*some, ("all", np.concatenate(list(groups.values())))]:
             off = 100 * np.abs(np.expm1(-values))
             print(f"{kind:10s} {group:34s} {len(values):4d}  median {np.median(off):5.1f}  mean {off.mean():5.1f}")
 
@@ -225,6 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv", type=Path)
     parser.add_argument("--left-out", action="store_true", help="fit anew without each group, and set the intervals")
+    parser.add_argument("--record", choices=("group", "device", "engine"), help="only print errors of what is left out")
     arguments = parser.parse_args()
     with arguments.csv.open(encoding="utf-8", newline="") as file:
         runs, rejected = read_serving(csv.DictReader(file))
@@ -232,17 +246,17 @@ def main() -> None:
     runs = [run for run in runs if not run.suspect]
     problem = Problem(runs)
     everything = np.ones(len(runs), dtype=bool)
+    if arguments.record:
+        parts = {"group": problem.groups, "device": np.array([run.device.name for run in runs]),
+                 "engine": np.array([run.engine.name for run in runs])}[arguments.record]  # fmt: skip
+        show(left_out(problem, parts), each=False)
+        return
     best = problem.fit(everything)
     show(problem.errors(best, everything))
     stated: dict[str, Any] = {"known": intervals(problem.errors(best, everything), KNOWN_FACTOR)}
     stated["unseen"] = stated["known"]
     if arguments.left_out:
-        collected: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in WEIGHTS}
-        for group in sorted(set(problem.groups)):
-            there = problem.groups == group
-            without = problem.fit(~there, evaluations=12)
-            for kind, found in problem.errors(without, there).items():
-                collected[kind] |= found
+        collected = left_out(problem, problem.groups)
         print("left out:")
         show(collected)
         stated["unseen"] = intervals(collected)

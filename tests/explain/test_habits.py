@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ SCRIPT = """
 import gc, copy, sys, time
 import torch, torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 import ironlaw
 
 torch.manual_seed(0)
@@ -26,14 +30,33 @@ batches = [torch.randint(0, 100, (16, 64)) for _ in range(4)]
 kept, total = [], 0.0
 with ironlaw.observe(model, optimizer, out=out) as watch:
     for number in range(40):
-        tokens = batches[number % 4]
+        {tokens}
         logits = model(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         {backward}
         optimizer.step()
-        optimizer.zero_grad()
+        {clear}
         {after}
 """
+DEFAULTS = {
+    "before": "", "tokens": "tokens = batches[number % 4]", "backward": "loss.backward()",
+    "clear": "optimizer.zero_grad()", "after": "",
+}  # fmt: skip
+CAST = """class Cast(nn.Sequential):
+    def forward(self, x):
+        for _ in range(60): x = x.to(torch.float16).to(torch.float32)  # HERE
+        return super().forward(x)
+model = nn.Sequential(model[0], Cast(*model[1:4]), model[4])"""
+AGAIN = """class Again(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)  # HERE
+model = nn.Sequential(model[0], Again(*model[1:4]), model[4])"""
+EVALUATION = """model.eval()
+        with torch.no_grad(): [model(tokens) for _ in range(3)]  # HERE
+        model.train()"""
+REBUILT = "tokens, = next(iter(DataLoader(TensorDataset(torch.cat(batches * 60)), 16, shuffle=True)))  # HERE"
+BY_HAND = """loss.backward()
+        for _ in range(60): [p.grad.mul_(1.0) for p in model.parameters()]  # HERE"""
 FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "anomaly": ("mode_left_on", {"before": "torch.autograd.set_detect_anomaly(True)  # HERE"}),
     "float64": ("float64", {"before": "model.double()  # HERE"}),
@@ -44,14 +67,41 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     "copies of the state": ("host_bound", {"after": "[copy.deepcopy(model.state_dict()) for _ in range(60)]  # HERE"}),
     "second pass": ("forwards_unread", {"after": "accuracy = model(tokens).argmax(-1) == tokens  # HERE"}),
     "zeros": ("gradients_zeroed", {"after": "optimizer.zero_grad(set_to_none=False)  # HERE"}),
+    "asleep": ("host_bound", {"after": "time.sleep(0.02)  # HERE"}),
+    "uncleared": ("gradients_uncleared", {"clear": "pass", "backward": "loss.backward()  # HERE"}),
+    "a new loader": ("input_bound", {"tokens": REBUILT}),
+    "conversions": ("copies", {"before": CAST}),
+    "recomputation": ("recompute_needless", {"before": AGAIN}),
+    "evaluation": ("evaluation_frequent", {"after": EVALUATION}),
+    "checkpoints": ("checkpoint_frequent", {"after": "torch.save(optimizer.state_dict(), out + '.pt')  # HERE"}),
+    "by hand": ("update_by_hand", {"backward": BY_HAND}),
+    "recompiling": ("recompiles", {
+        "before": "model[2] = torch.compile(model[2], dynamic=False)  # HERE",
+        "tokens": "tokens = batches[number % 4][:, : 64 - 2 * (number // 6)]",
+    }),
     "retained": ("graphs_retained", {"backward": "loss.backward(retain_graph=True)  # HERE"}),
 }  # fmt: skip
 QUICK = ("anomaly", "kept graphs", "collecting")
 
 
+TOGETHER = ("anomaly", "kept graphs", "collecting", "second pass", "asleep", "a new loader", "conversions",
+            "evaluation", "checkpoints", "by hand", "zeros")  # fmt: skip
+
+
+def together(names: Iterable[str]) -> dict[str, str]:
+    """The parts of several faults in one loop, one after the other; a mark says whose line it is."""
+    parts: dict[str, str] = {}
+    for name in names:
+        for part, text in FAULTS[name][1].items():
+            marked = text.replace("# HERE", f"# HERE: {name}")
+            parts[part] = f"{parts[part]}\n{'' if part == 'before' else ' ' * 8}{marked}" if part in parts else marked
+    return parts
+
+
 def explained(folder: Path, **parts: str) -> tuple[dict[str, Any], int]:
-    """The diagnosis, and the number of the line that is marked."""
-    text = SCRIPT.format(**{"before": "", "backward": "loss.backward()", "after": ""} | parts)
+    """The diagnosis, and the number of the first line that is marked."""
+    folder.mkdir(exist_ok=True)
+    text = SCRIPT.format(**DEFAULTS | parts)
     script = folder / "train.py"
     script.write_text(text, encoding="utf-8")
     # No profile: whether this machine is slow today is no part of the question.
@@ -71,3 +121,17 @@ def test_a_habit_is_named_first_with_its_line(fault: str, tmp_path: Path) -> Non
     causes = [finding["rule"] for finding in diagnosis["findings"]]
     assert causes and causes[0] == rule, (causes, diagnosis["sentence"])
     assert any(f"train.py:{line}" in figure for figure in diagnosis["evidence"]), diagnosis["evidence"]
+
+
+@pytest.mark.long
+def test_of_many_habits_each_fix_surfaces_the_next(tmp_path: Path) -> None:
+    left, fixed = list(TOGETHER), []
+    while left:
+        diagnosis, _ = explained(tmp_path / str(len(left)), **together(left))
+        lines = (tmp_path / str(len(left)) / "train.py").read_text(encoding="utf-8").splitlines()
+        places = re.findall(r"train\.py:(\d+)", " ".join(diagnosis["evidence"]))
+        marks = [lines[int(number) - 1].partition("# HERE: ")[2] for number in places]
+        found = next((mark for mark in marks if mark), None)
+        assert found in left, (left, fixed, diagnosis["sentence"], diagnosis["evidence"])
+        left.remove(found)
+        fixed.append(found)

@@ -8,7 +8,7 @@ import pytest
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.candidates import Job
+from ironlaw.plan.cluster.candidates import TrainingJob
 from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate
@@ -31,7 +31,7 @@ def made_up(constants: dict[str, float] = TRUE, noise: float = 0.02, count: int 
     for i, (accelerators, tp, micro, hidden) in enumerate(LAYOUTS[:count]):
         model = ModelConfig(layers=24, hidden=hidden, heads=hidden // 64, vocab=50304, context=2048)
         layout = Layout(dp=accelerators // tp, tp=tp, micro_batch=micro, recompute="full")
-        job = Job(model, layout, 2048, 128)
+        job = TrainingJob(model, layout, 2048, 128)
         cluster = parse_cluster(f"{accelerators}xa100-sxm-80gb")
         runs.append(Run(f"r{i}", "g", truth, cluster, "bf16", job, 1.0, None, True, "time", ()))
     seconds = evaluate(runs).step_seconds

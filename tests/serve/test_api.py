@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import struct
 import sys
@@ -240,3 +241,38 @@ def test_a_server_with_keys_wants_one(directory: Path) -> None:
         ):
             assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.long
+def test_the_page_shows_figures_and_an_answer_as_it_comes(directory: Path) -> None:
+    """In a headless browser; skipped where there is none."""
+    driver: Any = pytest.importorskip("playwright.sync_api")
+    browser_file = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
+    if browser_file is None:
+        pytest.skip("no Chromium")
+    with running(directory, blocks=400) as (url, engine), driver.sync_playwright() as playwright:
+        quick = engine.step
+        engine.step = lambda: (time.sleep(0.02), quick())[1]  # type: ignore[method-assign]  # an answer of 4 s
+        browser = playwright.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
+        page, wrong = browser.new_page(), []
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(url)
+        page.wait_for_function("document.getElementById('model').textContent === 'tiny'")
+        page.fill("#prompt", "def f(x)")
+        page.fill("#tokens", "200")
+        page.click("#send")
+        page.wait_for_function("document.getElementById('answer').textContent.length > 20")
+        page.wait_for_function("document.getElementById('running').textContent.startsWith('1 /')")
+        page.click("#cancel")
+        wait_until(lambda: not engine.running and engine.blocks.used == 0)
+        page.fill("#tokens", "5")
+        page.fill("#temperature", "0")
+        page.click("#send")
+        page.wait_for_function("!document.getElementById('send').disabled")
+        assert page.text_content("#answer") and page.get_attribute("#line", "points")
+        page.fill("#tokens", "9000")
+        page.click("#send")
+        page.wait_for_function("document.getElementById('answer').textContent.includes('max_tokens')")
+        browser.close()
+    assert [text for text in wrong if "400" not in text] == []  # the browser notes the refusal itself

@@ -18,6 +18,7 @@ def test_shared_settings_become_vllms_flags(tmp_path: Path) -> None:
     pairs = dict(pairwise(words))
     assert pairs["--port"] == "9" and pairs["--max-num-seqs"] == "7" and pairs["--max-model-len"] == "99"
     assert pairs["--dtype"] == "bfloat16" and "--no-enable-prefix-caching" in words
+    assert command(tmp_path, ServeConfig(api_keys=("a", "b")))[-3:] == ["--api-key", "a", "b"]
 
 
 def test_what_vllm_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.rotary import turn
 from ironlaw.model.scores import alibi_slopes, capped
 
-FP8_LARGEST = 448.0  # of e4m3 (arXiv 2209.05433)
+INT4 = torch.uint8  # stands for codes of 4 bits, two to a byte, for which PyTorch has no type
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}  # of formats with scales
 
 
 @dataclass
@@ -59,20 +60,22 @@ class Group:
 
 
 class Pages:
-    """Keys and values of one layer, all sequences' pages: (pages, K, page, size), in fp32, bf16, fp8 or int8.
+    """Keys and values of one layer, all sequences' pages: (pages, K, page, size).
 
-    A head's tokens of a page lie together, so that one indexed read gives what products take as it is. 8-bit formats
-    have one scale per token and head: the largest element becomes the largest number of the format.
+    In fp32, bf16, fp8, int8 or int4. A head's tokens of a page lie together, so that one indexed read gives what
+    products take as it is. Formats of 8 and 4 bits have one scale per token and head: the largest element becomes the
+    largest number of the format.
     """
 
     def __init__(
         self, pages: int, page: int, heads: int, sizes: Sequence[int], store: torch.dtype, device: torch.device
     ) -> None:
         self.page, self.heads, self.sizes, self.store = page, heads, tuple(sizes), store
-        self.is_scaled = store in (torch.int8, torch.float8_e4m3fn)
+        self.is_scaled = store in LARGEST
         # Bytes are moved as bytes: indexed reads and writes know no 8-bit floats.
         raw = torch.uint8 if self.is_scaled else store
-        self.parts = [torch.zeros(pages * heads * page, size, dtype=raw, device=device) for size in sizes]
+        widths = [-(-size // 2) if store is INT4 else size for size in sizes]
+        self.parts = [torch.zeros(pages * heads * page, width, dtype=raw, device=device) for width in widths]
         self.scales = [torch.ones(len(part), 1, device=device) for part in self.parts] if self.is_scaled else []
 
     @property
@@ -96,17 +99,18 @@ class Pages:
             if self.is_scaled:
                 value, scale = scaled_down(value, self.store)
                 self.scales[number].index_copy_(0, rows, scale)
-                value = value.view(torch.uint8)
+                value = _paired(value) if self.store is INT4 else value.view(torch.uint8)
             part.index_copy_(0, rows, value.to(part.dtype))
 
     def read(self, blocks: Tensor, sequences: int, dtype: torch.dtype) -> list[Tensor]:
         """(P, K, T, size) for each part."""
         found = []
         for number, (part, size) in enumerate(zip(self.parts, self.sizes, strict=True)):
-            rows = part.view(-1, self.page * size).index_select(0, blocks)
+            rows = part.view(-1, self.page * part.shape[1]).index_select(0, blocks)
             if self.is_scaled:
                 scale = self.scales[number].view(-1, self.page).index_select(0, blocks)
-                rows = (rows.view(self.store).view(-1, size).float() * scale.view(-1, 1)).to(dtype)
+                codes = _apart(rows.view(-1, part.shape[1]))[:, :size] if self.store is INT4 else rows.view(self.store)
+                rows = (codes.reshape(-1, size).float() * scale.view(-1, 1)).to(dtype)
             elif rows.dtype is not dtype:
                 rows = rows.to(dtype)
             found.append(rows.view(sequences, self.heads, -1, size))
@@ -114,11 +118,21 @@ class Pages:
 
 
 def scaled_down(value: Tensor, store: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(N, D) to 8-bit elements and (N, 1) scales."""
-    largest = FP8_LARGEST if store is torch.float8_e4m3fn else 127.0
-    scale = value.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / largest
+    """(N, D) to elements of 8 bits, or numbers from -7 to 7 in int8, and (N, 1) scales."""
+    scale = value.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / LARGEST[store]
     value = value.float() / scale
-    return (value if store is torch.float8_e4m3fn else value.round()).to(store), scale
+    return (value.to(store) if store is torch.float8_e4m3fn else value.round().to(torch.int8)), scale
+
+
+def _paired(value: Tensor) -> Tensor:
+    """(N, D) numbers from -8 to 7 to (N, D / 2) bytes; the first of two in the low bits."""
+    raised = F.pad(value + 8, (0, value.shape[-1] % 2)).view(torch.uint8)
+    return raised[:, ::2] | raised[:, 1::2] << 4
+
+
+def _apart(pairs: Tensor) -> Tensor:
+    """What `_paired` took, in int8."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).view(torch.int8) - 8
 
 
 @dataclass

@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,10 +16,10 @@ from typing import Self
 import torch
 
 from ironlaw.ledger import Phase
-from ironlaw.observe.partition import Partition
+from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import user_line
 
-EVERY_SECONDS = 1e-3
+EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = str(Path(threading.__file__).parent)
 _TOKENISE = ("token", "encode", "bpe")
@@ -49,11 +49,13 @@ class Sampler:
         self._partition, self._thread_id = partition, threading.get_ident()
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
-        self._lines: Counter[tuple[Phase, str]] = Counter()
+        self._lines: list[tuple[Interval, str]] = []  # whose phase the next one tells, where it is a gap
         self._gaps: Counter[bool] = Counter()  # logging, or something else
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
         self._thread.start()
         return self
@@ -63,6 +65,7 @@ class Sampler:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        sys.setswitchinterval(self._interval)
 
     def _run(self) -> None:
         while not self._ended.is_set():
@@ -70,8 +73,8 @@ class Sampler:
             frames = sys._current_frames()
             frame = frames.pop(self._thread_id, None)
             frames.pop(threading.get_ident(), None)
-            if frame is not None:
-                self._lines[running or Phase.HOST, user_line(frame) or "?"] += 1
+            if frame is not None and self._partition.intervals:
+                self._lines.append((self._partition.intervals[-1], user_line(frame) or "?"))
                 if running in (None, Phase.HOST):
                     self._gaps[logs(frame)] += 1
                 elif running is Phase.DATA:
@@ -83,11 +86,13 @@ class Sampler:
 
     def lines(self) -> dict[str, list[tuple[str, float]]]:
         """Phase to the user's lines it spent most time in, each with its share of the phase."""
-        result: dict[str, list[tuple[str, float]]] = {}
-        for phase in {phase for phase, _ in self._lines}:
-            here = Counter({place: count for (of, place), count in self._lines.items() if of is phase})
-            result[str(phase)] = [(place, count / here.total()) for place, count in here.most_common(3)]
-        return result
+        counts: dict[Phase, Counter[str]] = defaultdict(Counter)
+        for interval, place in self._lines:
+            counts[interval.phase or Phase.HOST][place] += 1
+        return {
+            str(phase): [(place, count / here.total()) for place, count in here.most_common(3)]
+            for phase, here in counts.items()
+        }
 
     def stage(self) -> str | None:
         return self._stages.most_common(1)[0][0] if self._stages else None

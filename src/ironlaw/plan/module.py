@@ -22,7 +22,7 @@ from ironlaw.plan.engines.named import engine_of_framework
 from ironlaw.plan.machines import Machine, MeasuredMachine, fold
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
-from ironlaw.plan.totals import System, add_totals, fits
+from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.updates import Loop
@@ -50,7 +50,7 @@ class Target:
     """Where something is planned to run."""
 
     machine: Machine
-    system: System
+    system: PlannedOn
     precision: str  # for the trace: "as is", "bf16", "fp16"
     precision_reason: str
     facts: dict[str, Any]
@@ -141,7 +141,7 @@ def _planned(
 def _this_machine(profile: Profile, precision: str) -> Target:
     slowdown = interference.typical(profile)
     wanted = "as is" if precision == "auto" else precision
-    system = System.measured(profile, wanted if wanted in profile.matmul else "fp32")
+    system = PlannedOn.measured(profile, wanted if wanted in profile.matmul else "fp32")
     guessed = f"{system.time_basis}; bytes at copy rate where there is no curve"
     return Target(
         machine=ThisMachine(MeasuredMachine(profile, slowdown)),
@@ -175,7 +175,7 @@ def accelerator_target(on: str, precision: str, what: str = "a traced module is"
     engine = engine_of_framework(EAGER_FRAMEWORK).on(found.generation)
     return Target(
         machine=CataloguedAccelerator(hardware, engine),
-        system=System(
+        system=PlannedOn(
             found.name,
             found.memory_bytes.value,
             UNUSABLE_BYTES,

@@ -49,7 +49,7 @@ def micro_batch_of(config: RunConfig, share: int, stages: int | None = None) -> 
 def recipe_of(
     config: RunConfig, precision: str, *, cuda: bool = False, onednn: bool = False, gloo: bool = True
 ) -> Recipe:
-    """Nothing is recomputed for a budget until it is solved (`recompute.py`)."""
+    """Nothing is recomputed for a budget until it is solved (`decisions.py`)."""
     return Recipe(
         cast(Precision, number_format(precision).held_as), cuda, onednn, gloo,
         policies(config.recompute, config.model), loss_chunk(config), config.optimizer, config.communication,

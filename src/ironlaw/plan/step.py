@@ -34,7 +34,7 @@ from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
-from ironlaw.plan.totals import System, add_run_totals, add_totals, data_supply
+from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply
 from ironlaw.workload.adapted import finetuned
 from ironlaw.workload.finetune import Target, targets_of
 from ironlaw.workload.kinds import is_block
@@ -112,7 +112,7 @@ class StepPlan:
         notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
         ledger = Ledger("plan", lines=self._lines(), memory=fullest.memory.lines(notes))
         measured = measured_precision(self.precision.value, self.profile)
-        system = System.measured(self.profile, measured, self.hosts)
+        system = PlannedOn.measured(self.profile, measured, self.hosts)
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
         ledger.decisions = self.decisions

@@ -30,7 +30,7 @@ EMULATED_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
-class System:
+class PlannedOn:
     """What a plan runs on, as far as its totals need it. Bytes of one device or of one process on the machine."""
 
     name: str
@@ -45,7 +45,7 @@ class System:
     fragmentation: float = 1.0  # of the tensors: how much more the allocator may hold
 
     @classmethod
-    def measured(cls, profile: Profile, precision: str, hosts: int = 1) -> System:
+    def measured(cls, profile: Profile, precision: str, hosts: int = 1) -> PlannedOn:
         """This machine, or so many like it; `precision`: one that it was measured in."""
         low, high, basis = time_interval(profile)
         machines = "this machine" if hosts == 1 else f"this machine and {hosts - 1} like it"
@@ -56,14 +56,14 @@ class System:
             (low, high), f"sum of the operations' measured curves; {basis}",
         )  # fmt: skip
 
-    def emulating(self) -> System:
+    def emulating(self) -> PlannedOn:
         """The same, for a run whose products are emulated."""
         low, high = self.time_factors
         basis = f"{self.time_basis}; rounding of emulated products not planned, up to {EMULATED_FACTOR:g} times assumed"
         return replace(self, time_factors=(low, high * EMULATED_FACTOR), time_basis=basis)
 
 
-def add_totals(ledger: Ledger, system: System, parameters: int, where: str) -> None:
+def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -> None:
     """Parameters, FLOPs, seconds, MFU and bytes of a planned step; `where`: its highest moment."""
     calculated, totals = Origin.CALCULATED, ledger.totals
     step = sum(line.seconds or 0.0 for line in ledger.lines)
@@ -131,7 +131,7 @@ def _of_the_model(line: Line) -> bool:
     return line.phase is not Phase.OPTIMIZER and not line.operation.endswith(AGAIN)
 
 
-def _bounds(ledger: Ledger, step: float, system: System) -> tuple[float, float]:
+def _bounds(ledger: Ledger, step: float, system: PlannedOn) -> tuple[float, float]:
     """Known kernels vary as past plans did; guessed ones by `GUESSED_FACTORS`."""
     guessed = sum(line.seconds or 0.0 for line in ledger.lines if line.bound in (COPY_RATE, AS_MATMUL))
     known = step - guessed

@@ -24,7 +24,7 @@ class ServeConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # auto: as a compressed run holds them where a kernel has that format; else bf16 on CUDA, fp32 on a CPU
     weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
-    kv: Literal["auto", "fp32", "bf16", "fp8", "int8"] = "auto"  # auto: as the weights' products
+    kv: Literal["auto", "fp32", "bf16", "fp8", "int8", "int4"] = "auto"  # auto: as the weights' products
     threads: int | None = Field(None, gt=0)  # of a CPU; auto: one for small models, else all cores
     compiled: bool = True  # attention and norms of a CPU's decode step in C, where there is a compiler
     context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given

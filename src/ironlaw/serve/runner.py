@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from ironlaw.kernels.native import Shapes, compiled
 from ironlaw.machine.host import cache_folder
-from ironlaw.model.cached import Few, Group, LayerCache, Now, Pages
+from ironlaw.model.cached import INT4, Few, Group, LayerCache, Now, Pages
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.packed import PackedNorm
 from ironlaw.serve.loading import Served
 from ironlaw.serve.request import Request, Sampling
 
 KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KV_TYPES["int4"] = INT4
 # Pages that a group may read for nothing, because its sequences are not equally long, before it is divided in two:
 # about what one more attention call costs in each layer.
 _SPARE_PAGES = 64
@@ -37,10 +39,10 @@ def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
 
 
 def kv_bytes_per_token(config: ModelConfig, store: str) -> int:
-    """In all layers; 8-bit formats have an fp32 scale for each head's key and value."""
+    """In all layers; formats of 8 and 4 bits have an fp32 scale for each head's key and value."""
     heads, sizes = kv_heads_and_sizes(config)
-    width = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1}[store]
-    return config.layers * heads * sum(size * width + (4 if width == 1 else 0) for size in sizes)
+    width = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}[store]
+    return config.layers * heads * sum(math.ceil(size * width) + (4 if width <= 1 else 0) for size in sizes)
 
 
 @dataclass(frozen=True)

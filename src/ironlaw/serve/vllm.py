@@ -31,9 +31,7 @@ def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[st
     words += ["--enable-prefix-caching" if config.share_prefixes else "--no-enable-prefix-caching"]
     for flag, value in (("--max-model-len", config.context), ("--num-gpu-blocks-override", config.blocks)):
         words += [flag, str(value)] if value is not None else []
-    for key in config.api_keys:
-        words += ["--api-key", key]
-    return words
+    return words + (["--api-key", *config.api_keys] if config.api_keys else [])  # once: the last flag would win
 
 
 def become_vllm(folder: Path, config: ServeConfig) -> None:

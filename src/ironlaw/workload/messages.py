@@ -28,7 +28,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.workload.sizes import Size, divided, larger
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """`calls` of one kind of collective, each with a buffer of `bytes`."""
 
     kind: str
@@ -45,15 +45,15 @@ def head_widths(model: ModelConfig, tp: Size, padded: bool = False) -> tuple[Siz
 
 def context_messages(
     model: ModelConfig, tokens: Size, tp: Size, cp: Size, width: Size, padded: bool = False
-) -> dict[str, list[Message]]:
+) -> dict[str, list[RankMessage]]:
     """By way of context parallel attention, one exchange of one layer, forward. `tokens`: of one rank."""
     query, key_value, mixed = head_widths(model, tp, padded)
     block = tokens * key_value * width
     swapped = tokens * (query + key_value) * width
     return {
-        "ring": [Message("send_recv", cp - 1, block)],
-        "all_gather": [Message("all_gather", 1, block * cp)],
-        "all_to_all": [Message("all_to_all", 1, swapped), Message("all_to_all", 1, tokens * mixed * width)],
+        "ring": [RankMessage("send_recv", cp - 1, block)],
+        "all_gather": [RankMessage("all_gather", 1, block * cp)],
+        "all_to_all": [RankMessage("all_to_all", 1, swapped), RankMessage("all_to_all", 1, tokens * mixed * width)],
     }
 
 

@@ -37,7 +37,7 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One training step: what it computes and how it is laid out."""
 
     model: ModelConfig
@@ -310,9 +310,14 @@ class Candidates:
         return np.asarray((blocks + 3 * head) * self.global_batch)
 
 
-def of_no_shape(columns: frozenset[str], engine: Engine) -> frozenset[str]:
-    """Of columns on which nothing of a block hangs, those on which our trainer's description does not hang either."""
-    return columns if engine.fused else columns - {"dp", "zero", "pp"}
+OF_THE_LAYOUT = frozenset(
+    ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
+)
+
+
+def not_of_a_block(engine: Engine) -> frozenset[str]:
+    """Columns on which neither seconds nor bytes of a block and micro-batch hang, as this trainer divides it."""
+    return OF_THE_LAYOUT if engine.fused else OF_THE_LAYOUT - {"dp", "zero", "pp"}
 
 
 def candidates_of(
@@ -326,7 +331,7 @@ def candidates_of(
     return Candidates(model, kinds, flash, *extra_launches(model), **columns)
 
 
-def candidates_of_jobs(jobs: Sequence[Job]) -> Candidates:
+def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
     """Several models of one `structure`, each in a layout of its own."""
     first = structure(jobs[0])
     assert len({structure(job) for job in jobs}) == 1
@@ -357,7 +362,7 @@ def _stacked(tables: Sequence[Any], sizes: Sequence[str]) -> Any:
     return tables[0].model_copy(update=arrays)
 
 
-def structure(job: Job) -> tuple[bool, ...]:
+def structure(job: TrainingJob) -> tuple[bool, ...]:
     """What jobs of one `Candidates` have in common: flash, and the arguments of `plain_model`."""
     model, moe, latent = job.model, job.model.moe, job.model.latent
     experts = moe is not None, moe is not None and moe.shared_experts > 0

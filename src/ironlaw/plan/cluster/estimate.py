@@ -47,7 +47,7 @@ DEFAULT_ENGINE = "nemo"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PlannedCandidates:
     """What the core says of many candidates: one entry per job."""
 
     step_seconds: Array
@@ -63,7 +63,7 @@ class Outcome:
         return np.asarray((self.peak.total <= self.limit_bytes) & (self.host_bytes <= self.host_limit_bytes))
 
 
-def plan_candidates(candidates: Candidates, where: System) -> Outcome:
+def plan_candidates(candidates: Candidates, where: System) -> PlannedCandidates:
     """Step seconds and peak bytes of many candidates in one setting: the fast path of search."""
     layers = stage_layers(candidates, where.engine.partition)
     costs = step_costs(candidates, where, layers)
@@ -74,7 +74,7 @@ def plan_candidates(candidates: Candidates, where: System) -> Outcome:
         host_bytes(candidates, where.engine, layers) if (candidates.offload > 0).any() else np.zeros(len(candidates))
     )
     host = where.host.memory_bytes if where.host else 0.0
-    return Outcome(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
+    return PlannedCandidates(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
 
 
 def least_seconds(candidates: Candidates, where: System) -> Array:
@@ -137,8 +137,8 @@ def plan_cluster(
 
 
 def _walked(
-    model: ModelConfig, layout: Layout, recipe: tuple[Batch, Recipe], where: System, outcome: Outcome
-) -> tuple[Outcome, list[MemoryLine], str]:
+    model: ModelConfig, layout: Layout, recipe: tuple[Batch, Recipe], where: System, outcome: PlannedCandidates
+) -> tuple[PlannedCandidates, list[MemoryLine], str]:
     """The same of our own trainer, with the memory that its program needs on the fullest pipeline rank."""
     program = step(model, recipe[0], layout, recipe[1])
     peaks = [walked_peak(program, position) for position in range(layout.pp)]
@@ -204,7 +204,7 @@ def within_budget(
 
 
 def _facts(
-    model: ModelConfig, cluster: Cluster, layout: Layout, where: System, outcome: Outcome, sequence: int,
+    model: ModelConfig, cluster: Cluster, layout: Layout, where: System, outcome: PlannedCandidates, sequence: int,
     global_batch: int, attention: str,
 ) -> dict[str, Any]:  # fmt: skip
     return {
@@ -248,7 +248,7 @@ def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _peak_at(candidates: Candidates, where: System, outcome: Outcome) -> str:
+def _peak_at(candidates: Candidates, where: System, outcome: PlannedCandidates) -> str:
     """Where the first job's peak is and when: all that is kept is there, and one thing more."""
     peak = outcome.peak
     flight = float(in_flight(candidates, peak.stage)[0])
@@ -259,8 +259,8 @@ def _peak_at(candidates: Candidates, where: System, outcome: Outcome) -> str:
 
 
 def _totals(
-    model: ModelConfig, cluster: Cluster, candidates: Candidates, where: System, outcome: Outcome, tokens: int,
-    peak_at: str,
+    model: ModelConfig, cluster: Cluster, candidates: Candidates, where: System, outcome: PlannedCandidates,
+    tokens: int, peak_at: str,
 ) -> dict[str, Estimate]:  # fmt: skip
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(candidates.model_flops()[0]))
@@ -303,7 +303,7 @@ def _inverse(seconds: Estimate, work: float, basis: str) -> Estimate:
     return Estimate(work / seconds.value, Origin.CALCULATED, basis, work / seconds.high, work / seconds.low)
 
 
-def _lines(candidates: Candidates, where: System, outcome: Outcome) -> list[Line]:
+def _lines(candidates: Candidates, where: System, outcome: PlannedCandidates) -> list[Line]:
     lines = step_lines(candidates, where, outcome.costs, outcome.times)
     pressure = float(outcome.step_seconds[0] - outcome.times.step_seconds[0])
     if pressure > 0:

@@ -121,43 +121,37 @@ def exposed_collectives(
     candidates: Candidates, system: System, costs: StepCosts, times: Times
 ) -> Iterator[tuple[str, float]]:
     """Seconds that a rank only waits for a collective: its mesh dimension and its kind, as a run names it."""
-    tp = _at(times.tp_exposed)
-    if _at(candidates.sp):  # as many of one as of the other, of the same buffer
-        yield "tp all_gather", tp / 2
-        yield "tp reduce_scatter", tp / 2
-    elif _at(candidates.tp) > 1:
-        yield "tp all_reduce", tp
-    for name, seconds in costs.small_collectives.items():
-        if _at(seconds):
-            yield name, _at(seconds)
-    if _at(candidates.cp) > 1:
-        yield from _of_context(candidates, system, _at(times.cp_exposed))
-    if _at(times.ep_exposed):
-        yield "ep all_to_all", _at(times.ep_exposed)
-    if _at(candidates.pp) > 1:
-        yield "pp send", _at(times.pp_exposed)
-    if _at(candidates.zero) >= 2 and _at(candidates.shard_ranks) > 1:
-        gather, scatter = 2 * _at(costs.fsdp_gather_layer), _at(costs.fsdp_scatter_layer)
-        whole = gather + scatter
-        if gather:
-            yield "shard all_gather", _at(times.fsdp_exposed) * gather / whole
-        if scatter:
-            yield "shard reduce_scatter", _at(times.fsdp_exposed) * scatter / whole
-    reduced, across = _at(times.reduce_exposed), _at(costs.dp_across)
+    sharded, copies = _at(candidates.zero) > 0, 0.0
     if _at(costs.dp_reduce):
-        copies = across / _at(costs.dp_reduce)
-        kind = "shard reduce_scatter" if _at(candidates.zero) else "replicate all_reduce"
-        if copies < 1:
-            yield kind, reduced * (1 - copies)
-        if copies:
-            yield "replicate all_reduce", reduced * copies
-    if _at(costs.dp_gather):
-        yield "shard all_gather", _at(times.gather_exposed)
+        copies = _at(costs.dp_across) / _at(costs.dp_reduce)
+    gather, scatter = 2 * _at(costs.fsdp_gather_layer), _at(costs.fsdp_scatter_layer)
+    of_state = _at(times.fsdp_exposed) / ((gather + scatter) or 1.0)
+    reduced, tp = _at(times.reduce_exposed), _at(times.tp_exposed)
+    divides, scatters = _at(candidates.tp) > 1, _at(candidates.sp) > 0
+    pieces = _at(candidates.zero) >= 2 and _at(candidates.shard_ranks) > 1
+    found = [  # as many of one as of the other, of the same buffer
+        (divides and scatters, "tp all_gather", tp / 2),
+        (divides and scatters, "tp reduce_scatter", tp / 2),
+        (divides and not scatters, "tp all_reduce", tp),
+        *((_at(seconds), name, _at(seconds)) for name, seconds in costs.small_collectives.items()),
+        *((True, *line) for line in _of_context(candidates, system, _at(times.cp_exposed))),
+        (_at(times.ep_exposed), "ep all_to_all", _at(times.ep_exposed)),
+        (_at(candidates.pp) > 1, "pp send", _at(times.pp_exposed)),
+        (pieces and gather, "shard all_gather", of_state * gather),
+        (pieces and scatter, "shard reduce_scatter", of_state * scatter),
+        (_at(costs.dp_reduce) and copies < 1, "shard reduce_scatter" if sharded else "replicate all_reduce",
+         reduced * (1 - copies)),
+        (copies, "replicate all_reduce", reduced * copies),
+        (_at(costs.dp_gather), "shard all_gather", _at(times.gather_exposed)),
+    ]  # fmt: skip
+    return ((name, seconds) for wanted, name, seconds in found if wanted)
 
 
 def _of_context(candidates: Candidates, system: System, seconds: float) -> Iterator[tuple[str, float]]:
     """Gathered for every pass, and gradients scattered once; blocks and their gradients of a ring are sent."""
     kind = _at(context_kinds(candidates, system.engine))
+    if _at(candidates.cp) == 1:
+        return
     if kind == code("cp_kind", "ring"):
         yield "cp send", seconds
     elif kind == code("cp_kind", "all_to_all"):

@@ -15,10 +15,11 @@ micro-batch more under DualPipe (arXiv 2412.19437, table 2). The stage that need
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
-from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
+from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
@@ -56,30 +57,12 @@ def layer_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Arra
     return slack * everything, slack * attention_core_bytes(shape), slack * entrance
 
 
-OF_NO_BLOCK = frozenset(
-    (
-        "dp",
-        "zero",
-        "shard",
-        "pp",
-        "virtual_stages",
-        "schedule",
-        "recompute",
-        "every",
-        "offload",
-        "global_batch",
-        "cp_kind",
-    )
-)
-"""Columns on which nothing hangs that a block keeps."""
-
-
 def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array, Array]:
     """Bytes of one block and micro-batch between forward and backward, on average; and of a block that is recomputed.
 
     The second is what comes back for one block at a time.
     """
-    first, sort = candidates.distinct(of_no_shape(OF_NO_BLOCK, engine))
+    first, sort = candidates.distinct(not_of_a_block(engine) | {"cp_kind"})
     found = candidates.take(first).apart(engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name][sort] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
@@ -121,12 +104,9 @@ def in_flight(candidates: Candidates, stage: int | Array) -> Array:
 def peak_memory(candidates: Candidates, engine: Engine, layers: StageLayers | None = None) -> PeakMemory:
     """The stage with the highest peak of each job, and what the peak is made of."""
     layers = layers or stage_layers(candidates, engine.partition)
-    best: PeakMemory | None = None
-    for stage in _stages(candidates, engine.partition):
-        here = _stage(candidates, engine, layers, stage)
-        best = here if best is None else _higher(here, best)
-    assert best is not None
-    return best
+    kept = kept_activation_bytes(candidates, engine)
+    stages = [_stage(candidates, engine, layers, stage, kept) for stage in _stages(candidates, engine.partition)]
+    return reduce(lambda best, here: _higher(here, best), stages)
 
 
 def _stages(candidates: Candidates, partition: str) -> list[Array]:
@@ -150,7 +130,8 @@ def reported_bytes(candidates: Candidates, engine: Engine, layers: StageLayers |
     """Peak bytes of the rank that the engine's own log speaks of: not always the one that needs most."""
     layers = layers or stage_layers(candidates, engine.partition)
     if engine.reporting_stage == "first":
-        return _stage(candidates, engine, layers, np.zeros(len(candidates))).total
+        kept = kept_activation_bytes(candidates, engine)
+        return _stage(candidates, engine, layers, np.zeros(len(candidates)), kept).total
     return peak_memory(candidates, engine, layers).total
 
 
@@ -185,7 +166,9 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
     return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
 
 
-def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array) -> PeakMemory:
+def _stage(
+    candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array, activations_of: tuple[Array, Array]
+) -> PeakMemory:  # fmt: skip
     """What one stage of each job holds; nothing where `stage` is negative."""
     exists, first, model = stage >= 0, stage == 0, candidates.model
     count = layers.counts[np.arange(len(candidates)), np.maximum(stage, 0).astype(int)]
@@ -227,7 +210,7 @@ def _stage(candidates: Candidates, engine: Engine, layers: StageLayers, stage: A
     ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
     moments = (blocks_share * engine.moment_bytes + (stated - blocks_share) * ends) * here
 
-    kept, back = kept_activation_bytes(candidates, engine)
+    kept, back = activations_of
     flight = in_flight(candidates, stage)
     # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
     kept_blocks = np.where(candidates.offloads_activations, np.minimum(count * flight, 2.0), count * flight)

@@ -23,7 +23,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import capabilities
 from ironlaw.plan.cluster.candidates import Candidates, candidates_of
-from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, Outcome, least_seconds, plan_candidates
+from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import Table, code, layout_of
@@ -47,7 +47,7 @@ FEW, MANY = 1000, 200_000  # the same where only the fastest is wanted: planned 
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RankedLayout:
     """One layout that fits, planned."""
 
     layout: Layout
@@ -61,13 +61,13 @@ class Candidate:
 class SearchResult:
     """The ranking, fastest first, and the layouts that are not in it by reason."""
 
-    best: list[Candidate]
+    best: list[RankedLayout]
     planned: int
     fitting: int
     ruled_out: dict[str, int] = field(default_factory=dict)
     nearest_miss_bytes: float | None = None  # least memory over the limit, when nothing fits
-    nearest_miss: Candidate | None = None  # the layout that misses by that
-    safest: Candidate | None = None  # the fastest of which even the upper end of the memory interval fits
+    nearest_miss: RankedLayout | None = None  # the layout that misses by that
+    safest: RankedLayout | None = None  # the fastest of which even the upper end of the memory interval fits
 
 
 Entry = tuple[float, float, np.void, dict[str, float]]
@@ -289,14 +289,14 @@ class _Search:
         return found
 
 
-def _fastest(outcome: Outcome, among: np.ndarray, part: Table, keep: int) -> list[Entry]:
+def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: int) -> list[Entry]:
     """The fastest of those marked; of equally fast ones that with the lowest peak."""
     index = np.flatnonzero(among)
     order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
     return [_entry(outcome, part, i) for i in order]
 
 
-def _entry(outcome: Outcome, part: Table, i: int) -> Entry:
+def _entry(outcome: PlannedCandidates, part: Table, i: int) -> Entry:
     return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
 
 
@@ -336,12 +336,12 @@ _TERMS = {
 }
 
 
-def _terms(outcome: Outcome, index: int) -> dict[str, float]:
+def _terms(outcome: PlannedCandidates, index: int) -> dict[str, float]:
     return {word: sum(float(getattr(outcome.times, name)[index]) for name in names) for word, names in _TERMS.items()}
 
 
-def _candidate(entry: Entry, winner: dict[str, float]) -> Candidate:
+def _candidate(entry: Entry, winner: dict[str, float]) -> RankedLayout:
     seconds, peak, row, terms = entry
     losses = sorted(((terms[word] - winner[word], word) for word in terms), reverse=True)
     worse = [f"{word} +{1e3 * loss:.1f} ms" for loss, word in losses if loss > 1e-3 * seconds][:2]
-    return Candidate(layout_of(row), seconds, peak, ", ".join(worse), terms)
+    return RankedLayout(layout_of(row), seconds, peak, ", ".join(worse), terms)

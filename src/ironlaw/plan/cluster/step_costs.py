@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Phase
 from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import Array, Candidates, of_no_shape
+from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
 from ironlaw.plan.cluster.collective_costs import (
     collective,
     distinct,
@@ -120,7 +120,7 @@ def step_costs(candidates: Candidates, system: System, layers: StageLayers | Non
 def block_costs(candidates: Candidates, system: System) -> StepCosts:
     """The same without what gradients, weights and their update take: that is zero."""
     island = float(system.fabric.island_ranks)
-    first, kind = candidates.distinct(of_no_shape(OF_THE_LAYOUT, system.engine))
+    first, kind = candidates.distinct(not_of_a_block(system.engine))
     few = candidates.take(first)
     of_block = few.apart(system.engine, lambda part: _block(part, system))
     ends = few.apart(system.engine, lambda part: _ends(part, system))
@@ -147,11 +147,6 @@ OF_STATE = (
     "host_gradients", "host_layer",
 )  # fmt: skip
 
-
-OF_THE_LAYOUT = frozenset(
-    ("dp", "zero", "shard", "pp", "virtual_stages", "schedule", "recompute", "every", "offload", "global_batch")
-)
-"""Columns on which no seconds of a block and micro-batch hang."""
 
 OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recompute", "every"))
 """Columns on which no seconds of gradients, weights and their update hang."""

@@ -44,7 +44,7 @@ WITHOUT_EXPERTS = {
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerOptions:
     """`excludes`: why a layout cannot be written, or None; `write`: the text and notes that go with it.
 
     `optimizers`: those that its options name, or that a script passes to it.
@@ -66,7 +66,7 @@ class Trainer:
         return self.excludes(layout, model)
 
 
-def trainer_named(name: str) -> Trainer:
+def trainer_named(name: str) -> TrainerOptions:
     if name not in TRAINERS:
         raise UserError(f"cannot emit options for '{name}': {did_you_mean(name, TRAINERS)}")
     return TRAINERS[name]
@@ -82,7 +82,7 @@ def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
     return {"trainer": name, "format": trainer.format, "text": text, "notes": notes}
 
 
-def check_words(trainer: Trainer, precision: str, optimizer: str) -> None:
+def check_words(trainer: TrainerOptions, precision: str, optimizer: str) -> None:
     """UserError when the trainer's options cannot name the precision or the optimizer."""
     for kind, word, known in (
         ("precision", precision, trainer.precisions),
@@ -102,7 +102,7 @@ def _megatron(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
 TRAINERS = {
     trainer.name: trainer
     for trainer in (
-        Trainer(
+        TrainerOptions(
             "torchtitan",
             "toml",
             ("bf16", "fp32", "fp8", "mxfp8"),
@@ -110,10 +110,10 @@ TRAINERS = {
             torchtitan_cannot,
             torchtitan_config,
         ),
-        Trainer("megatron", "flags", tuple(PRECISION_FLAGS), MEGATRON_OPTIMIZERS, megatron_cannot, _megatron),
-        Trainer("deepspeed", "json", ("bf16", "fp16", "fp32"), NAMES, deepspeed_cannot, deepspeed_config),
-        Trainer("accelerate", "yaml", ("bf16", "fp16", "fp32"), NAMES, accelerate_cannot, accelerate_config),
-        Trainer(
+        TrainerOptions("megatron", "flags", tuple(PRECISION_FLAGS), MEGATRON_OPTIMIZERS, megatron_cannot, _megatron),
+        TrainerOptions("deepspeed", "json", ("bf16", "fp16", "fp32"), NAMES, deepspeed_cannot, deepspeed_config),
+        TrainerOptions("accelerate", "yaml", ("bf16", "fp16", "fp32"), NAMES, accelerate_cannot, accelerate_config),
+        TrainerOptions(
             "ironlaw", "toml", ("bf16", "fp16", "fp32", "tf32"), IRONLAW_OPTIMIZERS, ironlaw_cannot, ironlaw_config
         ),
     )

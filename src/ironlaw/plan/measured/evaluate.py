@@ -10,7 +10,7 @@ import numpy as np
 
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.candidates import Array, Candidates, Job, candidates_of_jobs, structure
+from ironlaw.plan.cluster.candidates import Array, Candidates, TrainingJob, candidates_of_jobs, structure
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import step_costs
@@ -85,11 +85,11 @@ def settled(runs: Sequence[Run]) -> list[Run]:
     return list(runs)
 
 
-Attempt = tuple[Callable[[Job], Job], tuple[str, ...]]
+Attempt = tuple[Callable[[TrainingJob], TrainingJob], tuple[str, ...]]
 """What is changed of a job, and how it is said that it was assumed. The first that fits is taken, or else the last."""
 
 
-def in_layout(every: float | None = None, **changes: Any) -> Callable[[Job], Job]:
+def in_layout(every: float | None = None, **changes: Any) -> Callable[[TrainingJob], TrainingJob]:
     """A job in its own layout but for some fields."""
     return lambda job: replace(job, layout=replace(job.layout, **changes), every=every)
 
@@ -109,7 +109,7 @@ def _recomputation(engine: Engine) -> Iterator[Attempt]:
     yield in_layout(recompute="full"), ("recompute = full, for without it the run would not fit",)
 
 
-def _assuming(run: Run, change: Callable[[Job], Job], notes: tuple[str, ...], flag: str) -> Run:
+def _assuming(run: Run, change: Callable[[TrainingJob], TrainingJob], notes: tuple[str, ...], flag: str) -> Run:
     settled: dict[str, Any] = {flag: False}
     return replace(run, job=change(run.job), assumed=(*run.assumed, *notes), **settled)
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator
+from ironlaw.catalog.devices import taken
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.files import read_text
@@ -130,7 +131,8 @@ MEASURES = (
 
 def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     assumed: list[str] = []
-    device = accelerator(parsing.needed(row, "accelerator"))
+    name = parsing.needed(row, "accelerator")  # the record takes one where a user would be asked which
+    device = accelerator(next(iter(taken(name) or (name,))))
     engine = serving_engine(parsing.needed(row, "engine"))
     notes = row.get("notes") or ""
     scenario = parsing.needed(row, "scenario")

@@ -21,7 +21,7 @@ from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import read_bytes
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.moe_config import MoEConfig
-from ironlaw.plan.cluster.candidates import Job, plain_model
+from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
@@ -66,7 +66,7 @@ class Run:
     engine: Engine
     cluster: Cluster
     precision: str
-    job: Job
+    job: TrainingJob
     step_seconds: float | None
     peak_bytes: float | None
     ran: bool
@@ -170,11 +170,13 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
         assumed=tuple(cells.assumed),
         open_recompute=parsing.recompute(row) is None and engine.default_recompute == "none",
         open_zero=parsing.zero_stage(row) is None and engine.name == GENERIC,
-        alternatives=_otherwise(cells, job, precision, acc, engine),
+        alternatives=_alternatives(cells, job, precision, acc, engine),
     )
 
 
-def _otherwise(cells: _Cells, job: Job, precision: str, acc: Accelerator, engine: Engine) -> tuple[Alternative, ...]:
+def _alternatives(
+    cells: _Cells, job: TrainingJob, precision: str, acc: Accelerator, engine: Engine
+) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""
     row, layout, found = cells.row, job.layout, []
     if parsing.precision(row) is None:
@@ -219,7 +221,7 @@ def _measured(row: Row, name: str) -> float | None:
     return parsing.number(row, name, 0) or None
 
 
-def _step_from_tokens(row: Row, job: Job, count: int) -> float | None:
+def _step_from_tokens(row: Row, job: TrainingJob, count: int) -> float | None:
     """Step time of a row that gives its throughput only."""
     rate = _measured(row, "tokens_per_second_per_accelerator")
     return job.global_batch * job.sequence / (rate * count) if rate else None
@@ -235,7 +237,7 @@ def _engine(row: Row, attention: str, cells: _Cells) -> Engine:
         return engine_named(GENERIC)
 
 
-def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: bool) -> Job:
+def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: bool) -> TrainingJob:
     ep = cells.given("ep", 1)
     if ep > 1 and model.moe is None:
         raise UserError(
@@ -264,7 +266,7 @@ def _job(cells: _Cells, engine: Engine, count: int, model: ModelConfig, flash: b
     if zero is None:
         zero = cells.assume("zero", engine.default_zero, "the engine's default")
     layout = replace(layout, zero=zero, virtual_stages=virtual)
-    return Job(model, layout, cells.needed("seq"), global_batch, flash, imbalance or 0.0)
+    return TrainingJob(model, layout, cells.needed("seq"), global_batch, flash, imbalance or 0.0)
 
 
 def _degrees(cells: _Cells, count: int) -> tuple[int, int, int, int]:

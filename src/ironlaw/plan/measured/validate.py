@@ -33,7 +33,7 @@ MIN_LAYOUTS = 3
 
 
 @dataclass
-class Record:
+class ValidationRecord:
     """Everything `validate` found out."""
 
     runs: list[Run]
@@ -75,17 +75,17 @@ class Record:
         }
 
 
-def validate(path: Path, engine: Engine | None = None) -> Record:
+def validate(path: Path, engine: Engine | None = None) -> ValidationRecord:
     """Plan every run of a CSV file and compare with what was measured; `engine` in place of each row's own."""
     runs, rejected = read_runs(path, engine)
     return validate_runs(runs, rejected)
 
 
-def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> Record:
+def validate_runs(runs: Sequence[Run], rejected: Sequence[tuple[str, str, str]] = ()) -> ValidationRecord:
     known, unknown = plannable(runs)
     runs, rejected = settled(known), [*rejected, *unknown]
     prediction = evaluate(runs)
-    record = Record(
+    record = ValidationRecord(
         runs=list(runs),
         prediction=prediction,
         baseline_seconds=of_runs(runs, baseline_flops) / (prediction.peak_flops_per_second * BASELINE_FRACTION),
@@ -134,7 +134,7 @@ def errors(predicted: Array, measured: Array) -> dict[str, Any]:
     }
 
 
-def _summary(record: Record, index: list[int], group: str | None) -> dict[str, Any]:
+def _summary(record: ValidationRecord, index: list[int], group: str | None) -> dict[str, Any]:
     runs, p = record.runs, record.prediction
     summary: dict[str, Any] = {"n": len(index) + sum(group in (None, g) for _, g, _ in record.rejected)}
     timed = [i for i in index if runs[i].ran and runs[i].step_seconds and "time" in runs[i].checks]
@@ -154,7 +154,7 @@ def _summary(record: Record, index: list[int], group: str | None) -> dict[str, A
     return summary
 
 
-def _ranking_of_groups(record: Record) -> dict[str, Any]:
+def _ranking_of_groups(record: ValidationRecord) -> dict[str, Any]:
     """Means over the groups that vary the layout on the same work."""
     known = [g["regret"] for g in record.groups.values() if g["regret"]["n"]]
     if not known:
@@ -194,7 +194,7 @@ def _layout(run: Run) -> tuple[Any, ...]:
 NO_CHOICE: dict[str, Any] = {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
 
 
-def ranking(record: Record, timed: list[int]) -> dict[str, Any]:
+def ranking(record: ValidationRecord, timed: list[int]) -> dict[str, Any]:
     """Regret: throughput of the layout the plan would pick over the best measured one, over `n` such choices.
 
     1 is the best layout found every time. Beside it Spearman's rank correlation of planned and measured step times.
@@ -223,7 +223,7 @@ def _spearman(a: Array, b: Array) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def _feasibility(record: Record, index: list[int]) -> dict[str, int]:
+def _feasibility(record: ValidationRecord, index: list[int]) -> dict[str, int]:
     fits = record.prediction.fits
     ran = [i for i in index if record.runs[i].ran]
     failed = [i for i in index if not record.runs[i].ran]

@@ -12,7 +12,7 @@ from ironlaw.plan.cluster.candidates import Candidates, candidates_of
 from ironlaw.plan.cluster.estimate import bounded
 from ironlaw.plan.cluster.intervals import evidence
 from ironlaw.plan.cluster.layout_space import counted_in
-from ironlaw.plan.cluster.search import Candidate, SearchResult
+from ironlaw.plan.cluster.search import RankedLayout, SearchResult
 from ironlaw.plan.cluster.system import System, system_of, usable_bytes
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
@@ -81,7 +81,7 @@ def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> 
     return candidate.layout, ledger, choice
 
 
-def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[Candidate, str]:
+def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[RankedLayout, str]:
     """The layout to recommend and why; the fastest, unless another is hardly slower and safer or simpler.
 
     Out of memory after a day in the queue costs more than a percent of speed. Where nothing fits: the nearest miss.
@@ -155,7 +155,7 @@ def _when_it_does_not(request: ClusterRequest, ledger: Ledger, limit: float) -> 
     return more | {"would_fit": would_fit(request)}
 
 
-def _different(best: list[Candidate], layout: Layout) -> list[Candidate]:
+def _different(best: list[RankedLayout], layout: Layout) -> list[RankedLayout]:
     """The fastest ones and the chosen one; of those that differ in hybrid sharding alone the fastest stands for all."""
     seen: set[Layout] = set()
     different = []
@@ -197,7 +197,7 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _candidate(request: ClusterRequest, candidate: Candidate) -> dict[str, Any]:
+def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
     if not engine_named(request.engine).fused:  # as its own plan says
         totals = plan_layout(request, candidate.layout).totals
         seconds, size = totals["step_seconds"].value, totals["peak_bytes"].value

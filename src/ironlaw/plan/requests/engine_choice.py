@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.plan.cluster.capabilities import engines_for, lacking
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
-from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, Trainer
+from ironlaw.plan.emit.trainers import ENGINE_OF_TRAINER, TrainerOptions
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import ClusterRequest, PlanOutcome
@@ -26,7 +26,7 @@ MODEL_PARALLEL = {"tp", "pp"}
 """What a large model cannot do without: software that lacks it is not the only one to be tried."""
 
 
-def software_for(said: str | None, trainer: Trainer | None, acc: Accelerator) -> list[Assumption]:
+def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelerator) -> list[Assumption]:
     """Engines to plan with, the first choice first; one without a reason where it was given."""
     if said is not None:
         return [Assumption("engine", engine_named(said).name, "", "--engine")]

@@ -22,7 +22,7 @@ from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_cost
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.cluster.estimate import plan_cluster
-from ironlaw.plan.cluster.search import Candidate, search
+from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout
@@ -138,7 +138,7 @@ def _between(local: int) -> Link:
 class AcceleratorChoice:
     """The fastest layout on accelerators, as `LayoutChoice` has it on CPUs."""
 
-    best: Candidate
+    best: RankedLayout
     reason: str
 
 
