@@ -92,8 +92,7 @@ def test_every_rank_of_a_layout_has_the_keys_of_a_process_and_its_collectives(
     alone = plan_run(config(), machine_profile)
     more = {line.key for line in plan.lines} - {line.key for line in alone.lines}
     assert {line.key for line in alone.lines} <= {line.key for line in plan.lines}
-    assert {kind for _, kind, _ in more} <= {Kind.COLLECTIVE, Kind.HOST}
-    assert all(operation == "wrapping" for _, kind, operation in more if kind is Kind.HOST)
+    assert {kind for _, kind, _ in more} == {Kind.COLLECTIVE}
 
 
 def test_what_a_plan_has_no_name_for_is_one_line_of_its_phase() -> None:

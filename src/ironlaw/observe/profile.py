@@ -25,6 +25,7 @@ from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest, scope
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
 COPY_SCOPE = "ironlaw.copy"  # of the state, for a checkpoint: held beside the steps, and counted by whoever makes it
+SHARDING = "FSDP::"  # marks of PyTorch's own around what it does for a block
 COMMUNICATION_SCOPE = "ironlaw.communication"  # waiting for other ranks: counted by whoever waits
 RECOMPUTE_SCOPE = "ironlaw.recompute"
 NATIVE = "ironlaw::"  # operations of our own, which PyTorch does not mark
@@ -70,6 +71,8 @@ _NODE_SCOPES = {
     ("Transformer", "AddBackward0"): "positions",
     ("Transformer", "SliceBackward0"): "positions",
 }
+
+_LAST_OF_UNIT = {"embedding": "embedding", "head": "head", "experts": "expert_down"}  # where FSDP gathers by itself
 
 _NAMED = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, PackedNorm, ReadOnlyLinear)
 # Where a module computes something itself, outside its named children.
@@ -132,19 +135,21 @@ def operation_scope(recording: bool, name: str) -> Any:
 def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
     """Module to the plan's operation name. Containers are marked with their class, see `_OWN_WORK`."""
     names = {}
-    latent = {path for path, module in model.named_modules() if type(module).__name__ == "LatentAttention"}
+    latent = {path for path, module in model.named_modules() if _class_name(module) == "LatentAttention"}
     for path, module in model.named_modules():
         parts = path.split(".")
         leaf = parts[-1]
-        if type(module).__name__ in _OWN_WORK:
-            names[module] = type(module).__name__
-        elif type(module).__name__ == "ExpertLinear":
+        if _class_name(module) in _OWN_WORK:
+            names[module] = _class_name(module)
+        elif _class_name(module) == "ExpertLinear":
             names[module] = f"expert_{leaf}"
         elif isinstance(module, _NAMED):
             parent = parts[-2] if len(parts) > 1 else ""
             name = leaf if path.rpartition(".")[0] in latent else _QK_NORMS.get(leaf, leaf)
             if parent == "attention" and leaf == "out":
                 name = "attention_out"
+            elif parent == "qkv":  # three projections, where a layout divides rows
+                name = "qkv"
             elif parent == "ffn" and leaf != "shared_gate":
                 name = f"ffn_{leaf}"
             elif parent == "shared":
@@ -155,6 +160,10 @@ def module_scopes(model: nn.Module) -> dict[nn.Module, str]:
 
 def native_scope(name: str) -> Any:
     return record_function(NATIVE + name)
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")  # which makes a class of its own of each that it shards
 
 
 def named_modules_recorded(model: nn.Module) -> AbstractContextManager[None]:
@@ -182,6 +191,11 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
         span.phase = None
     elif name.startswith(PHASE_SCOPE):
         span.phase, span.scope = Phase(name.removeprefix(PHASE_SCOPE)), ""
+    elif name.startswith(SHARDING):
+        span.scope, around = SHARDING, span.parent
+        if around is not None and around.name.startswith(BACKWARD_NODE) and not around.scope:
+            # A node with a hook of FSDP's has no sequence number; it is the last one of what the mark names.
+            around.scope = _LAST_OF_UNIT.get(name.rpartition("(")[2].rstrip(")").rpartition(".")[2], "")
     elif name == RECOMPUTE_SCOPE:
         span.scope, span.again = "Block", True
     elif name.startswith(MODULE_SCOPE):
@@ -227,6 +241,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
         return Kind.OPTIMIZER, span.scope or "adamw"
     if operation == span.name or operation in _NO_WORK:  # Python, module calls, the autograd engine, views
         return Kind.HOST, "dispatch"
+    if span.scope == SHARDING:  # gathers and gives back weights, and adds up gradients of micro-batches
+        return (Kind.ELEMENTWISE, "accumulate") if operation in ("add", "add_") else (Kind.HOST, "dispatch")
     if operation == "copy_" and span.inside == _PRODUCT_WITH_BIAS:
         return Kind.MATMUL, span.scope or "other"  # the bias, written where the product is added to it
     if operation == "copy_" and span.inside == "aten::clone" and span.scope in _LINEARS:
