@@ -23,6 +23,7 @@ from ironlaw.model.huggingface.configs import is_config_file, read_config
 from ironlaw.schema import Section
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import FinetuneConfig
+from ironlaw.workload.layout import Schedule
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
@@ -162,7 +163,7 @@ class LayoutConfig(Section):
     sp: bool = False  # sequence parallel: the residual stream too; less memory for the same traffic
     pp: int = Field(1, gt=0, le=2**14)  # pipeline stages
     virtual_stages: int = Field(1, gt=0, le=2**14)  # model chunks per pipeline rank: a smaller bubble, more messages
-    schedule: Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"] = "1f1b"
+    schedule: Schedule = "1f1b"
     cp: int = Field(1, gt=0, le=2**14)  # context parallel ranks: each sequence is divided
     ep: int = Field(1, gt=0, le=2**14)  # expert parallel ranks, out of the data parallel ones
 

@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ironlaw.report.document import (
+    BAR,
     Bar,
     Block,
     Cell,
@@ -29,6 +30,7 @@ from ironlaw.report.document import (
 
 STYLES = {"": "", "strong": "bold", "dim": "dim", "good": "bold green", "bad": "bold red", "caution": "yellow",
           "code": "cyan"}  # fmt: skip
+ROOM_FOR_BARS = 64  # columns of a terminal: on a narrower one words need them
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _FIGURES = (Table, Facts, Names, Chart)
 
@@ -90,11 +92,13 @@ def _table(block: Table, console: Console) -> bool:
         box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=padding, show_edge=False, header_style="dim",
         show_header=named,
     )  # fmt: skip
-    for index, name in enumerate(block.columns):
+    shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
+    for index in shown:
+        name = block.columns[index]
         text = index == 0 or name.startswith(("<", "|"))
         grid.add_column(Text(name.lstrip("<|~")), justify="left" if text else "right", overflow="fold")
     for row in [*block.rows, *([block.total] if block.total else [])]:
-        grid.add_row(*map(_text, row))
+        grid.add_row(*(_text(row[index]) for index in shown))
     console.print(Padding(grid, (0, 0, 0, 0 if len(block.columns) > 6 and block.tight else 2)))
     if block.caption:
         console.print(Padding(_wrapped(Text(block.caption, style="dim")), (0, 0, 0, 2)))

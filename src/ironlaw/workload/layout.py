@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
@@ -29,7 +29,8 @@ RECOMPUTATION = ("none", "selective", "full", "every:K", "budget:SIZE")
 OFFLOAD = ("none", "optimizer", "activations", "both")
 CP_KINDS = ("ring", "all_gather", "all_to_all")
 _CP_WORDS = {"p2p": "ring", "allgather": "all_gather"} | dict.fromkeys(("a2a", "alltoall", "ulysses"), "all_to_all")
-SCHEDULES = ("1f1b", "gpipe", "zb", "zbv", "dualpipe")
+Schedule = Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"]
+SCHEDULES = get_args(Schedule)
 _SCHEDULE_WORDS = {"zb-h1": "zb", "zbh1": "zb", "zb1p": "zb", "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe"}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 

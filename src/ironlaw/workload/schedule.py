@@ -13,6 +13,12 @@ from typing import Any, NamedTuple
 
 from ironlaw.workload.pipeline import stages_of
 
+CLASSES = {
+    "1f1b": "ScheduleInterleaved1F1B", "gpipe": "ScheduleGPipe", "zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble", "dualpipe": "ScheduleDualPipeV",
+}  # fmt: skip
+"""Of `torch.distributed.pipelining.schedules`, for several chunks per rank but for gpipe."""
+
 
 class Pass(NamedTuple):
     kind: str
@@ -45,11 +51,6 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
     """The same, as PyTorch's schedules order them."""
     from torch.distributed.pipelining import schedules
 
-    names = {
-        "1f1b": "ScheduleInterleaved1F1B", "zb": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble",
-        "dualpipe": "ScheduleDualPipeV",
-    }  # fmt: skip
-
     class Stage:
         """As much of a stage as an order needs."""
 
@@ -61,7 +62,7 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
             self.stage_index_to_group_rank: dict[int, int] = {}
 
     held: list[Any] = [Stage(index) for index in stages_of(schedule, pp, virtual, 0)]
-    order_of = getattr(schedules, names[schedule])(held, micro_batches, loss_fn=None).pipeline_order
+    order_of = getattr(schedules, CLASSES[schedule])(held, micro_batches, loss_fn=None).pipeline_order
     kinds = schedules._ComputationType
     short = {
         kinds.FORWARD: "F", kinds.FULL_BACKWARD: "B", kinds.BACKWARD_INPUT: "I", kinds.BACKWARD_WEIGHT: "W",

@@ -174,7 +174,7 @@ def _run(identity: str, row: Row, engine: Engine | None) -> Run:
     )
 
 
-def _otherwise(
+def _alternatives(
     cells: _Cells, job: TrainingJob, precision: str, acc: Accelerator, engine: Engine
 ) -> tuple[Alternative, ...]:
     """What else the row's software is used with, of what the row leaves open and time hangs on."""

@@ -8,30 +8,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.pipeline import layers_of
-
-
-def _kind(schedule: str, virtual: int) -> Any:
-    if schedule == "1f1b":
-        return ScheduleInterleaved1F1B if virtual > 1 else Schedule1F1B
-    return {
-        "gpipe": ScheduleGPipe, "zb": ScheduleInterleavedZeroBubble, "zbv": ScheduleZBVZeroBubble,
-        "dualpipe": ScheduleDualPipeV,
-    }[schedule]  # fmt: skip
+from ironlaw.workload.schedule import CLASSES
 
 
 def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
@@ -112,8 +96,8 @@ def build_schedule(
     for stage in built:
         for name, which in PASSES.items():
             setattr(stage, name, _within(getattr(stage, name), phase, which))
-    kind = _kind(config.schedule, config.virtual_stages)
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
+    kind = getattr(schedules, "Schedule1F1B" if single and config.schedule == "1f1b" else CLASSES[config.schedule])
     # Losses come divided by the micro-batches, as without a pipeline: gradients are the size of one process's.
     return kind(built[0] if single else built, micro_batches, loss_fn=_own_loss, scale_grads=False)
 
