@@ -23,8 +23,7 @@ from ironlaw.numerics import quantize
 from ironlaw.train.finetune import add_adapters, merge
 from ironlaw.train.loop import Outcome, StepReport
 from ironlaw.train.peft import write_adapter
-from ironlaw.train.restore import load_run
-from ironlaw.train.start import load_first_weights
+from ironlaw.train.restore import load_first_weights, load_run
 from ironlaw.workload.finetune import FinetuneConfig, adapter_parameters
 
 Config = Callable[..., RunConfig]

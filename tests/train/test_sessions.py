@@ -11,9 +11,9 @@ import pytest
 
 from ironlaw.config import RunConfig
 from ironlaw.machine import host
+from ironlaw.train.history import read_sessions
 from ironlaw.train.journal import Journal
 from ironlaw.train.loop import Outcome, StepReport
-from ironlaw.train.sessions import read_sessions
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

@@ -27,8 +27,8 @@ from ironlaw.errors import UserError
 from ironlaw.files import read_json, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
+from ironlaw.train.history import read_sessions
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
-from ironlaw.train.sessions import read_sessions
 from ironlaw.train.state import Stateful, host_copy, unique_weights
 from ironlaw.workload.blocks import FP32
 from ironlaw.workload.finetune import adapter_parameters

@@ -31,9 +31,8 @@ from ironlaw.numerics.pruning import Score
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.evaluation import evaluate
 from ironlaw.train.quantized_store import QuantizedFiles
-from ironlaw.train.restore import check_resumable, load
+from ironlaw.train.restore import check_first_weights, check_resumable, load, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
-from ironlaw.train.start import check_first_weights, load_first_weights
 
 CALIBRATION_SEQUENCES = 128  # of the training text: the number of the GPTQ paper
 LONGEST_SEQUENCE = 2048  # of a Hugging Face model's text, whose context may be more than attention can be paid for

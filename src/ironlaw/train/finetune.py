@@ -27,8 +27,8 @@ from ironlaw.numerics.frozen_linear import hold_quantized
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, newest_of
 from ironlaw.train.peft import check_adapter, read_adapter, write_adapter
 from ironlaw.train.precision import AUTOCAST
+from ironlaw.train.restore import check_first_weights, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
-from ironlaw.train.start import check_first_weights, load_first_weights
 from ironlaw.workload.finetune import FinetuneConfig, targets_of
 
 SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a file of weights: another training changes all of them

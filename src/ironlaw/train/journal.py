@@ -10,9 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.observe.measured import Observations
+from ironlaw.train.history import Sessions, now
 from ironlaw.train.jsonl import JsonLines
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.sessions import Sessions, now
 from ironlaw.train.tracking import Tracking
 
 Arrays = TypeVar("Arrays", bound=Batch[Any])

@@ -44,13 +44,13 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.evaluation import in_other_units
 from ironlaw.train.finetune import save_adapter
+from ironlaw.train.history import earlier_profile, keep_profile, now
 from ironlaw.train.journal import Digested, Journal, Silent
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.sessions import earlier_profile, keep_profile, now
 from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.transfer import Transfer
 from ironlaw.workload.tensors import batch_bytes

@@ -1,4 +1,5 @@
-"""From a checkpoint on disk back into a model and its states, whichever way it was stored."""
+"""From a checkpoint on disk back into a model and its states, whichever way it was stored; and the first weights of a
+run that does not start from random ones."""
 
 from __future__ import annotations
 
@@ -58,6 +59,26 @@ def load(
     if store is None:
         raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
     return store.read(checkpoint.path, model, states or {})
+
+
+def check_first_weights(source: str, config: ModelConfig) -> None:
+    """UserError, before anything is written, when `source` does not hold the weights of this model."""
+    folder = Path(source)
+    if RunDirectory(folder).is_run:
+        check_model(newest_of(folder), config)
+    elif folder.is_dir():
+        check_weights(folder, config)
+    else:
+        raise UserError(f"train.start_from = {source!r} is no directory: give a Hugging Face model's or a run's")
+
+
+def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
+    """Weights only: the optimizer, the schedule and the step count start anew."""
+    folder = Path(source)
+    if RunDirectory(folder).is_run:
+        load(newest_of(folder), model, config)
+    else:
+        load_weights(folder, model, config)
 
 
 def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transformer:

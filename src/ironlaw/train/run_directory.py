@@ -21,66 +21,38 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import LOCK
 
 
+class _Inside:
+    """A path within the run's directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDirectory, owner: type) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     path: Path
 
+    config_file = _Inside("config.toml")
+    plan_file = _Inside("plan.json")
+    metrics_file = _Inside("metrics.jsonl")
+    events_file = _Inside("events.jsonl")
+    sessions_file = _Inside("sessions.jsonl")
+    profile_file = _Inside("profile.json")
+    ledger_file = _Inside("ledger.json")
+    report_file = _Inside("report.html")
+    compression_file = _Inside("compression.json")
+    tokenizer_file = _Inside("tokenizer.json")
+    checkpoints = _Inside("checkpoints")
+    adapter = _Inside("adapter")
+    # The step of the newest checkpoint that was ever complete: says that there was one when all are gone.
+    last_checkpoint_file = _Inside("last_checkpoint")
+
     @property
     def is_run(self) -> bool:
         return self.config_file.is_file()
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def sessions_file(self) -> Path:
-        return self.path / "sessions.jsonl"
-
-    @property
-    def profile_file(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
-    def ledger_file(self) -> Path:
-        return self.path / "ledger.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def last_checkpoint_file(self) -> Path:
-        """The step of the newest checkpoint that was ever complete: says that there was one when all are gone."""
-        return self.path / "last_checkpoint"
-
-    @property
-    def report_file(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def compression_file(self) -> Path:
-        return self.path / "compression.json"
-
-    @property
-    def tokenizer_file(self) -> Path:
-        return self.path / "tokenizer.json"
 
     def metrics(self) -> list[dict[str, Any]]:
         """Complete lines only: a run that was killed may have left half of its last one."""

@@ -29,9 +29,8 @@ from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.recovery import Recovery
-from ironlaw.train.restore import check_resumable
+from ironlaw.train.restore import check_first_weights, check_resumable
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
-from ironlaw.train.start import check_first_weights
 from ironlaw.train.tracking import check_installed
 
 DataProgress = Callable[[int, int], None]

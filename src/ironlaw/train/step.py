@@ -36,9 +36,8 @@ from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.recompute import recompute_blocks
-from ironlaw.train.restore import load
+from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
-from ironlaw.train.start import load_first_weights
 from ironlaw.train.state import Stateful
 from ironlaw.train.transfer_stream import stream_to_host
 
