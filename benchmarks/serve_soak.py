@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from serve_peers import write_model
+from serve_peers import LLAMA, MODELS
 
 IRONLAW = [sys.executable, "-m", "ironlaw"]
 CLIENT = """
@@ -35,6 +35,19 @@ kind = {"Content-Type": "application/json"}
 ask = urllib.request.Request(sys.argv[1] + "/v1/completions", json.dumps(body).encode(), kind)
 for line in urllib.request.urlopen(ask, timeout=60): print(line[:9], flush=True)
 """
+
+
+def write_directory(folder: Path) -> None:
+    """A random 7M Llama with a small tokenizer: a load sends text."""
+    from ironlaw.data.tokenizer import train
+    from ironlaw.model.config import ModelConfig
+    from ironlaw.model.huggingface.weights import write_model, write_tokenizer
+    from ironlaw.model.transformer import Transformer
+
+    tokenizer = train([Path(__file__).read_text(encoding="utf-8")], 400, folder.with_suffix(".json"))
+    config = ModelConfig(**MODELS["7M"] | LLAMA | {"vocab": tokenizer.vocab})
+    write_model(folder, config, Transformer(config).state_dict(), end_of_text=tokenizer.end_of_text)
+    write_tokenizer(folder, folder.with_suffix(".json"), tokenizer.end_of_text_token, config.context)
 
 
 def bench(url: str, *options: str) -> subprocess.Popen[str]:
@@ -86,7 +99,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        write_model("7M", Path(place) / "7M")
+        write_directory(Path(place) / "7M")
         settings = [f"serve.{text}" for text in ("device=cpu", "batch=16", "waiting=32", "threads=1")]
         words = [
             *IRONLAW,
@@ -100,7 +113,7 @@ def main() -> int:
         server = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
-        capacity = said(bench(url, "--concurrency", "16", "--requests", "160"))["requests_per_second"]
+        capacity = said(bench(url, "--concurrency", "16", "--requests", "96"))["requests_per_second"]
         found = overload(url, server, arguments.times * capacity, arguments.seconds)
         end = time.monotonic() + 30
         while (now := state(url))["running"] + now["waiting"] and time.monotonic() < end:

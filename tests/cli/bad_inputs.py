@@ -378,6 +378,37 @@ def of_runs() -> Iterator[Case]:
             yield f"{verb}: checkpoint.json is {what}", [*before, "damaged", *after], files
 
 
+SERVE_SETTINGS = (
+    "serve.weights=int3", "serve.weights=", "serve.weights=[/x]", "serve.kv=x", "serve.x=1", "serve.page_tokens=0",
+    "serve.page_tokens=nan", "serve.max_batch=-1", "serve.threads=0", "serve", "=1", "model.layers=3",
+)  # fmt: skip
+NOBODY = "http://127.0.0.1:9"  # the port of the discard service, where nothing listens
+
+
+def of_serving() -> Iterator[Case]:
+    for value in ("nowhere", "[/x]", "a\nb", "bad.toml", "f"):
+        yield f"serve: {value!a}", ["serve", value, "--port", "0"], {"f": b"x"}
+        yield f"tune --serve {value!a}", ["tune", "--serve", value, "--budget", "1s"], {"f": b"x"}
+    for setting in SERVE_SETTINGS:
+        yield f"serve --set {setting}", ["serve", "RUN", "--port", "0", "--set", setting], {}
+    for value in ("-1", "abc", "65536", HUGE, ""):
+        yield f"serve --port {value}", ["serve", "RUN", f"--port={value}"], {}
+    yield "serve --engine", ["serve", "RUN", "--engine", "[/x]"], {}
+    for option in ("--rate", "--seconds", "--ttft", "--tpot", "--timeout", "--requests", "--concurrency", "--input"):
+        for value in ("nan", "-1", "inf", "abc", HUGE):
+            yield f"bench {option} {value}", ["bench", NOBODY, f"{option}={value}"], {}
+    for value in ("x", "", "[/x]", "http://", "ftp://x", NOBODY):
+        yield f"bench: {value!a}", ["bench", value, "--requests", "1", "--timeout", "1"], {}
+    for option in ("--weights", "--kv"):
+        for value in ("", "x", "[/x]", "int3", "\x1b[31m"):
+            yield f"plan {option} {value!a}", ["plan", "MODEL", *CLUSTER, "--serve", f"{option}={value}"], {}
+    for value in ("x", "[/x]", "\x1b", "../x"):
+        yield f"formats {value!a}", ["formats", value], {}
+    for words in (["--to", "x"], ["--to", ""], ["--to", "int4", "--method", "[/x]"], ["--to", "int4", "--prune-by", "x"],
+                  ["--sweep", "--budget", "-1s"], ["--to", "int4", "--data", "nowhere"]):  # fmt: skip
+        yield f"compress {' '.join(words)}", ["compress", "RUN", "--out", "smaller", *words], {}
+
+
 def may_answer(name: str) -> bool:
     """Whether a verb may do without what is wrong: a row of many runs, a key that its family does not have, a file
     that it does not read."""
@@ -396,6 +427,6 @@ COPY_OF_THE_RUN = _copied
 def cases() -> list[Case]:
     made = (
         of_config_files, of_paths, of_tables, of_settings, of_number_options, of_words, of_hugging_face, of_csv, of_traces,
-        of_texts, of_outputs, of_runs,
+        of_texts, of_outputs, of_runs, of_serving,
     )  # fmt: skip
     return [case for make in made for case in make()]
