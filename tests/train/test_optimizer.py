@@ -27,7 +27,7 @@ from ironlaw.workload.optimizers import (
     update_operations,
     update_temporary_bytes,
 )
-from ironlaw.workload.parameters import model_parameters
+from ironlaw.workload.parameters import Parameter, model_parameters
 
 NAMES = get_args(OptimizerName)
 GPT = ModelConfig(layers=2, hidden=32, heads=2, vocab=150, context=16)
@@ -65,7 +65,8 @@ def learn(module: Transformer, optimizer: torch.optim.Optimizer, tokens: torch.T
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_the_listed_parameters_are_those_of_the_module(model: ModelConfig) -> None:
-    assert model_parameters(model) == described(Transformer(model))
+    listed = [Parameter(p.name, p.shape, p.embedding) for p in model_parameters(model)]
+    assert listed == described(Transformer(model))  # a module does not say how it divides
     assert sum(parameter.elements for parameter in model_parameters(model)) == model.parameters
     assert len(model_parameters(model)) == model.parameter_tensors
 
