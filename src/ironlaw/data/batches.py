@@ -155,10 +155,6 @@ class Batches:
         self.share = sequences_per_batch // world  # sequences of this rank
         self._ahead: tuple[int, np.ndarray] = (0, np.empty(0, dtype=np.int64))
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.samples.per_epoch / self.sequences_per_batch
-
     def keys(self, step: int) -> np.ndarray:
         """(sequences of this rank,) int64: what `samples` calls each sample of this step; of windows, their start."""
         first = step * self.sequences_per_batch + self._first

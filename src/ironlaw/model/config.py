@@ -222,19 +222,6 @@ class ModelConfig(Switches):
         return self.attention_parameters + mlp
 
     @property
-    def small_parameters(self) -> int:
-        """Of a block with a dense network: its biases and norms, but for those inside latent attention."""
-        small = self.norms_per_block * self.norm_parameters
-        small += ((self.ffn_matrices - 1) * self.ffn_size + self.hidden) * self.has_ffn_bias
-        if self.latent is not None:
-            return small
-        small += (self.query_size + 2 * self.key_value_size) * self.has_qkv_bias + self.hidden * self.has_out_bias
-        small += sum(self.qk_norm_sizes) * self.qk_norm + self.heads * self.attention_sinks
-        if self.moe is not None and self.moe.bias:  # on average over all layers
-            small += self.moe.experts * (1 + self.expert_biases) * self.moe_layers // self.layers
-        return small
-
-    @property
     def moe_layers(self) -> int:
         """Layers with experts."""
         return self.moe.layers(self.layers) if self.moe else 0

@@ -105,14 +105,3 @@ class Switches(Section):
     def norms_per_block(self) -> int:
         """Over the residual stream: before and after branches."""
         return self.parallel_norms or {"pre": 2, "post": 2, "sandwich": 4}[self.norm_place]
-
-    @property
-    def kept_streams(self) -> int:
-        """Tensors of the residual stream's size that a block keeps beside its linear layers' inputs in bf16: what its
-        norms read; without norms before branches, what these read."""
-        return 4 if self.norm_place != "pre" else 1 if self.parallel_norms else 2
-
-    @property
-    def kept_normed(self) -> int:
-        """What norms give to linear layers."""
-        return 0 if self.norm_place == "post" else self.parallel_norms or 2

@@ -50,8 +50,11 @@ def listening(
         for optimizer in optimizers:
             _watch_optimizer(stack, optimizer, partition, listener, ends_step=optimizer is optimizers[-1])
         _wrap(stack, torch.autograd, "backward", _backward(stack, model, partition, listener))
-        _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", _next_batch(model, partition, listener))
-        _wrap(stack, dataloader.DataLoader, "__iter__", _iterator(model, partition, listener))
+        asked = _loading(model, partition, lambda batches: listener.loader(batches._num_workers))
+        _wrap(stack, dataloader._BaseDataLoaderIter, "__next__", asked)
+        # Workers start and samples are drawn when a loader is iterated over, before the first batch is asked for.
+        begun = _loading(model, partition, lambda _: listener.loads_anew())
+        _wrap(stack, dataloader.DataLoader, "__iter__", begun)
         _wrap(stack, torch, "save", _phased(partition, lambda: _begins(listener, Phase.CHECKPOINT)))
         _wrap(stack, torch.amp.GradScaler, "step", _scaled_step(listener))
         if torch.distributed.is_available():
@@ -212,23 +215,8 @@ class _Exchange:
         self._learning.clear()
 
 
-def _next_batch(model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
-    def around(original: Any) -> Any:
-        timed = _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION)(original)
-
-        @functools.wraps(original)
-        def call(self: Any) -> Any:
-            if model.training:
-                listener.loader(self._num_workers)
-            return timed(self)
-
-        return call
-
-    return around
-
-
-def _iterator(model: nn.Module, partition: Partition, listener: Listener) -> Callable[[Any], Any]:
-    """Workers start and samples are drawn when a loader is iterated over, before the first batch is asked for."""
+def _loading(model: nn.Module, partition: Partition, told: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """A DataLoader's own time. In training `told` is given the loader, or what iterates over it, first."""
 
     def around(original: Any) -> Any:
         timed = _phased(partition, lambda: Phase.DATA if model.training else Phase.EVALUATION)(original)
@@ -236,7 +224,7 @@ def _iterator(model: nn.Module, partition: Partition, listener: Listener) -> Cal
         @functools.wraps(original)
         def call(self: Any) -> Any:
             if model.training:
-                listener.loads_anew()
+                told(self)
             return timed(self)
 
         return call

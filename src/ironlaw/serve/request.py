@@ -43,6 +43,11 @@ class Sampling:
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
         )
 
+    @property
+    def can_speculate(self) -> bool:
+        """Proposed tokens are checked against the model's own logits: nothing may change or mask these."""
+        return not self.changes_logits and self.constraint is None
+
 
 @dataclass
 class Chosen:

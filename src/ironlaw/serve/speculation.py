@@ -34,7 +34,7 @@ class NGram:
         self.longest, self.count = longest, count
 
     def propose(self, request: Request) -> list[int]:
-        if request.sampling.changes_logits or request.sampling.constraint is not None:
+        if not request.sampling.can_speculate:
             return []
         tokens = request.tokens
         data = array("i", tokens).tobytes()
@@ -62,7 +62,7 @@ class DraftModel:
         self.runner, self.count = runner, count
 
     def propose(self, request: Request) -> list[int]:
-        if request.sampling.changes_logits or request.sampling.constraint is not None:
+        if not request.sampling.can_speculate:
             return []
         return [-1] * min(self.count, self.runner.config.context - len(request.tokens))
 
