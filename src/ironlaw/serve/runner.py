@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.kernels.native import Shapes, compiled
 from ironlaw.machine.host import cache_folder
 from ironlaw.model.cached import INT4, Few, Group, LayerCache, Now, Pages
@@ -41,8 +42,8 @@ def kv_heads_and_sizes(config: ModelConfig) -> tuple[int, tuple[int, ...]]:
 def kv_bytes_per_token(config: ModelConfig, store: str) -> int:
     """In all layers; formats of 8 and 4 bits have an fp32 scale for each head's key and value."""
     heads, sizes = kv_heads_and_sizes(config)
-    width = {"fp32": 4, "bf16": 2, "fp8": 1, "int8": 1, "int4": 0.5}[store]
-    return config.layers * heads * sum(math.ceil(size * width) + (4 if width <= 1 else 0) for size in sizes)
+    bits = number_format(store).bits
+    return config.layers * heads * sum(math.ceil(size * bits / 8) + (4 if bits <= 8 else 0) for size in sizes)
 
 
 @dataclass(frozen=True)
