@@ -309,14 +309,13 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
             made.text(line, indent=2)
     made.heading("Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
     columns = ["layer", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate"]
-    made.table(columns, map(_product, facts["products"]), tight=True)
+    made.table(columns, map(_product, facts["products"]))
     made.heading("Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
     made.table(
         ["operation", "<phase", "FLOPs", "time", "<bound"],
         [[line.operation, str(line.phase), quantity(line.flops, lambda v: units.si(v, "FLOP"), units.NOT_KNOWN),
           quantity(line.seconds, units.seconds), line.bound or ""]
          for line in sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0)) if line.seconds],
-        tight=True,
     )  # fmt: skip
     return made
 
