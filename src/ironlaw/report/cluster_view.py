@@ -37,7 +37,7 @@ SHOWN: dict[str, tuple[str, Print]] = {
     "purchase_usd": ("Purchase", units.dollars),
     "break_even_hours": ("Buying pays after", _hours),
     "break_even_runs": ("Buying pays after", lambda v: f"{v:.1f} such runs" if v is not None else units.NOT_KNOWN),
-    "energy_joules": ("Energy", lambda v: units.NOT_KNOWN if v is None else units.si(v / 3600, "Wh")),
+    "energy_joules": ("Energy", units.energy),
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
