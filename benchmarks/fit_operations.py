@@ -57,8 +57,8 @@ APPLY_SCALES = ("blackwell", "blackwell_graphics", "blackwell_ultra")
 NEXT_WIDER = {"nvfp4": "fp8", "fp8_block": "fp8"}
 """A product takes no more than its operands' share of the bytes of another's energy, where matrix units apply the
 scales: benchmarks last too short to show what they draw. One library on one B200 multiplies under scales of blocks of
-32 as fast as under one scale (2,348 and 2,369 TFLOP/s, flashinfer#2256), another on a B300 5% slower (7.16 and 6.81 ms a
-layer, Transformer Engine's profiling of products).
+32 as fast as under one scale (2,348 and 2,369 TFLOP/s, flashinfer#2256), another on a B300 5% slower (7.16 and 6.81 ms
+a layer, Transformer Engine's profiling of products).
 """
 
 

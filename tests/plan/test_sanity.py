@@ -117,7 +117,7 @@ def test_a_successor_is_never_slower_under_the_same_software_nor_fewer_bits_on_i
                 )
                 assert (after <= 1.005 * before).all(), (name, software, precision)
                 seconds[precision] = after
-            # 2%: what casting costs where collectives leave products nothing to gain. Gaudi 3's 8 bits are as fast as 16.
+            # 2%: casts, where collectives leave products nothing to gain. Gaudi 3's 8 bits are as fast as 16.
             for wide, narrow, rates in (("bf16", "fp8", ("bf16", "fp8")), ("mxfp8", "nvfp4", ("fp8", "fp4"))):
                 if narrow in seconds and peaks[1][rates[1]].value > peaks[1][rates[0]].value:
                     assert (seconds[narrow] <= 1.02 * seconds[wide]).all(), (name, software, narrow)
