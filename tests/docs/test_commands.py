@@ -134,7 +134,7 @@ def test_commands_run_as_printed(reader: Path, ironlaw_here: Here) -> None:
 def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
     """One after another, as a reader would; none is left out."""
     pytest.importorskip("uvicorn")
-    written = [command for command in commands() if command not in BEGIN]
+    written, url = [command for command in commands() if command not in BEGIN], ""
     for command in [*BEGIN, *sorted(written, key=lambda c: ORDER.index(c.split()[1]) if c.split()[1] in ORDER else -1)]:
         for printed, short in STANDS_FOR:
             command = command.replace(printed, short)
