@@ -1,4 +1,4 @@
-"""What was public in a release is public still: verbs, options, config keys, functions (docs/reference/json.md, Stability)."""
+"""What a release had, the next one has: verbs, options and config keys (docs/reference/json.md, Stability)."""
 
 from __future__ import annotations
 
