@@ -65,8 +65,7 @@ class SearchResult:
     planned: int
     fitting: int
     ruled_out: dict[str, int] = field(default_factory=dict)
-    nearest_miss_bytes: float | None = None  # least memory over the limit, when nothing fits
-    nearest_miss: RankedLayout | None = None  # the layout that misses by that
+    nearest_miss: RankedLayout | None = None  # the layout that misses by least, when nothing fits
     safest: RankedLayout | None = None  # the fastest of which even the upper end of the memory interval fits
 
 
@@ -282,7 +281,6 @@ class _Search:
         if self.planned > self.fitting:
             found.ruled_out["memory"] = self.planned - self.fitting
         if not self.best and self.nearest is not None:
-            found.nearest_miss_bytes = self.nearest[0]
             found.nearest_miss = _candidate(self.nearest[1], self.nearest[1][3])
         found.best = [_candidate(entry, self.best[0][3]) for entry in self.best]
         found.safest = _candidate(self.safest, self.best[0][3]) if self.safest else None
