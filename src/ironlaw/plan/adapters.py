@@ -19,10 +19,9 @@ from ironlaw.plan.module import accelerator_target
 from ironlaw.plan.module_timing import CataloguedAccelerator
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
-from ironlaw.plan.step import finetuning, finetuning_targets
+from ironlaw.plan.step import finetuning, with_adapters
 from ironlaw.plan.totals import add_totals, fits
 from ironlaw.plan.work import Assumption
-from ironlaw.workload.adapted import finetuned
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import step
 
@@ -68,9 +67,8 @@ def _ledger(config: RunConfig, on: str, precision: str) -> Ledger:
     target = accelerator_target(on, precision, "adapters are")
     assert isinstance(target.machine, CataloguedAccelerator)
     machine, system = replace(target.machine, precision=target.precision), target.system
-    recipe = recipe_of(config, target.precision, cuda=True, gloo=False)
+    recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
     program = step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe)
-    program = finetuned(program, config.finetune, finetuning_targets(config))
     peak = peak_memory(program)
     ledger = Ledger("plan", lines=fold(program.operations(), machine), memory=peak.lines({}))
     ledger.facts = target.facts | {

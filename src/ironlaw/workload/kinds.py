@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.adapted import frozen
 from ironlaw.workload.arrangements import norms_after, side_by_side
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.division import on_rank
@@ -52,6 +53,8 @@ def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operatio
     """The forward and the backward pass of one layer: of a block of a kind, the "embedding" or the "head"."""
     shape = shape_of(shape, kind)
     whole = _listed(shape, kind)
+    if shape.adapters:
+        whole = list(frozen(shape, kind, whole))
     passes = on_rank(shape, whole), on_rank(shape, differentiate(whole))
     forward, backward = ([replace(op, group=kind) for op in operations] for operations in passes)
     return forward, backward
