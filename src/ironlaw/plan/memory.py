@@ -56,6 +56,7 @@ class _Rank:
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
+        self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
         self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
@@ -89,13 +90,6 @@ class _Rank:
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)
-
-    @property
-    def stream(self) -> float:
-        """One residual stream as stages hand it on."""
-        assert self.program.batch is not None and self.program.model is not None
-        tokens = self.layout.micro_batch * self.program.batch.tokens // self.layout.cp
-        return tokens * self.program.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
 
     # -- the step ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import BlockAdapters, Policy, Shape
-from ironlaw.workload.collectives import Collective, collectives
+from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
@@ -84,6 +84,12 @@ class Program:
     batch: Batch | None = None
     recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
+
+    @property
+    def message_bytes(self) -> int:
+        """Of the residual stream that a stage hands on: a micro-batch's, on one rank."""
+        assert self.model is not None and self.batch is not None
+        return message_bytes(self.model, self.layout, self.batch)
 
     def stages_at(self, position: int) -> list[int]:
         """Numbers of the stages that a rank of a pipeline position holds."""

@@ -199,7 +199,7 @@ def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[
 
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
     copies_inside = np.maximum(1.0, float(system.fabric.island_ranks) // (candidates.tp * candidates.shard_ranks))
-    shard = sum(s.held / s.sharing for s in states)
+    shard = np.asarray(sum(s.held / s.sharing for s in states))
     across = collective("all_reduce", shard * gradient, candidates.copies, copies_inside, system)
     sharded, fsdp = candidates.zero > 0, candidates.zero >= 3
     in_pieces = (candidates.zero >= 2) & ~(engine.pipeline_keeps & (candidates.pp > 1))
