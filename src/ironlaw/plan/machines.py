@@ -66,6 +66,7 @@ class MeasuredMachine:
     profile: Profile
     slowdown: Mapping[str, float]
     whole_steps: bool = True  # apply `composition`; off where a kernel is looked at alone
+    own_products: bool = True  # as our own models run them; else as any other module does
 
     def dispatch_seconds(self, phase: Phase) -> float:
         """Cost of one operation beyond its kernel: Python, module calls, the autograd engine.
@@ -107,7 +108,8 @@ class MeasuredMachine:
         profile, precision = self.profile, op.precision or precision
         precision = measured_precision(precision, profile)
         if op.matmul is not None:
-            seconds = profile.product(precision, op.kernel).at(*op.matmul) * op.batch
+            fit = profile.product(precision, op.kernel) if self.own_products else profile.matmul[precision][op.kernel]
+            seconds = fit.at(*op.matmul) * op.batch
             if op.batch > 1 and has_experts(op.group) and precision == "fp32" and profile.onednn:
                 # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
                 seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
