@@ -53,19 +53,25 @@ def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operatio
     """The forward and the backward pass of one layer: of a block of a kind, the "embedding" or the "head"."""
     shape = shape_of(shape, kind)
     whole = _listed(shape, kind)
-    if shape.adapters:
-        whole = list(frozen(shape, kind, whole))
-    passes = on_rank(shape, whole), on_rank(shape, differentiate(whole))
-    forward, backward = ([replace(op, group=kind) for op in operations] for operations in passes)
-    return forward, backward
+    return _on_rank(shape, kind, whole), _on_rank(shape, kind, differentiate(whole))
 
 
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
     """Each call once, in the order of execution."""
-    return both_passes(shape, kind)[0]
+    shape = shape_of(shape, kind)
+    return _on_rank(shape, kind, _listed(shape, kind))
+
+
+def _on_rank(shape: Shape, kind: str, operations: list[Operation]) -> list[Operation]:
+    return [replace(op, group=kind) for op in on_rank(shape, operations)]
 
 
 def _listed(shape: Shape, kind: str) -> list[Operation]:
+    whole = _whole(shape, kind)
+    return list(frozen(shape, kind, whole)) if shape.adapters else whole
+
+
+def _whole(shape: Shape, kind: str) -> list[Operation]:
     if kind == "embedding":
         return embedding(shape)
     if kind == "head":
