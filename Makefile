@@ -22,8 +22,9 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	@IRONLAW=$(BIN)/ironlaw sh scripts/demo.sh $(DEMO_RUN)
 
+# A process per core, each with one thread (tests/conftest.py); what one has left the others take.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 # Minutes long: run when they matter, before a release or after a change of the loop.
 test-long: $(VENV)/installed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Kind, Ledger, Phase
 from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock, StepTimes
@@ -37,6 +37,7 @@ EXPERTS = {
 
 
 @pytest.fixture(
+    scope="module",
     params=[
         *((f, p) for f in FAMILIES for p in ("fp32", "bf16")),
         ("dense first", "fp32"),
@@ -49,16 +50,18 @@ EXPERTS = {
     ids=lambda param: "-".join(param),
 )
 def ledgers(
-    request: pytest.FixtureRequest, tiny_config: Config, user_cache: Path, machine_profile: Profile, tmp_path: Path
-) -> tuple[Ledger, Ledger]:
+    request: pytest.FixtureRequest, tiny_tables: Callable[..., dict[str, Any]], machine_profile: Profile,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Ledger, Ledger]:  # fmt: skip
     """Plan and run of one family in one precision."""
+    folder = tmp_path_factory.mktemp("observed")
     family, precision = request.param
     train = {"steps": 14, "profile_steps": 3, "precision": precision, "attention": "auto"}
     if family.endswith("in blocks"):
         train["attention"] = "blocked"
-    config = tiny_config((FAMILIES | EXPERTS)[family], train=train)
+    config = build_config(tiny_tables(folder / "data-cache", (FAMILIES | EXPERTS)[family], train=train))
     plans: list[Ledger] = []
-    outcome = run_training(config, tmp_path / "run", machine_profile, planned=lambda plan, data: plans.append(plan))
+    outcome = run_training(config, folder / "run", machine_profile, planned=lambda plan, data: plans.append(plan))
     return plans[0], outcome.ledger
 
 
