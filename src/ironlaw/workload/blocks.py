@@ -5,7 +5,7 @@ Symbols as in `forward.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ironlaw.ledger import Kind, Phase
@@ -78,6 +78,8 @@ class Shape:
     ep: Size = 1  # ranks that share the experts of a layer
     rows_per_token: Size | None = None  # that its experts compute; None: the model's experts per token
     materialised: bool = False  # every attention score is in memory, as wide as the products
+    forward: dict[str, list[Operation]] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """Forward passes of layers by kind, once listed (`kinds.forward_of`)."""
 
     @property
     def tokens(self) -> Size:

@@ -51,15 +51,18 @@ def has_experts(kind: str) -> bool:
 
 def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
     """The forward and the backward pass of one layer: of a block of a kind, the "embedding" or the "head"."""
-    shape = shape_of(shape, kind)
-    whole = _listed(shape, kind)
-    return _on_rank(shape, kind, whole), _on_rank(shape, kind, differentiate(whole))
+    alike = shape_of(shape, kind)
+    whole = _listed(alike, kind)
+    shape.forward[kind] = _on_rank(alike, kind, whole)
+    return shape.forward[kind], _on_rank(alike, kind, differentiate(whole))
 
 
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
     """Each call once, in the order of execution."""
-    shape = shape_of(shape, kind)
-    return _on_rank(shape, kind, _listed(shape, kind))
+    if kind not in shape.forward:
+        alike = shape_of(shape, kind)
+        shape.forward[kind] = _on_rank(alike, kind, _listed(alike, kind))
+    return shape.forward[kind]
 
 
 def _on_rank(shape: Shape, kind: str, operations: list[Operation]) -> list[Operation]:

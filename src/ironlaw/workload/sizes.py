@@ -14,7 +14,7 @@ Size = Any
 
 
 def is_array(*sizes: Size) -> bool:
-    return any(isinstance(size, np.ndarray) for size in sizes)
+    return np.ndarray in map(type, sizes)
 
 
 def any_of(size: Size) -> bool:

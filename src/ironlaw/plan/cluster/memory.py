@@ -24,7 +24,7 @@ from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
-from ironlaw.workload.blocks import FP32, attention_core_bytes
+from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
@@ -46,9 +46,11 @@ class PeakMemory:
     context: Array
 
 
-def layer_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array, Array, Array]:
+def layer_activation_bytes(
+    candidates: Candidates, engine: Engine, shape: Shape | None = None
+) -> tuple[Array, Array, Array]:
     """Bytes one block keeps per micro-batch on one rank: everything; its attention core; its input alone."""
-    shape = candidates.shape(engine)
+    shape = shape or candidates.shape(engine)
     everything = sum(
         share * sum(op.saved_bytes for op in forward_of(shape, kind)) for kind, share in candidates.kinds.items()
     )
@@ -74,15 +76,15 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
 
 def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
     """What one block keeps: everything, under selective recomputation, and recomputed in full."""
-    everything, core, entrance = layer_activation_bytes(candidates, engine)
+    shape, kinds = candidates.shape(engine), candidates.kinds.items()
+    everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
     if not engine.fused:  # products and attention stay, and casts of weights until the forward pass is over
-        shape, kinds = candidates.shape(engine), candidates.kinds.items()
         entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
         partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
     elif engine.widens_again(candidates.model):
-        partly = everything - engine.activation_slack * widened_bytes(candidates.shape(engine))
+        partly = everything - engine.activation_slack * widened_bytes(shape)
     else:
         partly = everything - core
     return {"everything": everything, "partly": partly, "entrance": entrance}

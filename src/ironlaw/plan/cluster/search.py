@@ -245,21 +245,16 @@ class _Search:
         Recomputing a block needs its activations once: with one block in flight, keeping them is as good.
         """
         most = max(variant["offload"] for variant in variants)
-        fits = np.zeros(len(rows), dtype=bool)
-        for word in ("full", "selective", "none"):
-            variant = {"recompute": code("recompute", word), "every": 1, "offload": most}
-            if variant in variants:
-                fits |= self._fits(saving(rows, variant))
-        return fits
-
-    def _fits(self, rows: Table) -> np.ndarray:
-        if not len(rows):
+        words = ("full", "selective", "none")
+        extremes = [{"recompute": code("recompute", word), "every": 1, "offload": most} for word in words]
+        tried = np.concatenate([saving(rows, variant) for variant in extremes if variant in variants])
+        if not len(tried):
             return np.zeros(0, dtype=bool)
-        over = peak_memory(self._candidates(rows), self.where.engine).total - usable_bytes(self.where)
+        over = peak_memory(self._candidates(tried), self.where.engine).total - usable_bytes(self.where)
         if not self.best and not self.fastest_alone and over.min() > 0:
             least = int(over.argmin())
-            self.plan(rows[least : least + 1])
-        return np.asarray(over <= 0)
+            self.plan(tried[least : least + 1])
+        return np.asarray((over <= 0).reshape(-1, len(rows)).any(axis=0))
 
     def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
         # A layout's variants are next to each other.
