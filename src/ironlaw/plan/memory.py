@@ -150,8 +150,7 @@ class _Rank:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
                 chunk += sizes.pop(0)
-            self.walk.add("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
-            self.walk.now["communication"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            self.walk.passing("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
             held += chunk
             self.walk.add("communication", 2 * chunk, "sites meet")
             self.walk.now["communication"] -= chunk
@@ -164,8 +163,7 @@ class _Rank:
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
-            self.walk.add("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
-            self.walk.now["communication"] -= copies * buckets[reduced]
+            self.walk.passing("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
             reduced += 1
         return reduced
 
@@ -370,8 +368,7 @@ class _Rank:
     def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
         if self.sharing(tensors[0]) > 1 and self.recipe.gloo:
-            self.walk.add("temporaries", size, where)
-            self.walk.now["temporaries"] -= size
+            self.walk.passing("temporaries", size, where)
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""
@@ -389,8 +386,7 @@ class _Rank:
         if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
             size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
-            self.walk.add("temporaries", size, "gradient of the tied weight")
-            self.walk.now["temporaries"] -= size
+            self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 
 MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time

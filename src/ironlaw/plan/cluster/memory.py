@@ -46,6 +46,10 @@ class PeakMemory:
     context: Array
 
 
+PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
+"""Components of `PeakMemory`."""
+
+
 def layer_activation_bytes(
     candidates: Candidates, engine: Engine, shape: Shape | None = None
 ) -> tuple[Array, Array, Array]:
@@ -184,9 +188,9 @@ def _stage(
     shards = candidates.shard_ranks
     # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has fewer
     # (or, folded, more) replicas to be sharded over, by as much as there are fewer (or more) of them on a rank.
-    held = parameters + count * candidates.local_block_parameters - blocks
+    own = parameters + count * candidates.local_block_parameters - blocks
     weights = (
-        np.where(candidates.zero >= 3, parameters, held)
+        np.where(candidates.zero >= 3, parameters, own)
         * engine.weight_bytes
         / np.where(candidates.zero >= 3, shards, 1.0)
     )
@@ -201,12 +205,12 @@ def _stage(
     weights = weights + np.where(candidates.zero >= 3, 0.0, matrices * engine.storage.copy_bytes)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
-    gradients = np.where(candidates.zero >= 2, parameters, held) * (engine.gradient_bytes + lasting)
+    gradients = np.where(candidates.zero >= 2, parameters, own) * (engine.gradient_bytes + lasting)
     whole = engine.pipeline_keeps & (candidates.pp > 1)
     gradients = gradients / np.where((candidates.zero >= 2) & ~whole, shards, 1.0)
     sharded = np.where(candidates.zero >= 1, shards, 1.0)
     here = np.where(candidates.offloads_optimizer, 0.0, 1.0) / sharded
-    stated = np.where(candidates.zero >= 1, parameters, held)
+    stated = np.where(candidates.zero >= 1, parameters, own)
     master = stated * engine.master_bytes * here
     blocks_share = np.where(candidates.zero >= 1, blocks, count * candidates.local_block_parameters)
     ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
@@ -250,12 +254,5 @@ def _stage(
     # Logits and a block's backward pass are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
-    zero = np.zeros(len(candidates))
-    weights, gradients, master, moments, activations, logits, temporaries, context = (
-        np.where(exists, part, zero) for part in parts
-    )
-    total = weights + gradients + master + moments + activations + logits + temporaries + context
-    return PeakMemory(
-        total, stage, weights, gradients, master, moments, activations, logits,
-        temporaries, context,
-    )  # fmt: skip
+    held = {name: np.where(exists, part, 0.0) for name, part in zip(PARTS, parts, strict=True)}
+    return PeakMemory(np.asarray(sum(held.values())), stage, **held)
