@@ -354,8 +354,8 @@ def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
 
 
 def test_sharded_weights_under_the_software_of_2021_wait_for_ranks_one_by_one(tmp_path):
-    """Beside arXiv 2104.04473, table 2 (ZeRO-3 without model parallelism), which set no constant: layers, hidden, heads,
-    accelerators, micro-batch, TFLOP/s by the paper's formula. 26 to 72% too fast without what such software lacked."""
+    """Beside arXiv 2104.04473, table 2 (ZeRO-3 without model parallelism), which set no constant: layers, hidden,
+    heads, accelerators, micro-batch, TFLOP/s by the paper's formula. 26 to 72% too fast before."""
     rows, table = [], [
         (96, 12288, 96, 384, 4, 144), (96, 12288, 96, 768, 2, 88), (96, 12288, 96, 1536, 1, 44),
         (105, 20480, 128, 640, 4, 138), (105, 20480, 128, 1120, 2, 98), (105, 20480, 128, 2240, 1, 48),

@@ -98,7 +98,7 @@ def recompute(row: Row) -> str | None:
 
 
 def attention(row: Row) -> str | None:
-    """flash or standard; every fused kernel counts as flash. A paper older than FlashAttention (2205.14135) had none."""
+    """flash or standard; any fused kernel counts as flash. A paper older than FlashAttention (2205.14135) had none."""
     cell = text(row, "attention").lower()
     if not cell:
         paper = re.search(r"arxiv\D{0,6}(\d{4})\.\d{4,5}", text(row, "source").lower())
