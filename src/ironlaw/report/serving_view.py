@@ -6,7 +6,7 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.ledger import Ledger
-from ironlaw.report.document import BAR, NOT_PLANNED, Bar, Cell, Document, Row, bad, dim, good, quantity
+from ironlaw.report.document import BAR, NOT_PLANNED, Bar, Cell, Document, Row, bad, between, dim, good, quantity
 
 _PARTS = {
     "weights": "read weights", "cache": "read keys and values", "collectives": "sums over ranks",
@@ -81,7 +81,7 @@ def _totals(made: Document, ledger: Ledger, cost: dict[str, Any]) -> None:
     rows: list[Row] = []
     for name, (label, show) in _TOTALS.items():
         found = ledger.totals[name]
-        bounds = "" if found.low is None or found.high is None else f"{show(found.low)} to {show(found.high)}"
+        bounds = between((found.low, found.high), show)
         figure = Cell(show(found.value), "strong", found.value, why=found.basis)
         rows.append([label, figure, bounds, dim(found.basis)])
     if cost["usd_per_million_tokens"] is not None:
