@@ -26,14 +26,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
-    "machine": ("config", "cores", "catalog", "model", "data", "ledger", "files", "errors", "units"),
+    "machine": ("config", "cores", "catalog", "kernels", "model", "data", "ledger", "files", "errors", "units"),
     "numerics": ("model", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine
     "data": ("cores", "files", "schema", "errors", "units"),
     "model": ("catalog", "files", "kernels", "schema", "errors"),
-    "kernels": (),  # C, and what calls it
+    "kernels": ("files",),  # C, and what calls it
     "ledger": ("ledger_types", "files", "errors"),
     "ledger_types": ("errors",),
     "catalog": ("errors",),
