@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ironlaw.files import cache_folder
 from ironlaw.kernels.native import FORMATS, library
@@ -47,7 +48,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    out: Tensor = _attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)[0]
+    out: Tensor = _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
     return out
 
 
@@ -89,39 +90,51 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("ironlaw::causal_attention", mutates_args=())
+# Operators of PyTorch's dispatcher: a profile names them, `torch.compile` leaves them whole.
+_library = torch.library.Library("ironlaw", "FRAGMENT")
+_library.define("causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> (Tensor, Tensor)")
+_library.define(
+    "causal_attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.register_fake("ironlaw::causal_attention")
+def _made(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _like(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("ironlaw::causal_attention_backward")
+def _gradients_made(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    return _like(query), _like(key), _like(value)
+
+
+@torch.library.impl(_library, "causal_attention", "CPU")
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    out, log_sums = _shapes(query, key, value, scale)
+    out, log_sums = _made(query, key, value, scale)
     _run((_rows(query), _rows(key), _rows(value), out), log_sums, scale, backward=False)
     return out, log_sums
 
 
-@_attend.register_fake
-def _shapes(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return _like(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("ironlaw::causal_attention_backward", mutates_args=())
+@torch.library.impl(_library, "causal_attention_backward", "CPU")
 def _derive(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = _like(query), _like(key), _like(value)
+) -> tuple[Tensor, ...]:
+    gradients = _gradients_made(gradient, query, key, value)
     _run((*map(_rows, (query, key, value, out, gradient)), *gradients), log_sums, scale, backward=True)
     return gradients
 
 
-@_derive.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *kept: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(query), _like(key), _like(value)
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        out, log_sums = torch.ops.ironlaw.causal_attention.default(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.scale = scale
+        return out
 
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.scale = inputs[3]
-
-
-def _backward(ctx: Any, gradient: Tensor, of_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (*_derive(gradient, *ctx.saved_tensors, ctx.scale), None)
-
-
-_attend.register_autograd(_backward, setup_context=_keep)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of = torch.ops.ironlaw.causal_attention_backward.default(gradient, *ctx.saved_tensors, ctx.scale)
+        return (*of, None)
