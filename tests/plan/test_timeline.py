@@ -156,16 +156,6 @@ def test_megatron_core_overlaps_tensor_parallel_communication_as_nemo_built_on_i
     assert core.tp_hidden == nemo.tp_hidden > 0.4
 
 
-def test_software_of_2021_hides_less_of_sharded_weights():
-    for on in ("64xa100-sxm-40gb", "128xv100-sxm-32gb"):
-        count = on.split("x")[0]
-        then, now = (
-            planned(f"dp={count} zero=3 recompute=full", engine=engines()[name], cluster=on, global_batch=int(count))
-            for name in ("deepspeed", "generic")
-        )
-        assert (then.step_seconds > 1.1 * now.step_seconds).all()
-
-
 def test_ranks_of_a_collective_cost_the_host_only_in_pipelines_across_nodes():
     slow = replace(ENGINE, host_layer_seconds=5e-3, host_rank_seconds=1e-3)
     plain = replace(slow, host_rank_seconds=0.0)
