@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import resource
 import subprocess
 import sys
@@ -110,7 +111,10 @@ def test_plan_imports_no_torch(user_cache: Path, tmp_path: Path) -> None:
         "heavy = {'torch', 'scipy', 'pandas', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Plan of gpt-tiny" in done.stdout
 
