@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.workload.collectives import traffic
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.recipe import Batch
-from ironlaw.workload.schedule import most_in_flight, passes
+from ironlaw.workload.schedule import Pass, passes
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
 LLAMA = GPT | {
@@ -107,6 +108,11 @@ def test_ddp_hides_reductions_behind_the_backward_pass_only_where_a_link_is_slow
     here = planned(machine_profile, "dp=2", hidden=512, layers=8)
     (reduce,) = [t for t in here.stages[0].communication if t.dimension == "replicate"]
     assert reduce.exposed_seconds == pytest.approx(reduce.seconds, rel=0.2)
+
+
+def most_in_flight(order: tuple[Pass, ...]) -> int:
+    """Micro-batches (of any of its stages) whose activations a rank holds at its fullest."""
+    return max(accumulate((p.kind == "F") - (p.kind == "B") for p in order))
 
 
 def test_every_pass_is_there_and_first_stages_run_ahead() -> None:

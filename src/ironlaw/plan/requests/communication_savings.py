@@ -20,18 +20,16 @@ and start (arXiv 1905.13727), and DiLoCo's loss was that of ordinary training af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import ClusterRequest
-from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
@@ -99,9 +97,6 @@ def applicable(layout: Layout) -> dict[str, bool]:
     }
 
 
-# -- on a cluster ------------------------------------------------------------------------------------------------------
-
-
 def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
     """For a planned layout; empty where its gradients are not waited for."""
     where = system_of(request.cluster, engine_named(request.engine), request.precision)
@@ -139,48 +134,3 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
         meeting += passing(OUTER_PASSES * 4 * held)
         found.append(CommunicationSaving(sites(), 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
     return found
-
-
-# -- on ranks of this machine ------------------------------------------------------------------------------------------
-
-
-def rank_savings(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[CommunicationSaving]:
-    """The same for a plan of CPU ranks over given links: each setting is planned as a run."""
-    layout, config = plan.layout, plan.config
-    exposed = sum(
-        t.exposed_seconds for t in plan.stages[0].communication
-        if t.dimension == "replicate" or (t.dimension, t.kind) == ("shard", "reduce_scatter")
-    )  # fmt: skip
-    if exposed < MATERIAL * plan.step_seconds:
-        return []
-    return [*_of_ranks(plan, layout, config, exposed, rank, local_steps)]
-
-
-def _of_ranks(
-    plan: StepPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
-) -> Iterator[CommunicationSaving]:
-    can, parameters = applicable(layout), model_parameters(config.model)
-    held = config.model.parameters / (layout.tp * layout.pp)
-    rate = plan.profile.copy_bytes_per_second
-
-    def saved(**communication: Any) -> float:
-        changed = config.model_copy(update={"communication": CommunicationConfig(**communication)})
-        return plan.step_seconds - plan_step(changed, plan.profile, layout, plan.fabric, plan.ranks).step_seconds
-
-    if can["bf16"]:
-        yield CommunicationSaving(BF16, 0.5, exposed, saved(gradients="bf16"), CAST_BYTES * held / rate)
-    if can["powersgd"]:
-        work = COMPRESSION_PASSES * 4 * sum(p.elements for p in compressed_matrices(parameters, rank)) / rate
-        work += (
-            len(compressed_matrices(parameters, rank))
-            * 2
-            * rank
-            * KERNELS_PER_COLUMN
-            * (plan.profile.small_operation_seconds)
-        )
-        share = compressed_share(parameters, rank)
-        yield CommunicationSaving(powersgd(rank), share, exposed, saved(gradients="powersgd", rank=rank), work)
-    if can["sites"] and plan.fabric is not None:
-        meeting = plan.fabric.collective_seconds("all_reduce", 4 * held, layout.dp, job=plan.ranks)
-        meeting += OUTER_PASSES * 4 * held / rate
-        yield CommunicationSaving(sites(local_steps), 1 / local_steps, exposed, exposed, meeting / local_steps)
