@@ -71,30 +71,9 @@ def compressed_share(parameters: Sequence[Parameter], rank: int = RANK) -> float
     return sum(compressed_elements(p.shape, rank) for p in parameters) / whole
 
 
-def compressed_matrices(parameters: Sequence[Parameter], rank: int = RANK) -> list[Parameter]:
-    """The tensors it compresses; the others travel as they are."""
-    return [p for p in parameters if compressed_elements(p.shape, rank) < p.elements]
-
-
-def powersgd(rank: int = RANK) -> str:
-    return f'communication.gradients = "powersgd", rank = {rank}'
-
-
-def sites(steps: int = LOCAL_STEPS) -> str:
-    return f"communication.local_steps = {steps}"
-
-
 BF16 = 'communication.gradients = "bf16"'
-
-
-def applicable(layout: Layout) -> dict[str, bool]:
-    """Which settings are worked out for a layout. State that all replicas share cannot be a site's own."""
-    replicas, whole = layout.dp > 1, layout.zero == 0
-    return {
-        "bf16": replicas,
-        "powersgd": replicas and whole and layout.tp * layout.pp == 1,
-        "sites": replicas and whole,
-    }
+POWERSGD = f'communication.gradients = "powersgd", rank = {RANK}'
+SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 
 def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
@@ -103,7 +82,9 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
     candidates = candidates_of(
         request.model, [layout], sequence=request.work.sequence, global_batch=request.work.global_batch
     )
-    parameters, can = model_parameters(request.model), applicable(layout)
+    parameters = model_parameters(request.model)
+    replicas = layout.dp > 1
+    sites = replicas and layout.zero == 0  # state that all replicas share cannot be a site's own
 
     def step(gradient_bytes: float) -> tuple[float, float]:
         engine = replace(where.engine, gradient_communication_bytes=gradient_bytes)
@@ -121,16 +102,17 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
         return float(streaming_seconds(size, where.hardware))
 
     found = []
-    if can["bf16"] and now > 2:
+    if replicas and now > 2:
         found.append(CommunicationSaving(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
-    if can["powersgd"]:
-        share, matrices = compressed_share(parameters), compressed_matrices(parameters)
+    if sites and layout.tp * layout.pp == 1:
+        share = compressed_share(parameters)
+        matrices = [p for p in parameters if compressed_elements(p.shape, RANK) < p.elements]  # the others travel whole
         work = passing(COMPRESSION_PASSES * 4 * sum(p.elements for p in matrices))
         work += len(matrices) * 2 * RANK * KERNELS_PER_COLUMN * LAUNCH_SECONDS
-        found.append(CommunicationSaving(powersgd(), share * 4 / now, exposed, seconds - step(4 * share)[0], work))
-    if can["sites"]:
+        found.append(CommunicationSaving(POWERSGD, share * 4 / now, exposed, seconds - step(4 * share)[0], work))
+    if sites:
         island = max(1, where.fabric.island_ranks // layout.tp)
         meeting = float(collective_seconds("all_reduce", 4 * held, layout.dp * layout.cp, island, fabric=where.fabric))
         meeting += passing(OUTER_PASSES * 4 * held)
-        found.append(CommunicationSaving(sites(), 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
+        found.append(CommunicationSaving(SITES, 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
     return found
