@@ -20,13 +20,12 @@ from ironlaw.kernels.attention import causal_attention
 from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.cached import LayerCache
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
-from ironlaw.model.place import WHOLE, Place
+from ironlaw.model.place import WHOLE, Draw, Place
 from ironlaw.model.rotary import rotary_tables, rotate, turning
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
