@@ -104,6 +104,8 @@ def _recomputation(engine: Engine) -> Iterator[Attempt]:
         for eighths in range(1, 8):
             least = f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit"
             yield in_layout(8 / eighths, recompute="full"), (least,)
+    if engine.recomputes_selectively:
+        yield in_layout(recompute="selective"), ("recompute = selective, for without it the run would not fit",)
     yield in_layout(recompute="full"), ("recompute = full, for without it the run would not fit",)
 
 
