@@ -34,7 +34,7 @@ def measure(
 def measure_and_keep(threads: int | None = None) -> Profile:
     """Measure with a progress bar, and keep the profile. `train` does it too."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
-    from ironlaw.machine.host import cache_problem
+    from ironlaw.files import cache_problem
     from ironlaw.machine.links import save_costs
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from ironlaw import files
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine import host
@@ -52,7 +53,7 @@ def examine() -> dict[str, Any]:
             problems.append(str(error))
     if shutil.which("c++") is None and shutil.which("g++") is None:
         advice.append('no C++ compiler: train.compile = "on" needs one on a CPU')
-    problems += filter(None, [host.cache_problem()])
+    problems += filter(None, [files.cache_problem()])
     extras = []
     for name, (parts, gives) in EXTRAS.items():
         have = _versions(parts)

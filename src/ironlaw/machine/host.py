@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-
-
-def cache_folder() -> Path:
-    """Ironlaw's folder in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ironlaw"
-
-
-def cache_problem() -> str | None:
-    """Why nothing can be kept there, and what to do about it."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"{folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder of yours"
-    return None
 
 
 def cpu_name() -> str:
