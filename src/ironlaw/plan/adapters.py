@@ -19,7 +19,7 @@ from ironlaw.plan.module import accelerator_target
 from ironlaw.plan.module_timing import CataloguedAccelerator
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
-from ironlaw.plan.step import finetuning, finetuning_targets
+from ironlaw.plan.step import finetuning, finetuning_targets, with_objective
 from ironlaw.plan.totals import add_totals, fits
 from ironlaw.plan.work import Assumption
 from ironlaw.workload.adapted import finetuned
@@ -70,7 +70,7 @@ def _ledger(config: RunConfig, on: str, precision: str) -> Ledger:
     machine, system = replace(target.machine, precision=target.precision), target.system
     recipe = recipe_of(config, target.precision, cuda=True, gloo=False)
     program = step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe)
-    program = finetuned(program, config.finetune, finetuning_targets(config))
+    program = with_objective(finetuned(program, config.finetune, finetuning_targets(config)), config)
     peak = peak_memory(program)
     ledger = Ledger("plan", lines=fold(program.operations(), machine), memory=peak.lines({}))
     ledger.facts = target.facts | {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, model_in
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
 from ironlaw.machine import interference
@@ -43,6 +43,7 @@ from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, micro_batch_shape, step
 from ironlaw.workload.recipe import Recipe
+from ironlaw.workload.second_model import with_second_model
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,17 @@ def finetuning_targets(config: RunConfig) -> list[Target]:
     return targets_of(config.model, names_of(Path(config.train.start_from or ""), config.model), config.finetune)
 
 
+def with_objective(program: Program, config: RunConfig) -> Program:
+    """With the second model that the objective asks, if any."""
+    objective = config.objective
+    if objective.kind == "distillation":
+        teacher = Path(objective.teacher or "").expanduser()
+        return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
+    if objective.kind == "dpo":  # of adapters the reference is the base, which is there
+        return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
+    return program
+
+
 def finetuning(config: RunConfig, program: Program) -> str:
     """What is trained."""
     if config.model.latent is not None:
@@ -265,6 +277,7 @@ def plan_step(
     program = step(config.model, batch_of(config), layout, recipe)
     if config.finetune.adapts and config.model.latent is None:
         program = finetuned(program, config.finetune, finetuning_targets(config))
+    program = with_objective(program, config)
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     if fabric is None:
