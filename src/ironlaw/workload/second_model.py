@@ -40,7 +40,7 @@ def with_second_model(program: Program, objective: ObjectiveConfig, second: Mode
 def _layers(
     shape: Shape, objective: ObjectiveConfig, second: ModelConfig, layers: Sequence[Layer]
 ) -> tuple[Layer, ...]:
-    here = replace(shape, model=second, recompute=(), loss_chunk=0)
+    here = replace(shape, model=second, recompute=(), loss_chunk=0, adapters=())
     forward = [
         replace(op, name=FROZEN, group="", saved_bytes=0, temporary_bytes=0, frees_saved_bytes=0,
                 frees_temporary_bytes=0, gradient=())
