@@ -59,6 +59,7 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
         **dict.fromkeys(("added_gradients", "retained_graphs", "zeroed_gradients"), at),
+        **dict.fromkeys(("idle_gradients", "untouched_rows"), _record(part=Number, place=text)),
         "places": dict[str, str],
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         "float64": _record(saved=Number, place=text),
