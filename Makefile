@@ -9,7 +9,7 @@ DEMO_RUN ?= runs/demo
 
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test test-long gpu docs soak soak-ranks lint clean
+.PHONY: demo test test-long gpu docs pythons quotes record soak soak-ranks lint clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,17 @@ gpu:
 docs: $(VENV)/installed
 	$(BIN)/pip install -qq --disable-pip-version-check -e ".[docs]"
 	$(BIN)/python -m mkdocs $(if $(SERVE),serve,build -q)
+
+# What the README and the site quote of commands, written again: `record` after `make demo` on an idle machine.
+quotes: $(VENV)/installed
+	$(BIN)/python scripts/quotes.py
+
+record: $(VENV)/installed
+	IRONLAW=$(BIN)/ironlaw PYTHON=$(BIN)/python sh scripts/record.sh
+
+# The wheel in a clean environment of each Python that is here.
+pythons:
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" sh scripts/check_pythons.sh
 
 # 100 runs killed at random moments and resumed, each to the bit the run that nobody killed: some minutes.
 soak: $(VENV)/installed

@@ -112,7 +112,7 @@ def test_serve_and_bench_from_the_command_line(ironlaw_process: Any, start_ironl
     again = ironlaw_process(*load, "--out", str(out))
     assert again.returncode == 2 and "give another --out" in again.stderr
     process.terminate()
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=200) == 0
     assert ironlaw_process("bench", ready["url"], "--rate", "1").returncode == 2
 
 
