@@ -182,7 +182,7 @@ class Decisions:
     # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
     recompute: tuple[frozenset[str] | None, ...] = ()
     offload_ahead_bytes: int = 0  # of saved activations that may be on their way to or from the host
-    blocked_attention: bool = False  # products over blocks of queries in place of the fused kernel
+    native_attention: bool = False  # kernels/attention.c in place of PyTorch's fused kernel
 
     def to_json(self) -> dict[str, Any]:
         kept = [None if layer is None else sorted(layer) for layer in self.recompute]
