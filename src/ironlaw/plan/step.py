@@ -15,7 +15,7 @@ pipeline is played pass by pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class StepPlan:
     fabric: Fabric | None = None
     offload: Offload | None = None
     attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
+    now: Mapping[str, float] | None = None  # as `interference.expected`
     composition: float = 1.0  # a whole step over the sum of its kernels timed alone
 
     @property
@@ -116,12 +117,20 @@ class StepPlan:
         system = PlannedOn.measured(self.profile, measured, self.hosts)
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
+        pace = {}
+        if self.now is not None:
+            pace = {"pace": self.now["compute"] / interference.typical(self.profile)["compute"]}
+            system = system.at_pace(pace["pace"])
         ledger.decisions = self.decisions
-        ledger.facts = self._facts() | {
-            "peak_at": fullest.memory.where,
-            "matmul_peak_flops_per_second": system.peak_flops_per_second,
-            "planned_as": measured,
-        }
+        ledger.facts = (
+            self._facts()
+            | pace
+            | {
+                "peak_at": fullest.memory.where,
+                "matmul_peak_flops_per_second": system.peak_flops_per_second,
+                "planned_as": measured,
+            }
+        )
         add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)
         add_run_totals(ledger, self.config, self.profile)
         supply = data_supply(self.config, self.profile, ledger.totals["tokens_per_second"].value)
@@ -160,7 +169,7 @@ class StepPlan:
             "versions": profile.versions,
             "precision": self.precision.value,
             "precision_reason": self.precision.reason,
-            "slowdown": interference.typical(profile),
+            "slowdown": interference.expected(profile, self.now),
             "composition": self.composition,
             "copy_bytes_per_second": profile.copy_bytes_per_second,
             "memory_bytes": profile.memory_bytes,
@@ -235,9 +244,10 @@ def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def plan_run(config: RunConfig, profile: Profile) -> Ledger:
+def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | None = None) -> Ledger:
     """Parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch needed.
 
+    `now`: what was seen of the machine right before (`Probe.now`); it changes times, and no decision.
     UserError for what the machine cannot do, or was not measured with.
     """
     if config.train.threads not in (None, profile.threads):
@@ -245,12 +255,12 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
             f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
-    return plan_step(config, profile).ledger()
+    return plan_step(config, profile, now=now).ledger()
 
 
 def plan_step(
     config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
-    precision: PrecisionChoice | None = None,
+    precision: PrecisionChoice | None = None, now: Mapping[str, float] | None = None,
 ) -> StepPlan:  # fmt: skip
     """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
 
@@ -262,7 +272,7 @@ def plan_step(
     machine = MeasuredMachine(profile, interference.typical(profile))
     if layout is None:
         fabric, layout = None, Layout(micro_batch=config.micro_batch)
-        here = SharedMachine(machine, measured)
+        here = SharedMachine(MeasuredMachine(profile, interference.expected(profile, now)), measured)
     else:
         assert fabric is not None
         batch, sequence = config.train.global_batch, config.sequence
@@ -299,7 +309,8 @@ def plan_step(
         stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
     seconds = max(sum(phase.values()) for phase in phases)
     return StepPlan(
-        config, program, precision, seconds, stages, profile, fabric, offload, kernel, machine.composition[measured]
+        config, program, precision, seconds, stages, profile, fabric, offload, kernel, now,
+        machine.composition[measured],
     )  # fmt: skip
 
 
