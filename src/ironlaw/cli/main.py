@@ -36,6 +36,7 @@ PANELS = {
     "Train": {
         "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
         "train": "Train a config into a run directory, beside its plan.",
+        "distil": "Train a config on what a larger model says: its probabilities, and its hidden states.",
         "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
         "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
     },
