@@ -9,7 +9,7 @@ DEMO_RUN ?= runs/demo
 
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo test test-long gpu docs soak soak-ranks lint clean
+.PHONY: demo test test-long gpu docs pythons quotes record soak soak-ranks lint clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,8 +22,9 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	@IRONLAW=$(BIN)/ironlaw sh scripts/demo.sh $(DEMO_RUN)
 
+# A process per core, each with one thread (tests/conftest.py); what one has left the others take.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 # Minutes long: run when they matter, before a release or after a change of the loop.
 test-long: $(VENV)/installed
@@ -37,6 +38,17 @@ gpu:
 docs: $(VENV)/installed
 	$(BIN)/pip install -qq --disable-pip-version-check -e ".[docs]"
 	$(BIN)/python -m mkdocs $(if $(SERVE),serve,build -q)
+
+# What the README and the site quote of commands, written again: `record` after `make demo` on an idle machine.
+quotes: $(VENV)/installed
+	$(BIN)/python scripts/quotes.py
+
+record: $(VENV)/installed
+	IRONLAW=$(BIN)/ironlaw PYTHON=$(BIN)/python sh scripts/record.sh
+
+# The wheel in a clean environment of each Python that is here.
+pythons:
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" sh scripts/check_pythons.sh
 
 # 100 runs killed at random moments and resumed, each to the bit the run that nobody killed: some minutes.
 soak: $(VENV)/installed

@@ -51,9 +51,14 @@ def predict_matmul(table: Table, constants: MatmulConstants, dtype: str) -> Arra
 SAME_PROCESS = {"blackwell_ultra": "blackwell"}
 """Generations made in the process of an earlier one: a product takes no more energy there."""
 
-NEXT_WIDER = {"nvfp4": "fp8"}
-"""A product of narrower operands takes no more than their share of the bytes of its energy. Benchmarks of 4-bit
-products last too short to show what they draw, and those that last longer are of shapes that no library was tuned for.
+APPLY_SCALES = ("blackwell", "blackwell_graphics", "blackwell_ultra")
+"""Generations whose matrix units apply the scales of blocks themselves."""
+
+NEXT_WIDER = {"nvfp4": "fp8", "fp8_block": "fp8"}
+"""A product takes no more than its operands' share of the bytes of another's energy, where matrix units apply the
+scales: benchmarks last too short to show what they draw. One library on one B200 multiplies under scales of blocks of
+32 as fast as under one scale (2,348 and 2,369 TFLOP/s, flashinfer#2256), another on a B300 5% slower (7.16 and 6.81 ms
+a layer, Transformer Engine's profiling of products).
 """
 
 
@@ -61,7 +66,7 @@ def most_joules(generation: str, key: str, found: dict[tuple[str, str], MatmulCo
     """What an operation of this format takes at most, by those that are known."""
     dtype, _, library = key.partition("/")
     before = found.get((SAME_PROCESS.get(generation, ""), key))
-    wider = NEXT_WIDER.get(dtype, "")
+    wider = NEXT_WIDER.get(dtype, "") if generation in APPLY_SCALES else ""
     of_wider = found.get((generation, f"{wider}/{library}"))
     bounds = [before.joules_per_flop] if before else []
     if of_wider:

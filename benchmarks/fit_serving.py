@@ -60,7 +60,7 @@ class Problem:
     def __init__(self, runs: list[ServingRun]) -> None:
         self.runs = runs
         demand = Demand(**{f.name: _stack([getattr(r.system.demand, f.name) for r in runs]) for f in fields(Demand)})
-        plain = [f.name for f in fields(System) if f.name not in ("demand", "rates")]
+        plain = [f.name for f in fields(System) if f.name not in ("demand", "rates", "draft")]
         self.system = System(
             demand=demand,
             rates=runs[0].system.rates,

@@ -20,6 +20,10 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.machine.profile import Curve, MatmulFit, Profile, save_profile
 from ironlaw.plan.step import step_operations
 
+# Before PyTorch: models here are tiny, and other tests use the other cores. What threads change is asked for by name.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 SOURCE = Path(ironlaw.__file__).parents[1]
 REPOSITORY = Path(__file__).parents[1]
 
@@ -31,6 +35,12 @@ TINY_LLAMA: dict[str, Any] = TINY_GPT | {
     "name": "tiny-llama", "heads": 4, "kv_heads": 2, "ffn": 48, "gated_ffn": True, "activation": "silu",
     "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False,
 }  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c() -> None:
+    """A suite started in the background inherits an ignored Ctrl-C, which Python and its children would ignore too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -109,14 +119,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text")
 
 
-@pytest.fixture
-def tiny_document(corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+@pytest.fixture(scope="session")
+def tiny_tables(corpus: Path) -> Callable[..., dict[str, Any]]:
     """The tables of a run of milliseconds per step; keyword arguments replace whole keys of a section."""
 
-    def build(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
+    def build(cache: Path, model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> dict[str, Any]:
         document: dict[str, Any] = {
             "model": TINY_GPT | (model or {}),
-            "data": {"path": str(corpus), "validation_fraction": 0.1, "cache": str(tmp_path / "data-cache")},
+            "data": {"path": str(corpus), "validation_fraction": 0.1, "cache": str(cache)},
             "train": {
                 "steps": 12, "global_batch": 8, "precision": "fp32", "profile_steps": 0,
             },
@@ -130,6 +140,11 @@ def tiny_document(corpus: Path, tmp_path: Path) -> Callable[..., dict[str, Any]]
         return document
 
     return build
+
+
+@pytest.fixture
+def tiny_document(tiny_tables: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    return partial(tiny_tables, tmp_path / "data-cache")
 
 
 @pytest.fixture
@@ -179,8 +194,6 @@ def start_ironlaw(user_cache: Path, tmp_path: Path) -> Iterator[Callable[..., su
         process = subprocess.Popen(
             command(*arguments), cwd=tmp_path, env=environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            # A suite started in the background inherits an ignored Ctrl-C, which Python would then ignore too.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         started.append(process)
         return process

@@ -115,10 +115,11 @@ def test_plan_imports_no_torch(user_cache: Path, tmp_path: Path) -> None:
     assert "Plan of gpt-tiny" in done.stdout
 
 
+@pytest.mark.long
 def test_plan_answers_in_under_800_milliseconds(
     ironlaw_process: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """Process start included. The processor's time and the best of some tries: a busy machine is not our doing."""
+    """Of processor time, process start included, the best of some tries; on a slow machine it may take longer."""
     ironlaw_process("plan", EXAMPLE)  # bytecode written, files in the page cache: a user's second call
     seconds = []
     for _ in range(5):

@@ -47,7 +47,7 @@ def test_the_others() -> None:
     assert units.rate(2e9, "B") == "2.00 GB/s"
     assert units.rate(None, "B") == units.energy(None) == units.count(None) == units.percent(None) == "–"
     assert units.signed_percent(None) == "–"
-    assert units.energy(1800) == "1.80 kJ"
+    assert units.energy(1800) == "0.500 Wh"
     assert units.energy(7200) == "2.00 Wh"
     assert units.count(1234567) == "1,234,567"
     assert units.percent(0.1234) == "12.3%"

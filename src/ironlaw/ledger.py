@@ -126,6 +126,25 @@ UNNAMED = "other"
 knows, and so plans 0 seconds of it."""
 
 
+def merged(lines: Iterable[Line]) -> list[Line]:
+    """Lines of the same key as one: what one of them does not know the others say; the longest says what bounds it."""
+    alike: dict[Key, list[Line]] = {}
+    for line in lines:
+        alike.setdefault(line.key, []).append(line)
+
+    def total(column: str, among: list[Line]) -> Any:
+        known = [value for line in among if (value := getattr(line, column)) is not None]
+        return sum(known) if known else None
+
+    return [
+        replace(
+            max(reversed(among), key=lambda line: line.seconds or 0.0),
+            **{column: total(column, among) for column in ("count", "flops", "bytes_moved", "seconds")},
+        )
+        for among in alike.values()
+    ]
+
+
 def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
     """Measured lines under the keys of a plan: what it has no name for is one line of its phase, where it plans one."""
     keys = {line.key for line in planned}

@@ -77,10 +77,8 @@ def seconds(value: float | None) -> str:
 
 
 def energy(joules: float | None) -> str:
-    """Joules below 3.6 kJ, watt-hours above."""
-    if joules is None:
-        return NOT_KNOWN
-    return si(joules, "J") if abs(joules) < 3600 else si(joules / 3600, "Wh")
+    """In watt-hours, so that the ends of an interval have one unit."""
+    return NOT_KNOWN if joules is None else si(joules / 3600, "Wh")
 
 
 def count(value: float | None) -> str:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -186,15 +185,6 @@ def test_unknown_keys_in_a_data_file_are_found() -> None:
     data = read_toml("accelerators", "h200.toml")
     with pytest.raises(AssertionError, match="memory_gb"):
         from_table("h200", {**data, "memory_gb": 141})
-
-
-def test_one_accelerator_parses_in_under_10_ms() -> None:
-    times = []
-    for _ in range(5):  # the best of five: the machine may be busy with something else
-        start = time.perf_counter()
-        from_table("h100-sxm-80gb", read_toml("accelerators", "h100-sxm-80gb.toml"))
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.010
 
 
 def test_asking_for_one_opens_one_file_and_nothing_heavy() -> None:

@@ -183,33 +183,22 @@ def test_the_shell_completes_verbs_and_options(ironlaw_process: Callable[..., ob
     assert expected in done.stdout.split(), done  # type: ignore[attr-defined]
 
 
-def torchrun(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*launcher, "-m", "ironlaw", "train", *map(str, arguments)], cwd=folder, capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=150, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
-def test_a_refusal_on_ranks_is_one_line(tiny_file: Callable[..., Path], tmp_path: Path, user_cache: Path) -> None:
-    """Of a config that all read, and of a layout that is checked once they are ranks."""
-    for words in (("nothing.toml",), (tiny_file(), "--layout", "dp=3")):
-        done = torchrun(tmp_path, *words, "--out", "run")
-        assert done.returncode == -signal.SIGUSR1
-        assert done.stderr.count("\n") == 1 and done.stderr.startswith("ironlaw: "), done.stderr
-
-
-@pytest.mark.slow
-def test_the_layout_of_the_flag_is_that_of_the_ranks(
-    tiny_file: Callable[..., Path], tmp_path: Path, user_cache: Path
+@pytest.mark.parametrize(
+    "words", [pytest.param(("nothing.toml",), marks=pytest.mark.long), ("config.toml", "--layout", "dp=3")], ids=str
+)
+def test_a_refusal_on_ranks_is_one_line(
+    words: tuple[str, ...], tiny_file: Callable[..., Path], tmp_path: Path, user_cache: Path
 ) -> None:
-    config = tiny_file({"layers": 2}, layout={"tp": 2}, train={"steps": 2})
-    done = torchrun(tmp_path, config, "--layout", "pp=2", "--out", "run", "--json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    layout = load_config(tmp_path / "run").layout
-    assert layout is not None and (layout.pp, layout.tp) == (2, 1)
-    assert json.loads(done.stdout)["steps"] == 2
+    """Of a config that all read, and of a layout that is checked once they are ranks."""
+    tiny_file()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "ironlaw", "train", *words, "--out", "run"], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGUSR1
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("ironlaw: "), done.stderr
 
 
 @pytest.mark.slow
@@ -226,13 +215,13 @@ def test_a_terminal_that_goes_away_loses_nothing(
         stdout=terminal, stderr=terminal, start_new_session=True,
     )  # fmt: skip
     os.close(terminal)
-    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    metrics, until = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.is_file() and metrics.read_bytes().count(b"\n") > 20) and time.monotonic() < until:
         if process.poll() is not None:
             break
         time.sleep(0.05)
     os.close(leader)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=60) == 129
+    assert process.wait(timeout=200) == 129
     steps = metrics.read_bytes().count(b"\n")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:08d}"]

@@ -54,7 +54,7 @@ model = nn.Sequential(model[0], Again(*model[1:4]), model[4])"""
 EVALUATION = """model.eval()
         with torch.no_grad(): [model(tokens) for _ in range(3)]  # HERE
         model.train()"""
-REBUILT = "tokens, = next(iter(DataLoader(TensorDataset(torch.cat(batches * 60)), 16, shuffle=True)))  # HERE"
+REBUILT = "tokens, = next(iter(DataLoader(TensorDataset(torch.cat(batches * 900)), 16, shuffle=True)))  # HERE"
 BY_HAND = """loss.backward()
         for _ in range(60): [p.grad.mul_(1.0) for p in model.parameters()]  # HERE"""
 FAULTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -81,9 +81,11 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
     }),
     "retained": ("graphs_retained", {"backward": "loss.backward(retain_graph=True)  # HERE"}),
 }  # fmt: skip
-QUICK = ("anomaly", "kept graphs", "collecting")
+QUICK = ("kept graphs",)  # bytes; most others are told by measured times
 
 
+# What is found of the machine while the tests run is no part of the question: bursts, and threads that were set for it.
+OF_THE_MACHINE = {"irregular_steps", "machine_slow", "slower_throughout", "threads_few", "oversubscribed"}
 TOGETHER = ("anomaly", "kept graphs", "collecting", "second pass", "asleep", "a new loader", "conversions",
             "evaluation", "checkpoints", "by hand", "zeros")  # fmt: skip
 
@@ -98,8 +100,8 @@ def together(names: Iterable[str]) -> dict[str, str]:
     return parts
 
 
-def explained(folder: Path, **parts: str) -> tuple[dict[str, Any], int]:
-    """The diagnosis, and the number of the first line that is marked."""
+def explained(folder: Path, **parts: str) -> tuple[list[dict[str, Any]], int]:
+    """What is found of the code, and the number of the first line that is marked."""
     folder.mkdir(exist_ok=True)
     text = SCRIPT.format(**DEFAULTS | parts)
     script = folder / "train.py"
@@ -111,27 +113,27 @@ def explained(folder: Path, **parts: str) -> tuple[dict[str, Any], int]:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == 0, done.stderr
     line = next((number for number, row in enumerate(text.splitlines(), 1) if "# HERE" in row), 0)
-    return json.loads(done.stdout)["diagnosis"], line
+    findings = json.loads(done.stdout)["diagnosis"]["findings"]
+    return [finding for finding in findings if finding["rule"] not in OF_THE_MACHINE], line
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.long) for f in FAULTS])
 def test_a_habit_is_named_first_with_its_line(fault: str, tmp_path: Path) -> None:
     rule, parts = FAULTS[fault]
-    diagnosis, line = explained(tmp_path, **parts)
-    causes = [finding["rule"] for finding in diagnosis["findings"]]
-    assert causes and causes[0] == rule, (causes, diagnosis["sentence"])
-    assert any(f"train.py:{line}" in figure for figure in diagnosis["evidence"]), diagnosis["evidence"]
+    findings, line = explained(tmp_path, **parts)
+    assert findings and findings[0]["rule"] == rule, findings
+    assert any(f"train.py:{line}" in figure for figure in findings[0]["evidence"]), findings[0]
 
 
 @pytest.mark.long
 def test_of_many_habits_each_fix_surfaces_the_next(tmp_path: Path) -> None:
     left, fixed = list(TOGETHER), []
     while left:
-        diagnosis, _ = explained(tmp_path / str(len(left)), **together(left))
+        findings, _ = explained(tmp_path / str(len(left)), **together(left))
         lines = (tmp_path / str(len(left)) / "train.py").read_text(encoding="utf-8").splitlines()
-        places = re.findall(r"train\.py:(\d+)", " ".join(diagnosis["evidence"]))
+        places = re.findall(r"train\.py:(\d+)", " ".join(findings[0]["evidence"]))
         marks = [lines[int(number) - 1].partition("# HERE: ")[2] for number in places]
         found = next((mark for mark in marks if mark), None)
-        assert found in left, (left, fixed, diagnosis["sentence"], diagnosis["evidence"])
+        assert found in left, (left, fixed, findings[0])
         left.remove(found)
         fixed.append(found)

@@ -88,9 +88,14 @@ def test_passes_timed_at_the_start_set_the_level_and_curves_the_rest(machine_pro
     ] + [{"phase": "prefill", "requests": 4, "tokens": 128, "length": 0.0, "model_seconds": 0.05, "sample_seconds": 0.0,
           "host_seconds": 0.0}]  # fmt: skip
     clock = MeasuredClock(MODEL, machine_profile, "fp32", passes)
-    assert clock.parts(4, 64.0, 0, 0.0) == pytest.approx({"decode": 2e-3, "prompts": 0.0, "sample": 1e-4, "host": 2e-4})
-    assert 2e-3 < clock.parts(8, 64.0, 0, 0.0)["decode"] < 5e-3 < clock.parts(16, 640.0, 0, 0.0)["decode"]
-    assert 0.03 < clock.parts(0, 0.0, 128, 0.0)["prompts"] < 0.07
+    assert clock.parts(4, 64.0, 0) == pytest.approx({"decode": 2e-3, "prompts": 0.0, "sample": 1e-4, "host": 2e-4})
+    assert 2e-3 < clock.parts(8, 64.0, 0)["decode"] < 5e-3 < clock.parts(16, 640.0, 0)["decode"]
+    assert 0.03 < clock.parts(0, 0.0, 128, 4)["prompts"] < 0.07
+    long = MeasuredClock(
+        MODEL, machine_profile, "fp32", [*passes, passes[1] | {"length": 320.0, "model_seconds": 3e-3}]
+    )
+    assert long.token_seconds == pytest.approx(1e-3 / (4 * 256))  # one pass behind 64 tokens, one behind 320
+    assert long.parts(4, 192.0, 0)["decode"] == pytest.approx(2.5e-3, rel=0.05)
 
 
 def test_a_foreign_server_has_no_engine_steps(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_every_figure_is_finite_and_none_is_negative(measured: Profile) -> None:
             assert all(seconds > 0 for seconds in curve.seconds)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_work_takes_longer(measured: Profile) -> None:
     for kernel in ("add", "gelu_forward", "layernorm_backward", "adamw"):
         seconds = measured.curves["fp32"][kernel].seconds
@@ -72,7 +72,7 @@ def test_more_work_takes_longer(measured: Profile) -> None:
     assert 1e-8 < measured.small_operation_seconds < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_machine_is_at_best_as_fast_as_its_best(measured: Profile) -> None:
     assert all(ratio > 0.9 for kind in interference.KINDS for ratio in measured.interference[kind])
     assert all(0 <= share <= 1 for share in measured.interference.get(interference.OTHERS, []))

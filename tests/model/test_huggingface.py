@@ -203,7 +203,7 @@ def test_file_or_directory_names_the_model(tmp_path):
     ("change", "message"),
     [
         ({"model_type": "lama"}, "did you mean llama"),
-        ({"num_local_experts": 8}, "'llama' with experts is not supported: those of deepseek, deepseek_v2"),
+        ({"num_local_experts": 8}, "'llama' with experts is not supported: those of dbrx, deepseek"),
         ({"model_type": "deepseek_v3"}, "has no n_routed_experts"),
         (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func"),

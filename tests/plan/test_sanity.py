@@ -94,12 +94,13 @@ SUCCESSORS = (
 
 
 @pytest.mark.parametrize(("older", "newer"), SUCCESSORS, ids=lambda name: name)
-def test_a_successor_is_never_slower_under_the_same_software(older, newer):
-    for name, count, sequence, batch in (("llama3-8b", 8, 8192, 64), ("llama3-70b", 64, 8192, 128)):
+def test_a_successor_is_never_slower_under_the_same_software_nor_fewer_bits_on_it(older, newer):
+    jobs = (("llama3-8b", 8, 64, 40), ("llama3-70b", 64, 128, 30), ("llama3-405b", 128, 128, 30))
+    for name, count, batch, layouts in jobs:
         model = ModelConfig.named(name)
-        table = possible_layouts(model, count, sequence, batch, {})
-        table = table[random.Random(0).sample(range(len(table)), 40)]
-        candidates = candidates_of(model, table, sequence=sequence, global_batch=batch)
+        table = possible_layouts(model, count, 8192, batch, {})
+        table = table[random.Random(0).sample(range(len(table)), layouts)]
+        candidates = candidates_of(model, table, sequence=8192, global_batch=batch)
         clusters = [parse_cluster(f"{count}x{accelerator}") for accelerator in (older, newer)]
         peaks = [cluster.accelerator.peak_flops_per_second for cluster in clusters]
         formats = [
@@ -108,9 +109,15 @@ def test_a_successor_is_never_slower_under_the_same_software(older, newer):
             if all(peak in of for of in peaks)
         ]
         for software in ("nemo", "torchtitan", "generic"):
+            seconds = {}
             for precision in dict.fromkeys(formats):
                 before, after = (
                     plan_candidates(candidates, system_of(cluster, engine(software), precision)).times.step_seconds
                     for cluster in clusters
                 )
                 assert (after <= 1.005 * before).all(), (name, software, precision)
+                seconds[precision] = after
+            # 2%: casts, where collectives leave products nothing to gain. Gaudi 3's 8 bits are as fast as 16.
+            for wide, narrow, rates in (("bf16", "fp8", ("bf16", "fp8")), ("mxfp8", "nvfp4", ("fp8", "fp4"))):
+                if narrow in seconds and peaks[1][rates[1]].value > peaks[1][rates[0]].value:
+                    assert (seconds[narrow] <= 1.02 * seconds[wide]).all(), (name, software, narrow)

@@ -21,6 +21,7 @@ from ironlaw.serve.blocks import Blocks
 from ironlaw.serve.config import serve_config
 from ironlaw.serve.engine import Busy
 from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.warmup import warm_up
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,13 @@ def test_narrow_keys_and_values_answer_nearly_alike(model: Transformer, kv: str,
 def test_settings_that_mean_nothing_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         serve_config([text])
+
+
+def test_a_server_times_its_own_passes_and_stays_as_it_was(model: Transformer) -> None:
+    made = engine(model, batch=2, token_budget=512, api_keys=("secret",))
+    warm_up(made, None, seconds=600)
+    decode = sorted((p["tokens"], p["length"] > 40) for p in made.passes if p["phase"] == "decode")
+    assert decode == [(1, False), (1, True), (2, False), (2, True)]  # behind short and long caches
+    assert [p["requests"] for p in made.passes if p["phase"] == "prefill"] == [1, 2]
+    assert all(p["model_seconds"] > 0 and p["host_seconds"] > 0 for p in made.passes)
+    assert made.trace.count == 0 and made.blocks.usage == 0

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from ironlaw.config import CheckpointConfig, RunConfig, load_config
+from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
 from ironlaw.errors import UserError
+from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train import checkpoint
@@ -30,12 +31,14 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.loop import Outcome, StepReport, Trainer
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.restore import load
+from ironlaw.train.session import run_training
 from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
 Losses = Callable[[Path], dict[int, float]]
+Undisturbed = Callable[[RunConfig], dict[int, float]]
 MODEL = ModelConfig(layers=1, hidden=8, heads=2, vocab=20, context=6)
 Usage = namedtuple("Usage", "total used free")
 
@@ -131,44 +134,50 @@ FILES = ("model.safetensors", "training.pt", "checkpoint.json")
 DAMAGES = [(name, damage) for name in FILES for damage in (truncate, flip, empty, Path.unlink)]
 
 
-@pytest.mark.parametrize(("name", "damage"), [*DAMAGES, ("checkpoint.json", other_step)])
-def test_a_damaged_checkpoint_is_passed_over_with_a_message(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, name: str, damage: Callable[[Path], None]
-) -> None:
-    config, run = tiny_config(train={"steps": 14}), tmp_path / "run"
-    train(config, tmp_path / "whole")
+@pytest.fixture(scope="module")
+def stopped(
+    tiny_tables: Callable[..., dict[str, Any]], machine_profile: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunConfig, Path]:
+    """A run of 14 steps that ended after the 12th: checkpoints of steps 8 and 12."""
+    folder = tmp_path_factory.mktemp("stopped")
 
     def stop(report: StepReport) -> None:
         if report.step == 12:
             raise InterruptedError
 
+    config = build_config(tiny_tables(folder / "data-cache", train={"steps": 14}))
     with pytest.raises(InterruptedError):
-        train(config, run, watch=stop)
+        run_training(config, folder / "run", machine_profile, watch=stop)
+    return config, folder / "run"
+
+
+@pytest.mark.parametrize(("name", "damage"), [*DAMAGES, ("checkpoint.json", other_step)])
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(
+    stopped: tuple[RunConfig, Path], train: Train, losses: Losses, undisturbed: Undisturbed, tmp_path: Path, name: str,
+    damage: Callable[[Path], None],
+) -> None:  # fmt: skip
+    config, run = stopped[0], tmp_path / "run"
+    shutil.copytree(stopped[1], run)
     damage(run / "checkpoints" / "step-00000012" / name)
     said: list[str] = []
     train(config, run, resume=True, say=said.append)
     assert "step-00000012 is damaged" in said[0]
     assert "resumed from step 8" in said[1]
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == undisturbed(config)
 
 
-def test_a_torn_checkpoint_is_not_looked_at(tiny_config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+def test_a_torn_checkpoint_is_not_looked_at(
+    tiny_config: Config, train: Train, train_until: Any, losses: Losses, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     config, run = tiny_config(), tmp_path / "run"
-    train(config, tmp_path / "whole")
-
-    def stop(report: StepReport) -> None:
-        if report.step == 9:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        train(config, run, watch=stop)
+    train_until(9, config, run)
     torn = run / "checkpoints" / ".step-00000012.99999999.partial"
     torn.mkdir()
     (torn / "model.safetensors").write_bytes(b"half")
     said: list[str] = []
     train(config, run, resume=True, say=said.append)
     assert said[0] == "resumed from step 8"
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == undisturbed(config)
     assert names(run / "checkpoints") == ["step-00000008", "step-00000012"]  # the torn one of a dead process is gone
 
 
@@ -287,7 +296,7 @@ def test_a_real_disk_too_small_from_the_start(
 # Room for no checkpoint, and room for not even a line of metrics, which fail in different places.
 @pytest.mark.parametrize(("leave", "message"), [(200_000, "the checkpoint of step 60"), (0, "free some space")])
 def test_a_real_disk_that_fills_up_on_the_way(
-    small_disk: Path, train: Train, losses: Losses, tiny_file: Callable[..., Path], tmp_path: Path,
+    small_disk: Path, losses: Losses, undisturbed: Undisturbed, tiny_file: Callable[..., Path],
     ironlaw_here: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, leave: int, message: str,
 ) -> None:  # fmt: skip
     from ironlaw.report.live import LiveRun
@@ -312,19 +321,19 @@ def test_a_real_disk_that_fills_up_on_the_way(
     (small_disk / "ballast").unlink()
     monkeypatch.setattr(LiveRun, "step", shown)
     assert ironlaw_here("train", config, "--out", run, "--resume")[0] == 0
-    train(load_config(config), tmp_path / "whole")
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == undisturbed(load_config(config))
 
 
 # -- behind the back of the step ---------------------------------------------------------------------------------
 
 
 def test_the_run_goes_on_while_a_checkpoint_is_written(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_config: Config, train: Train, losses: Losses, undisturbed: Undisturbed, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The writing of step 4 is held up until step 7 is done, and still what it writes is the state of step 4."""
     config = tiny_config({"dropout": 0.1})
-    train(config, tmp_path / "whole")
+    whole = undisturbed(config)
     reached, plain = threading.Event(), checkpoint.WholeFiles.write
 
     def slow(self: checkpoint.WholeFiles, folder: Path, taken: Any) -> dict[str, str]:
@@ -344,7 +353,7 @@ def test_the_run_goes_on_while_a_checkpoint_is_written(
     said: list[str] = []
     train(config, tmp_path / "run", resume=True, say=said.append)
     assert said == ["resumed from step 4"]
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == whole
 
 
 def test_a_snapshot_does_not_change_with_the_run(tmp_path: Path) -> None:

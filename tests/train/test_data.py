@@ -11,20 +11,11 @@ from typing import Any
 import pytest
 
 from ironlaw.config import RunConfig
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.loop import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
 Losses = Callable[[Path], dict[int, float]]
-
-
-class Interruption(Exception):
-    """Stands for whatever ends a process."""
-
-
-def stop_after_six(report: StepReport) -> None:
-    if report.step == 6:
-        raise Interruption
 
 
 @pytest.fixture
@@ -43,7 +34,7 @@ def kinds(tmp_path: Path, corpus: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["best_fit", "mixture", "stream", "mock"])
 def test_each_kind_trains_and_resumes_exactly(
-    tiny_document: Callable[..., dict[str, Any]], train: Train, losses: Losses, tmp_path: Path,
+    tiny_document: Callable[..., dict[str, Any]], train: Train, train_until: Any, losses: Losses, tmp_path: Path,
     kinds: dict[str, dict[str, Any]], kind: str,
 ) -> None:  # fmt: skip
     from ironlaw.config import build_config
@@ -54,8 +45,7 @@ def test_each_kind_trains_and_resumes_exactly(
         return build_config(document | {"data": cache | kinds[kind] | more})
 
     outcome = train(config(), tmp_path / "whole")
-    with pytest.raises(Interruption):
-        train(config(), tmp_path / "run", watch=stop_after_six)
+    train_until(6, config(), tmp_path / "run")
     other = {"prefetch": 1} | ({"loader_processes": 1} if kind != "stream" else {"workers": 1})
     train(config(**other), tmp_path / "run", resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

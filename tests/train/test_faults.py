@@ -52,10 +52,9 @@ def test_what_is_out_of_memory(error: Exception, expected: bool) -> None:
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
 def test_out_of_memory_is_one_line_with_advice_and_the_run_goes_on(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    kind: type[Exception],
+    tiny_config: Config, train: Train, losses: Losses, undisturbed: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception],
 ) -> None:  # fmt: skip
-    train(tiny_config(), tmp_path / "whole")
     plain = Trainer._timed_step
 
     def step(self: Trainer, *arguments: Any, **options: Any) -> Any:
@@ -76,7 +75,7 @@ def test_out_of_memory_is_one_line_with_advice_and_the_run_goes_on(
     (event,) = read_lines(tmp_path / "run" / "events.jsonl")
     assert (event["event"], event["step"]) == ("out_of_memory", 6)
     train(tiny_config(), tmp_path / "run", resume=True)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == undisturbed(tiny_config())
 
 
 @pytest.mark.slow
@@ -154,17 +153,17 @@ def test_lines_wait_for_room_and_none_is_torn(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_run_whose_metrics_find_no_room_for_a_while(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Config, train: Train, losses: Losses, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No checkpoint is written either: its steps would have no line after a kill."""
-    train(tiny_config(), tmp_path / "whole")
+    whole = undisturbed(tiny_config())
     disk, said = Disk(monkeypatch), []
 
     def watch(report: StepReport) -> None:
         disk.room = 0 if 5 <= report.step < 10 else 10**9
 
     train(tiny_config(), tmp_path / "run", watch=watch, say=said.append)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == whole
     assert "kept in memory" in said[0]
     assert "the checkpoint of step 8 was not written, that of step 4 is intact" in said[1]
     assert len(said) == 2

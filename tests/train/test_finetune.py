@@ -21,7 +21,7 @@ from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.train.finetune import add_adapters, merge
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.loop import Outcome
 from ironlaw.train.peft import write_adapter
 from ironlaw.train.restore import load_first_weights, load_run
 from ironlaw.workload.finetune import FinetuneConfig, adapter_parameters
@@ -101,18 +101,6 @@ def test_peft_computes_the_same_logits(tmp_path: Path, name: str, method: str, e
         assert torch.allclose(model(tokens()), ours, rtol=0, atol=1e-5)
 
 
-class Interruption(Exception):
-    """Stands for whatever ends a process."""
-
-
-def stop_after(step: int) -> Callable[[StepReport], None]:
-    def watch(report: StepReport) -> None:
-        if report.step == step:
-            raise Interruption
-
-    return watch
-
-
 @pytest.fixture
 def finetuning(tiny_document: Callable[..., dict[str, Any]], tmp_path: Path) -> Config:
     """The config of a run of twelve steps on top of a tiny Llama."""
@@ -127,12 +115,11 @@ def finetuning(tiny_document: Callable[..., dict[str, Any]], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
 def test_a_stopped_run_goes_on_to_the_bit(
-    finetuning: Config, train: Train, losses: Losses, tmp_path: Path, method: str
+    finetuning: Config, train: Train, train_until: Any, losses: Losses, tmp_path: Path, method: str
 ) -> None:
     config = finetuning({"method": method, "dropout": 0.1})
     train(config, tmp_path / "whole")
-    with pytest.raises(Interruption):
-        train(config, tmp_path / "run", watch=stop_after(6))
+    train_until(6, config, tmp_path / "run")
     train(config, tmp_path / "run", resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert losses(tmp_path / "run")[12] < losses(tmp_path / "run")[1]
@@ -166,9 +153,8 @@ def test_export_merges(finetuning: Config, train: Train, ironlaw_here: Callable[
         assert not torch.allclose(merged(tokens()), base(tokens()), atol=1e-2)
 
 
-def test_a_base_that_has_changed_is_refused(finetuning: Config, train: Train, tmp_path: Path) -> None:
-    with pytest.raises(Interruption):
-        train(finetuning({}), tmp_path / "run", watch=stop_after(6))
+def test_a_base_that_has_changed_is_refused(finetuning: Config, train: Train, train_until: Any, tmp_path: Path) -> None:
+    train_until(6, finetuning({}), tmp_path / "run")
     torch.manual_seed(5)
     write_model(tmp_path / "base", ModelConfig(**LLAMA), Transformer(ModelConfig(**LLAMA)).state_dict())
     with pytest.raises(UserError, match="has changed since"):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.train.loop import StepReport
 
 Train = Callable[..., object]
 Config = Callable[..., RunConfig]
@@ -26,15 +25,14 @@ def damage(checkpoint: Path) -> None:
 @pytest.mark.parametrize("lose", [damage, shutil.rmtree])
 @pytest.mark.parametrize("stop_at", [None, 6, 10])
 def test_a_run_without_a_usable_checkpoint_is_left_as_it_is(
-    tiny_config: Config, train: Train, tmp_path: Path, lose: Callable[[Path], None], stop_at: int | None
-) -> None:
-    def stop(report: StepReport) -> None:
-        if report.step == stop_at:
-            raise InterruptedError
-
+    tiny_config: Config, train: Train, train_until: Any, tmp_path: Path, lose: Callable[[Path], None],
+    stop_at: int | None,
+) -> None:  # fmt: skip
     run = tmp_path / "run"
-    with contextlib.suppress(InterruptedError):
-        train(tiny_config(), run, watch=stop)
+    if stop_at is None:
+        train(tiny_config(), run)
+    else:
+        train_until(stop_at, tiny_config(), run)
     for checkpoint in (run / "checkpoints").iterdir():
         lose(checkpoint)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
@@ -45,18 +43,12 @@ def test_a_run_without_a_usable_checkpoint_is_left_as_it_is(
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(
-    tiny_config: Config, train: Train, losses: Callable[[Path], object], tmp_path: Path
+    tiny_config: Config, train: Train, train_until: Any, losses: Any, undisturbed: Any, tmp_path: Path
 ) -> None:
-    def stop(report: StepReport) -> None:
-        if report.step == 3:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        train(tiny_config(), tmp_path / "run", watch=stop)
+    train_until(3, tiny_config(), tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     train(tiny_config(), tmp_path / "run", resume=True)
-    train(tiny_config(), tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == undisturbed(tiny_config())
 
 
 def test_generate_and_export_say_which_step_they_take(

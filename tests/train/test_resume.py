@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,67 +16,45 @@ import pytest
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError
+from ironlaw.report.live import LiveRun
 from ironlaw.train.loop import Outcome, StepReport
 
 Config = Callable[..., RunConfig]
+Here = Callable[..., tuple[int, str, str]]
 Train = Callable[..., Outcome]
 Losses = Callable[[Path], dict[int, float]]
-Start = Callable[..., subprocess.Popen[str]]
-Finish = Callable[..., subprocess.CompletedProcess[str]]
+Undisturbed = Callable[[RunConfig], dict[int, float]]
 
-# Long enough for a signal to arrive in between, with validation, recorded steps and dropout on the way.
+# Validation, recorded steps and dropout on the way.
 LONG: dict[str, dict[str, Any]] = {
     "model": {"dropout": 0.1},
-    "train": {"steps": 240, "profile_steps": 2},
+    "train": {"steps": 60, "profile_steps": 2},
     "schedule": {"warmup_steps": 20},
     "checkpoint": {"every": 7, "keep": 2},
-    "evaluation": {"every": 50, "batches": 1},
+    "evaluation": {"every": 25, "batches": 1},
 }
-
-
-class Interruption(Exception):
-    """Stands for whatever ends a process."""
-
-
-def stop_after(step: int) -> Callable[[StepReport], None]:
-    def watch(report: StepReport) -> None:
-        if report.step == step:
-            raise Interruption
-
-    return watch
-
-
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
-    """Until the run has recorded so many steps."""
-    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 150
-    while time.monotonic() < deadline:
-        if metrics.is_file() and metrics.read_bytes().count(b"\n") >= steps:
-            return
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.002)
-    raise AssertionError("the run did not get to its steps in time")
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 11])
 def test_whatever_step_it_stops_at(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path, stop: int
-) -> None:
+    tiny_config: Config, train: Train, train_until: Any, losses: Losses, undisturbed: Undisturbed, tmp_path: Path,
+    stop: int,
+) -> None:  # fmt: skip
     config = tiny_config({"dropout": 0.1})
-    train(config, tmp_path / "whole")
-    with pytest.raises(Interruption):
-        train(config, tmp_path / "run", watch=stop_after(stop))
+    train_until(stop, config, tmp_path / "run")
     outcome = train(config, tmp_path / "run", resume=True)
     assert (outcome.step, outcome.interrupted) == (12, None)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == undisturbed(config)
 
 
-def test_more_steps_than_first_asked_for(tiny_config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+def test_more_steps_than_first_asked_for(
+    tiny_config: Config, train: Train, losses: Losses, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     """A finished run may be made longer; a constant learning rate makes it the same run."""
     constant = {"schedule": {"min_lr_fraction": 1.0, "warmup_steps": 0}}
-    train(tiny_config(**constant), tmp_path / "whole")
     train(tiny_config(**constant, train={"steps": 6}), tmp_path / "run")
     train(tiny_config(**constant), tmp_path / "run", resume=True)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == undisturbed(tiny_config(**constant))
 
 
 def test_a_finished_run_is_left_as_it_is(tiny_config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
@@ -95,82 +73,88 @@ def test_a_finished_run_is_left_as_it_is(tiny_config: Config, train: Train, loss
 
 
 def test_half_a_line_of_metrics_is_taken_again(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
+    tiny_config: Config, train: Train, train_until: Any, losses: Losses, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     config = tiny_config()
-    train(config, tmp_path / "whole")
-    with pytest.raises(Interruption):
-        train(config, tmp_path / "run", watch=stop_after(6))
+    train_until(6, config, tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 7, "loss": 5.')
     train(config, tmp_path / "run", resume=True)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == undisturbed(config)
 
 
-@pytest.mark.slow
-def test_killed_at_random_and_resumed(
-    tiny_file: Callable[..., Path], start_ironlaw: Start, ironlaw_process: Finish, train: Train, losses: Losses,
+# The process that trains ends itself: what is sent to it from here comes when the machine has time for it.
+KILLED_AFTER = """
+import os, signal, sys
+from ironlaw.cli.main import main
+from ironlaw.report.live import LiveRun
+shown, last = LiveRun.step, int(sys.argv.pop(1))
+def step(self, report):
+    shown(self, report)
+    if report.step == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+LiveRun.step = step
+main()
+"""
+
+
+def test_a_killed_process_and_resumed(
+    tiny_file: Callable[..., Path], user_cache: Path, ironlaw_here: Here, losses: Losses, undisturbed: Undisturbed,
     tmp_path: Path,
 ) -> None:  # fmt: skip
+    """At any step, and so while a checkpoint may be under way; benchmarks/soak.py kills at any moment."""
     config = tiny_file(**LONG)
-    train(load_config(config), tmp_path / "whole")
-    chance = random.Random()
-    for target in sorted(chance.sample(range(10, 200), 2)):
-        process = start_ironlaw("train", config, "--out", "run", "--resume")
-        wait_for_steps(process, tmp_path / "run", target)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=60) == -signal.SIGKILL, f"finished before step {target}"
-    last = ironlaw_process("train", config, "--out", "run", "--resume")
-    assert last.returncode == 0, last.stderr
-    assert "resumed from step" in last.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert not list((tmp_path / "run").rglob("*.partial*")), "torn files of the killed processes are left"
+    command = [sys.executable, "-c", KILLED_AFTER, str(random.Random().randrange(8, 55)), "train", str(config)]
+    killed = subprocess.run([*command, "--out", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    code, _, messages = ironlaw_here("train", config, "--out", "run", "--resume")
+    assert code == 0 and "resumed from step" in messages, messages
+    assert losses(tmp_path / "run") == undisturbed(load_config(config)), command
+    assert not list((tmp_path / "run").rglob("*.partial*")), "torn files of the killed process are left"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_the_run_can_go_on(
-    tiny_file: Callable[..., Path], start_ironlaw: Start, ironlaw_process: Finish, train: Train, losses: Losses,
-    tmp_path: Path, number: signal.Signals, code: int,
+    tiny_file: Callable[..., Path], ironlaw_here: Here, losses: Losses, undisturbed: Undisturbed, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int,
 ) -> None:  # fmt: skip
+    """SIGHUP, which takes the terminal along: tests/cli/test_command_line.py."""
+    shown = LiveRun.step
+
+    def step(self: LiveRun, report: Any) -> None:
+        shown(self, report)
+        if report.step == 30:
+            os.kill(os.getpid(), number)
+
     config = tiny_file(**(LONG | {"checkpoint": {"every": 0}}))
-    process = start_ironlaw("train", config, "--out", "run")
-    wait_for_steps(process, tmp_path / "run", 30)
-    process.send_signal(number)
-    output, messages = process.communicate(timeout=150)
-    assert process.returncode == code, messages
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveRun, "step", step)
+        ended, output, messages = ironlaw_here("train", config, "--out", "run")
+    assert ended == code, messages
     assert number.name in messages and "Traceback" not in messages
-    done = len(losses(tmp_path / "run"))
-    assert 30 <= done < 240
+    assert len(losses(tmp_path / "run")) == 30
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert saved == [f"step-{done:08d}"]
+    assert saved == ["step-00000030"]
     assert "--resume" in output  # the command that goes on
-    last = ironlaw_process("train", tmp_path / "run", "--out", "run", "--resume")
-    assert last.returncode == 0, last.stderr
-    assert f"resumed from step {done}" in last.stderr
-    train(load_config(config), tmp_path / "whole")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    ended, _, messages = ironlaw_here("train", tmp_path / "run", "--out", "run", "--resume")
+    assert ended == 0 and "resumed from step 30" in messages, messages
+    assert losses(tmp_path / "run") == undisturbed(load_config(config))
 
 
-@pytest.mark.slow
-def test_ctrl_c_before_the_first_step(start_ironlaw: Start, tiny_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_ctrl_c_before_the_first_step(
+    tiny_file: Callable[..., Path], ironlaw_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While the corpus is tokenised: nothing to save, exit code 130, no traceback, no run directory."""
-    big = tmp_path / "big"
-    big.mkdir()
-    lines = (f"line {n} of a text that takes a while: {n * 7919 % 10007}\n" for n in range(800_000))
-    (big / "text.txt").write_text("".join(lines), encoding="utf-8")
-    config = tiny_file(data={"path": str(big)})
-    process = start_ironlaw("train", config, "--out", "run")
-    data, deadline = tmp_path / "data-cache", time.monotonic() + 100
-    while not data.is_dir() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, messages = process.communicate(timeout=150)
-    assert process.returncode == 130, messages
-    assert "Traceback" not in messages
+
+    def progress(self: LiveRun, done: int, total: int) -> None:
+        assert [path for path in (tmp_path / "data-cache").iterdir() if path.name.startswith(".partial")]
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(LiveRun, "data_progress", progress)
+    code, _, messages = ironlaw_here("train", tiny_file(), "--out", "run")
+    assert code == 130 and "Traceback" not in messages, messages
     assert not (tmp_path / "run").exists()
-    assert not [path for path in data.iterdir() if not path.name.startswith(".")], "a half-prepared data set is left"
+    assert not [path for path in (tmp_path / "data-cache").iterdir() if not path.name.startswith(".")]
 
 
 def test_a_signal_during_the_last_step_ends_nothing_early(tiny_config: Config, train: Train, tmp_path: Path) -> None:

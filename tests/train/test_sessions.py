@@ -13,18 +13,10 @@ from ironlaw.config import RunConfig
 from ironlaw.machine import host
 from ironlaw.train.history import read_sessions
 from ironlaw.train.journal import Journal
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.loop import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
-
-
-def stop_after(step: int) -> Callable[[StepReport], None]:
-    def watch(report: StepReport) -> None:
-        if report.step == step:
-            raise InterruptedError("pulled the plug")
-
-    return watch
 
 
 def sums(metrics: list[dict[str, Any]], *names: str) -> float:
@@ -33,7 +25,7 @@ def sums(metrics: list[dict[str, Any]], *names: str) -> float:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_resumed_run_has_one_ledger_of_all_its_sessions(
-    tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool,
+    tiny_config: Config, train: Train, train_until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool,
     read_metrics: Callable[[Path], list[dict[str, Any]]],
 ) -> None:  # fmt: skip
     config = tiny_config(train={"steps": 40, "profile_steps": 2}, checkpoint={"every": 10}, evaluation={"every": 15})
@@ -43,14 +35,13 @@ def test_a_resumed_run_has_one_ledger_of_all_its_sessions(
     with monkeypatch.context() as patch:
         if killed:  # a killed process writes no last line
             patch.setattr(Journal, "abandon", lambda *arguments: None)
-        with pytest.raises(InterruptedError):
-            train(config, run, watch=stop_after(33))
+        train_until(33, config, run)
     before = read_metrics(run)
     outcome = train(config, run, resume=True)
     ledger, facts = outcome.ledger, outcome.ledger.facts
     first, second = facts["sessions"]
     assert (first["from_step"], first["to_step"], first["repeated_steps"]) == (0, 33, 3)
-    assert first["how"] == ("killed" if killed else "InterruptedError: pulled the plug")
+    assert first["how"] == ("killed" if killed else "Interruption: pulled the plug")
     assert (second["from_step"], second["to_step"], second["how"]) == (30, 40, "done")
     assert facts["started"] == first["started"] and first["started"] <= second["started"]
 
@@ -82,13 +73,12 @@ def test_sessions_on_another_setting_are_not_averaged(tiny_config: Config, train
 
 
 def test_a_run_killed_before_its_first_checkpoint(
-    tiny_config: Config, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_config: Config, train: Train, train_until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "abandon", lambda *arguments: None)
         for step in (2, 3):
-            with pytest.raises(InterruptedError):
-                train(tiny_config(), tmp_path / "run", watch=stop_after(step), resume=True)
+            train_until(step, tiny_config(), tmp_path / "run", resume=True)
     outcome = train(tiny_config(), tmp_path / "run", resume=True)
     sessions = read_sessions(tmp_path / "run" / "sessions.jsonl")
     assert [(s.from_step, s.to_step, s.repeated_steps) for s in sessions] == [(0, 2, 2), (0, 3, 3), (0, 12, 0)]

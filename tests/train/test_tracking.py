@@ -13,7 +13,7 @@ import pytest
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.train import tracking
-from ironlaw.train.loop import Outcome, StepReport
+from ironlaw.train.loop import Outcome
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -30,17 +30,12 @@ def needs(package: str) -> Any:
 
 @needs("tensorboard")
 def test_tensorboard_has_every_step_also_of_a_resumed_run(
-    tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
+    tiny_config: Config, train: Train, train_until: Any, losses: Losses, tmp_path: Path
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def stop(report: StepReport) -> None:
-        if report.step == 6:
-            raise InterruptedError
-
     config, run = tracked(tiny_config(), "tensorboard"), tmp_path / "run"
-    with pytest.raises(InterruptedError):
-        train(config, run, watch=stop)
+    train_until(6, config, run)
     train(config, run, resume=True)
     found = EventAccumulator(str(run / "tensorboard"))
     found.Reload()

@@ -206,6 +206,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_bias": False,
         "moe": {"experts": 5, "experts_per_token": 2, "bias": True},
     },
+    "clipped": {
+        "positions": "rope",
+        "norm_bias": False,
+        "bias": False,
+        "kv_heads": 2,
+        "gated_ffn": True,
+        "activation": "silu",
+        "qkv_clip": 0.05,
+    },
     "sinks": {
         "positions": "rope",
         "norm": "rmsnorm",

@@ -77,10 +77,14 @@ class Windows:
 
 
 class PackedRows:
-    """Rows of whole documents (`packing.best_fit`), in another order every epoch."""
+    """Rows of whole documents (`packing.best_fit`), in another order every epoch. `learned` (tokens,) bool: which
+    tokens are targets; all unless given."""
 
-    def __init__(self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int):
+    def __init__(
+        self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int, learned: TokenArray | None = None
+    ):
         self._tokens = plain(tokens)
+        self._learned = learned
         self._packed = packed
         self._seed = seed
         self._end_of_text = end_of_text
@@ -111,6 +115,8 @@ class PackedRows:
                 else:
                     batch.inputs[row, at:end] = self._tokens[start - 1 : start + length - 1]
                 batch.targets[row, at:end] = self._tokens[start : start + length]
+                if self._learned is not None:
+                    batch.targets[row, at:end][~self._learned[start : start + length]] = IGNORED
                 if batch.documents is not None:
                     batch.documents[row, at:end] = document
                 at = end

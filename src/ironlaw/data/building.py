@@ -64,7 +64,7 @@ def resume(folder: Path, head: dict[str, Any]) -> Work:
                     break  # what follows a damaged shard is made again with it
                 work.shards.append(shard)
             work.seconds.update(document["seconds"])
-    finished = {shard[split][name] for shard in work.shards for split in SPLITS for name in ("file", "documents_file")}
+    finished = {name for shard in work.shards for split in SPLITS for name, _ in shards.files_of(shard[split])}
     for file in folder.iterdir():
         if file.name not in finished | {PROGRESS, "tokenizer.json"}:
             file.unlink()
@@ -80,13 +80,16 @@ def build(
     Interrupted or out of space, it leaves the finished ones and no others.
     """
     dtype = np.dtype(work.head["dtype"])
-    total = corpus.bytes
+    total, chat = corpus.bytes, corpus.chat is not None
     writer: shards.ShardWriter | None = None
     begun = dict(work.seconds)
     counting = Counting(work.head["tokenizer"]["vocab"], SPLITS)
     if work.shards:  # of an earlier call
+        index = {**work.head, "shards": work.shards}
         for split in SPLITS:
-            counting.add_array(split, shards.open_tokens(work.folder, {**work.head, "shards": work.shards}, split))
+            tokens = shards.open_tokens(work.folder, index, split)
+            learned = shards.open_learned(work.folder, index, split)
+            counting.add_array(split, tokens if learned is None else np.asarray(tokens)[np.asarray(learned)])
 
     def finish(writer: shards.ShardWriter) -> None:
         work.shards.append(writer.finish())
@@ -102,7 +105,7 @@ def build(
                 start = time.perf_counter()
                 for piece, ids in chunk:
                     if writer is None:
-                        writer = shards.ShardWriter(work.folder, len(work.shards), dtype, end_of_text)
+                        writer = shards.ShardWriter(work.folder, len(work.shards), dtype, end_of_text, chat)
                     writer.write(piece, ids)
                     if piece.next is not None and writer.tokens >= shard_tokens:
                         finish(writer)
@@ -110,12 +113,13 @@ def build(
                 counted = time.perf_counter()
                 work.seconds["write"] += counted - start
                 for split in SPLITS:
-                    counting.add(split, [ids for piece, ids in chunk if piece.split == split and len(ids)])
+                    parts = [ids for piece, ids in chunk if piece.split == split and len(ids)]
+                    counting.add(split, [ids[ids >= 0] for ids in parts] if chat else parts)
                 work.seconds["unigram"] += time.perf_counter() - counted
                 if progress is not None:
                     progress(min(chunk[-1][0].done_bytes, total), total)
         if writer is not None or not work.shards:
-            finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text))
+            finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text, chat))
             writer = None
         return counting
     finally:
@@ -134,7 +138,8 @@ def remake(
         raise UserError(f"the prepared tokens in {folder} are damaged: delete that folder and run again")
     temporary = folder / f".again-{os.getpid()}"
     temporary.mkdir()
-    writer = shards.ShardWriter(temporary, number, np.dtype(index["dtype"]), index["tokenizer"]["end_of_text"])
+    end, chat = index["tokenizer"]["end_of_text"], corpus.chat is not None
+    writer = shards.ShardWriter(temporary, number, np.dtype(index["dtype"]), end, chat)
     try:
         with closing(_flat(tokeniser, corpus, splitter, (int(before[0]), int(before[1])))) as encoded:
             for piece, ids in encoded:
@@ -148,8 +153,8 @@ def remake(
                 "run again"
             )
         for split in SPLITS:
-            for name in ("file", "documents_file"):
-                os.replace(temporary / made[split][name], folder / entry[split][name])
+            for (ours, _), (theirs, _) in zip(shards.files_of(made[split]), shards.files_of(entry[split]), strict=True):
+                os.replace(temporary / ours, folder / theirs)
     finally:
         writer.close()
         shutil.rmtree(temporary, ignore_errors=True)

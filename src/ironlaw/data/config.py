@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from ironlaw.schema import Section
 
-Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron"]
+Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", "chat"]
 Packing = Literal["concat", "best_fit"]
 
 # How fast and from where the same samples come: a run may be resumed with others.
@@ -23,15 +23,22 @@ class SourceConfig(Section):
     path: str  # as data.path
     weight: float = Field(1.0, gt=0)  # share of the training samples, relative to the other sources' weights
     format: Format = "auto"  # by suffix and content, unless given
-    field: str = "text"  # JSONL field or Parquet / Arrow column that holds the text
+    # JSONL field or Parquet / Arrow column that holds the text; of chat, a list of messages with role and content
+    field: str = "text"
     split: str | None = None  # of a Hugging Face DatasetDict; "train" unless given
+
+
+def _tables(given: dict[str, Any]) -> Any:
+    sources = given.get("sources")
+    return sources if isinstance(sources, list | tuple) else ()
 
 
 class DataConfig(Section):
     """Where the text comes from and how it becomes batches. `seed` drives the held-out split."""
 
     # A directory or file of text, code, JSONL or Parquet, a Hugging Face dataset saved to disk, a Megatron .bin or
-    # .idx; "stdlib": the Python standard library's sources.
+    # .idx; "stdlib": the Python standard library's sources. format = "chat": JSONL with `messages`, of which the
+    # assistant's are learned.
     path: str = "stdlib"
     format: Format = "auto"
     field: str = "text"
@@ -40,6 +47,7 @@ class DataConfig(Section):
     # A Hugging Face tokenizer.json or a directory with a tokenizer; otherwise a byte-level BPE is trained here.
     tokenizer: str | None = None
     end_of_text: str | None = None  # the tokenizer's document separator, when it is not one of the usual ones
+    chat_template: str | None = None  # a Jinja2 file for format = "chat"; the tokenizer's own unless given
     # Whole documents are held out, by a hash of their text. A corpus of a single document holds out its tail.
     validation_fraction: float = Field(0.02, gt=0.0, lt=1.0)
     seed: int = Field(0, ge=0)
@@ -59,6 +67,16 @@ class DataConfig(Section):
     # A text file is read whole, so one larger than this is left out, and counted as such.
     maximum_file_bytes: int = Field(2**30, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _chat_is_packed(cls, given: Any) -> Any:
+        """Conversations are packed whole unless said otherwise."""
+        if isinstance(given, dict) and any(
+            isinstance(source, dict) and source.get("format") == "chat" for source in (given, *_tables(given))
+        ):
+            return {"packing": "best_fit"} | given
+        return given
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.sources:
@@ -69,6 +87,11 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.{alone[0]} and data.sources are both given: move it into a [[data.sources]] table"
                 )
+        chats = any(source.format == "chat" for source in self.all_sources)
+        if chats and self.packing != "best_fit":
+            raise ValueError('data.format = "chat" keeps conversations whole: use data.packing = "best_fit"')
+        if self.chat_template is not None and not chats:
+            raise ValueError('data.chat_template is for conversations: add data.format = "chat"')
         if self.streaming and self.packing == "best_fit":
             raise ValueError(
                 "data.streaming = true cannot pack best_fit, which needs every length first: use data.packing = "

@@ -12,11 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ironlaw.data import megatron, readers
 from ironlaw.data.config import SourceConfig
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
+
+if TYPE_CHECKING:
+    from ironlaw.data.chat import Text
 
 Cursor = tuple[int, int]  # number of a file in the corpus, position in it: where to go on reading
 START: Cursor = (0, 0)
@@ -72,6 +78,7 @@ class Corpus:
     maximum_file_bytes: int
     field: str = "text"
     stdlib: bool = False
+    chat: Text | None = None  # what conversations are tokenised with
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)  # name of a skipped file: why
 
     @property
@@ -81,7 +88,7 @@ class Corpus:
     @property
     def tokenised(self) -> bool:
         """Whether the source holds token ids instead of text."""
-        return any(file.kind == "megatron" for file in self.files)
+        return any(file.kind in ("megatron", "chat") for file in self.files)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -153,8 +160,19 @@ class Corpus:
                 position = start[1] if number == start[0] else 0
                 for record in readers.read(file.kind, file.path, self.field, position):
                     done = before + min(record.done_bytes, file.size)
-                    yield Document(record.content, file, (number, record.next), done, record.reason)
+                    content = record.content
+                    if isinstance(content, list):
+                        content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
+                    yield Document(content, file, (number, record.next), done, record.reason)
             before += file.size
+
+    def _tokens_of(self, messages: readers.Messages, where: str) -> np.ndarray:
+        assert self.chat is not None
+        try:
+            ids, learned = self.chat.conversation(messages)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        return np.where(learned, ids, ~ids)
 
 
 def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
@@ -174,7 +192,8 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
     if not root.exists():
         raise UserError(f'data.path = "{source.path}" does not exist: write a directory or file of text, or "stdlib"')
     root = root.resolve()
-    corpus = Corpus(root, [], maximum_file_bytes, source.field)
+    field = "messages" if source.format == "chat" and source.field == "text" else source.field
+    corpus = Corpus(root, [], maximum_file_bytes, field)
     if root.is_file():
         _add(corpus, root, root.name, source)
     elif source.format in ("auto", "huggingface") and _is_saved_dataset(root):
@@ -186,7 +205,7 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
         _check_shards(corpus)
     if not corpus.files:
         raise no_text(source.path, corpus)
-    if corpus.tokenised and any(file.kind != "megatron" for file in corpus.files):
+    if len({file.kind == "megatron" for file in corpus.files}) > 1:
         raise UserError(
             f'data.path = "{source.path}" holds Megatron tokens beside other files: give the .idx itself, '
             "and the rest as another of data.sources"

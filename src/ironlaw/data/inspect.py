@@ -14,7 +14,9 @@ def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: 
     """One entry per row. Documents are the batch's own where it says them, and parted by the separator otherwise."""
     rows = []
     for number, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):
-        real = targets != IGNORED
+        learned = targets != IGNORED
+        used = np.flatnonzero(learned | (inputs != end_of_text))  # what follows is padding
+        real = np.arange(len(inputs)) <= used.max(initial=-1)
         if batch.documents is not None:
             owner = batch.documents[number]
         else:
@@ -23,7 +25,8 @@ def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: 
         for document in range(int(owner[real].max(initial=-1)) + 1):
             ids = inputs[(owner == document) & real].tolist()
             text = None if tokenizer is None else tokenizer.decode(ids)
-            documents.append({"document": document, "tokens": len(ids), "text": text, "ids": ids})
+            targeted = int(((owner == document) & learned).sum())
+            documents.append({"document": document, "tokens": len(ids), "learned": targeted, "text": text, "ids": ids})
         entry = {"row": number, "tokens": int(real.sum()), "padding": int((~real).sum()), "documents": documents}
         rows.append(entry)
     return rows

@@ -88,7 +88,7 @@ class Loader:
             packed = self._pack(bounds)
             if packed.number == 0:
                 raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
-            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text)
+            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text, dataset.validation_learned)
             return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
         masked = bounds if config.masks_documents else None
         return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
@@ -127,7 +127,7 @@ class Loader:
                     f"the training text packs into {packed.number:,} rows of {self.sequence} tokens but one batch "
                     f"needs {needed}: lower train.global_batch or model.context, or give more text in data.path"
                 )
-            return PackedRows(tokens, packed, seed, dataset.end_of_text)
+            return PackedRows(tokens, packed, seed, dataset.end_of_text, dataset.train_learned)
         batches.check_enough(tokens, self.sequence, needed)
         return Windows(tokens, self.sequence, seed, needed, dataset.train_documents)
 

@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,14 +21,16 @@ import numpy as np
 from ironlaw.data import megatron
 from ironlaw.errors import UserError
 
-Content = str | np.ndarray  # text, or token ids of a source that is tokenised already
+Content = str | np.ndarray
+"""Text, or token ids of a source that is tokenised already: int64 (N,), where a token that is not learned is ~id."""
+Messages = list[dict[str, Any]]  # a conversation before it is tokenised
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One document of a file, or a place where there should have been one."""
 
-    content: Content | None  # None: left out, for `reason`
+    content: Content | Messages | None  # None: left out, for `reason`
     next: int  # where the next one begins
     done_bytes: int  # of the file, on disk, read so far
     reason: str = ""
@@ -58,6 +61,7 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
     """The documents of a file from position `start`; `kind` is one of `kind_of`'s except text."""
     readers: dict[str, Callable[[Path, str, int], Iterator[Record]]] = {
         "jsonl": _read_jsonl,
+        "chat": partial(_read_jsonl, take=_conversation),
         "parquet": _read_parquet,
         "arrow": _read_arrow,
         "megatron": _read_megatron,
@@ -67,7 +71,7 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
 
 def spots(kind: str, path: Path, number: int) -> list[int]:
     """Up to `number` positions spread over a file, to sample it without reading all of it."""
-    if kind == "jsonl":
+    if kind in ("jsonl", "chat"):
         if path.suffix.lower() in _COMPRESSED:
             return [0]  # cannot be entered in the middle
         size = path.stat().st_size
@@ -89,7 +93,29 @@ def usable(text: str) -> str:
 # -- JSONL -----------------------------------------------------------------------------------------------------------
 
 
-def _read_jsonl(path: Path, field: str, start: int) -> Iterator[Record]:
+def _text(found: Any) -> tuple[Content | Messages | None, str]:
+    """What a document holds, or what it lacks."""
+    if not isinstance(found, str):
+        return None, "text"
+    return (usable(found) if found.strip() else None), ""
+
+
+def _conversation(found: Any) -> tuple[Content | Messages | None, str]:
+    if not isinstance(found, list) or not found:
+        return None, "a list of messages"
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
+        return None, 'a "role" in every message'
+    if not all(isinstance(m.get("content"), str) for m in found):
+        return None, 'text as "content" of every message'
+    if not any(m["role"] == "assistant" and m["content"].strip() for m in found):
+        return None, "an answer of the assistant"
+    return [m | {"content": usable(m["content"])} for m in found], ""
+
+
+Take = Callable[[Any], tuple[Content | Messages | None, str]]
+
+
+def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Iterator[Record]:
     position = start
     try:
         with path.open("rb") as raw, _decompressed(raw, path) as lines:
@@ -100,7 +126,7 @@ def _read_jsonl(path: Path, field: str, start: int) -> Iterator[Record]:
                     position += _rest_of_line(lines)
                     yield Record(None, position, raw.tell(), f"lines over {LINE_LIMIT_BYTES >> 20} MiB")
                 elif line.strip():
-                    yield _from_line(line, path, field, position, raw.tell(), first=position == len(line))
+                    yield _from_line(line, path, field, position, raw.tell(), position == len(line), take)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _damaged(path, error) from None
     except Exception as error:
@@ -109,28 +135,24 @@ def _read_jsonl(path: Path, field: str, start: int) -> Iterator[Record]:
         raise _damaged(path, error) from None
 
 
-def _from_line(line: bytes, path: Path, field: str, position: int, done: int, first: bool) -> Record:
+def _from_line(line: bytes, path: Path, field: str, position: int, done: int, first: bool, take: Take) -> Record:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):
         if first:  # a file of something else altogether, where one bad line among millions is only counted
             raise UserError(f"{path} is not JSONL: its first line is no JSON object") from None
         return Record(None, position, done, "not JSON")
-    if not isinstance(document, dict) or not isinstance(document.get(field), str):
-        if first:
-            raise _no_field(path, field, document)
-        return Record(None, position, done, f'without text in "{field}"')
-    text = document[field]
-    if not text.strip():
-        return Record(None, position, done, "empty")
-    return Record(usable(text), position, done)
-
-
-def _no_field(path: Path, field: str, document: Any) -> UserError:
-    if not isinstance(document, dict):
-        return UserError(f"{path} is not JSONL: its first line is no JSON object")
-    what = f'the field "{field}" of {path} is not text' if field in document else f'{path} has no field "{field}"'
-    return UserError(f"{what}: set data.field to one of {', '.join(document) or 'its fields (it has none)'}")
+    if first and not isinstance(document, dict):
+        raise UserError(f"{path} is not JSONL: its first line is no JSON object")
+    fields = document if isinstance(document, dict) else {}
+    content, lacks = take(fields.get(field))
+    if content is None and first and lacks:
+        what = (
+            f'the field "{field}" of {path} is without {lacks}' if field in fields else f'{path} has no field "{field}"'
+        )
+        raise UserError(f"{what}: set data.field to one of {', '.join(fields) or 'its fields (it has none)'}")
+    reason = f'without {lacks} in "{field}"' if lacks else "empty"
+    return Record(content, position, done, "" if content is not None else reason)
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:

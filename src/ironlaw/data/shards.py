@@ -2,7 +2,8 @@
 
 A folder holds `index.json`, `tokenizer.json` and, for shard NNNNN and each split, `SPLIT-NNNNN.bin` (token ids,
 little-endian, nothing else) and `SPLIT-NNNNN_documents.npy` (int64, one more than documents: where each begins in the
-shard, and the end). Schema 1 had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it is still read.
+shard, and the end). Of conversations `SPLIT-NNNNN_learned.bin` says which tokens are learned, in a byte each. Schema 1
+had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it is still read.
 """
 
 from __future__ import annotations
@@ -37,20 +38,30 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 65_536 else np.dtype("<u4")
 
 
-class SplitWriter:
-    """Appends documents to one split's files of one shard."""
+def files_of(entry: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, checksum) of the files that a split has in a shard; the tokens' first."""
+    return [(entry[f"{what}file"], entry[f"{what}sha256"]) for what in ("", "documents_", "learned_")
+            if f"{what}file" in entry]  # fmt: skip
 
-    def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any]):
+
+class SplitWriter:
+    """Appends documents to one split's files of one shard; `chat`: and which of their tokens are learned."""
+
+    def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any], chat: bool = False):
         self._folder = folder
         self._dtype = dtype
         self._name = f"{split}-{number:05d}"
         self._file: BinaryIO = open(folder / f"{self._name}.bin", "wb")  # noqa: SIM115 closed by `finish` and `close`
         self._digest = hashlib.sha256()
         self._ends = [0]
+        self._learned: list[np.ndarray] | None = [] if chat else None
         self.tokens = 0
         self.bytes = 0
 
     def write(self, ids: np.ndarray, text_bytes: int) -> None:
+        if self._learned is not None:
+            self._learned.append(ids >= 0)
+            ids = np.where(ids < 0, ~ids, ids)
         data = ids.astype(self._dtype).tobytes()
         # Written, not mapped: a full disk is then an error, where a mapping would kill the process.
         self._file.write(data)
@@ -71,7 +82,12 @@ class SplitWriter:
             np.save(file, np.array(self._ends, dtype=np.int64))
             file.flush()
             os.fsync(file.fileno())
-        return {
+        learned = {}
+        if self._learned is not None:
+            beside = self._folder / f"{self._name}_learned.bin"
+            beside.write_bytes(np.concatenate([np.empty(0, bool), *self._learned]).tobytes())
+            learned = {"learned_file": beside.name, "learned_sha256": file_sha256(beside)}
+        return learned | {
             "file": f"{self._name}.bin",
             "documents_file": boundaries.name,
             "documents": len(self._ends) - 1,
@@ -88,10 +104,11 @@ class SplitWriter:
 class ShardWriter:
     """One shard of both splits. `finish` gives its entry of the index."""
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int):
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int, chat: bool = False):
         self.number = number
-        self._end_of_text = np.array([end_of_text])
-        self._writers = {split: SplitWriter(folder, split, number, dtype) for split in SPLITS}
+        self._end_of_text = end_of_text
+        self._chat = chat
+        self._writers = {split: SplitWriter(folder, split, number, dtype, chat) for split in SPLITS}
         self._skipped: Counter[str] = Counter()
         self._last = -1
         self.next: Cursor = START  # where the documents of the next shard begin
@@ -110,8 +127,9 @@ class ShardWriter:
                 self._last = int(ids[-1])
             if piece.last:
                 # Text never ends in the separator; tokens made elsewhere usually do.
-                if isinstance(piece.content, str) or self._last != int(self._end_of_text[0]):
-                    writer.write(self._end_of_text, 0)
+                if isinstance(piece.content, str) or self._last not in (self._end_of_text, ~self._end_of_text):
+                    # Of a conversation it is not learned: the template says what ends an answer.
+                    writer.write(np.array([~self._end_of_text if self._chat else self._end_of_text]), 0)
                 writer.end_document()
         if piece.next is not None:
             self.next = piece.next
@@ -204,7 +222,7 @@ def damage(folder: Path, shard: dict[str, Any], width: int, checksums: bool) -> 
     """What is wrong with a shard's files, if anything. Boundaries are small and always checked whole."""
     for split in SPLITS:
         entry = shard[split]
-        for name, digest in ((entry["file"], entry["sha256"]), (entry["documents_file"], entry["documents_sha256"])):
+        for name, digest in files_of(entry):
             file, tokens = folder / name, name == entry["file"]
             if not file.is_file():
                 return f"{name} is missing"
@@ -244,6 +262,14 @@ def open_tokens(folder: Path, index: dict[str, Any], split: Split) -> TokenArray
     """(tokens,) memory-mapped, read-only."""
     dtype = np.dtype(index["dtype"])
     return join([_map(folder / shard[split]["file"], dtype) for shard in index["shards"]])
+
+
+def open_learned(folder: Path, index: dict[str, Any], split: Split) -> TokenArray | None:
+    """(tokens,) bool: which are learned; None: all."""
+    shards = index["shards"]
+    if "learned_file" not in shards[0][split]:
+        return None
+    return join([_map(folder / shard[split]["learned_file"], np.dtype(bool)) for shard in shards])
 
 
 def open_documents(folder: Path, index: dict[str, Any], split: Split) -> np.ndarray:

@@ -89,6 +89,8 @@ def folder_name(
         from tokenizers import __version__
 
         key |= {"vocab": vocab, "trained_with": __version__, "sample_bytes": tokenizers.SAMPLE_BYTES}
+    if corpus.chat is not None:
+        key |= {"template": corpus.chat.source, "names": corpus.chat.template_names}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     label = "stdlib" if corpus.stdlib else corpus.root.stem
     return f"{re.sub(r'[^A-Za-z0-9_-]+', '_', label)[:40]}-{digest[:16]}"
@@ -132,7 +134,11 @@ def _build(
         "skipped": _skipped(corpus, work.shards),
     }
     _check(source, index, folder)
-    for split in SPLITS:  # separators were written beside what was counted
+    if corpus.chat is not None:
+        from ironlaw.data.chat import keep_template
+
+        keep_template(folder, corpus.chat)
+    for split in SPLITS if corpus.chat is None else ():  # separators were written beside what was counted
         written = sum(shard[split]["tokens"] for shard in work.shards)
         counting.counts[split][end] += written - counting.counts[split].sum()
     baseline = loss_of_counts(*(counting.counts[split] for split in SPLITS))

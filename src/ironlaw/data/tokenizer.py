@@ -58,7 +58,7 @@ class Tokenizer:
         )
 
     def _named_ends(self) -> list[str]:
-        """What the files beside it call the end: the `eos_token` of a Hugging Face directory."""
+        """What the files beside it call the end: the `eos_token` of a Hugging Face directory or of a run of chats."""
         named = _read_json(self.path.parent / "tokenizer_config.json").get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         return [named] if isinstance(named, str) else []
@@ -66,7 +66,9 @@ class Tokenizer:
     @property
     def ends(self) -> set[int]:
         """Ids at which a text is over: the end of text and, of a Hugging Face directory, those its model stops at."""
-        found = {self.end_of_text}
+        found = {self.end_of_text} | {
+            end for name in self._named_ends() if (end := self._inner.token_to_id(name)) is not None
+        }
         for name in ("generation_config.json", "config.json"):
             there = _read_json(self.path.parent / name).get("eos_token_id")
             found |= {end for end in (there if isinstance(there, list) else [there]) if isinstance(end, int)}

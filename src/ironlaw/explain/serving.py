@@ -95,8 +95,9 @@ def _planned(run: Ledger, steps: Sequence[dict[str, Any]], profile: Profile | No
         clock = MeasuredClock(ModelConfig(**facts["model"]), profile, weights, passes)
         sums = dict.fromkeys(_PARTS.values(), 0.0)
         for step in steps:
-            length = step["kv_tokens"] / max(1, int(step["requests"]))
-            parts = clock.parts(int(step["decode_tokens"]), length, int(step["prefill_tokens"]), 0.0)
+            decoding, requests = int(step["decode_tokens"]), int(step["requests"])
+            length = step["kv_tokens"] / max(1, decoding)
+            parts = clock.parts(decoding, length, int(step["prefill_tokens"]), max(1, requests - decoding))
             for part, phase in _PARTS.items():
                 sums[phase] += parts.get(part, math.nan)
     except (UserError, KeyError, TypeError, ValueError) as error:

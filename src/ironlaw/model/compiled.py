@@ -65,7 +65,7 @@ def _is_known(block: Any, native: Native) -> bool:
     if type(attention) is not Attention or not isinstance(ffn, FeedForward | PackedFeedForward):
         return False
     norms = (block.attention_norm, block.ffn_norm)
-    if attention.config.qk_norm or block.attention_after or block.parallel:
+    if attention.config.qk_norm or attention.config.qkv_clip or block.attention_after or block.parallel:
         return False
     weights = [_weight(m) for m in (attention.qkv, attention.out, ffn.up, ffn.down)]
     weights += [] if ffn.gate is None else [_weight(ffn.gate)]

@@ -100,8 +100,8 @@ class ModelConfig(Switches):
             raise ValueError("latent attention has its own sizes: leave kv_heads and head_size out")
         if self.positions != "rope" or self.norm != "rmsnorm":
             raise ValueError('latent attention goes with positions = "rope" and norm = "rmsnorm"')
-        if self.parallel_norms or self.norm_place != "pre" or self.rotary_size or self.composes_scores:
-            raise ValueError("latent attention goes without parallel_norms, norm_place, rotary_size, caps and sinks")
+        if self.parallel_norms or self.norm_place != "pre" or self.rotary_size or self.composes_scores or self.qkv_clip:
+            raise ValueError("latent attention has no parallel_norms, norm_place, rotary_size, caps, clips and sinks")
         if self.bias or self.has_qkv_bias or self.has_out_bias or self.qk_norm:
             raise ValueError("latent attention has no biases and norms of its own: bias = false, qk_norm = false")
 

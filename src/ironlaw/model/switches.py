@@ -48,6 +48,7 @@ class Switches(Section):
     # Scores, or logits, become cap x tanh(x / cap) (Gemma 2).
     attention_cap: float | None = Field(None, gt=0)
     logit_cap: float | None = Field(None, gt=0)
+    qkv_clip: float | None = Field(None, gt=0)  # queries, keys and values stay within it (DBRX, MPT)
     attention_sinks: bool = False  # a learned score per head that takes its share and gives nothing (gpt-oss)
     # Factors on what the embedding gives, on what a branch adds, on the logits; and on the scores of attention in place
     # of 1 / sqrt(head size) (Gemma, Granite, Cohere).

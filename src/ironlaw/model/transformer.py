@@ -88,7 +88,7 @@ class Attention(nn.Module):
         `rotary`: as `turning` gives them, (N, 1, D) each.
         """
         config = self.config
-        together = self.qkv(x)[0]  # (N, heads x D)
+        together = self.clipped(self.qkv(x)[0])  # (N, heads x D)
         if config.qk_norm:
             sizes = (config.query_size, config.key_value_size, config.key_value_size)
             query, key, value = together.split(sizes, dim=-1)
@@ -107,8 +107,11 @@ class Attention(nn.Module):
         """(B, S, H) to queries, keys and values, each (B, S, heads x D)."""
         config, together = self.config, self.qkv(x)
         if not isinstance(together, Tensor):  # three matrices after all: where ranks hold parts of each
-            return together
-        return together.split((config.query_size, config.key_value_size, config.key_value_size), dim=-1)
+            return [self.clipped(part) for part in together]
+        return self.clipped(together).split((config.query_size, config.key_value_size, config.key_value_size), dim=-1)
+
+    def clipped(self, x: Tensor) -> Tensor:
+        return x if self.config.qkv_clip is None else x.clamp(-self.config.qkv_clip, self.config.qkv_clip)
 
     def normed(self, query: Tensor, key: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """In fp32 also under autocast: the norm's weight is fp32, and mixed types have no fused kernel."""

@@ -56,6 +56,7 @@ class _Rank:
         self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
+        self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
         self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
@@ -89,13 +90,6 @@ class _Rank:
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)
-
-    @property
-    def stream(self) -> float:
-        """One residual stream as stages hand it on."""
-        assert self.program.batch is not None and self.program.model is not None
-        tokens = self.layout.micro_batch * self.program.batch.tokens // self.layout.cp
-        return tokens * self.program.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -156,8 +150,7 @@ class _Rank:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
                 chunk += sizes.pop(0)
-            self.walk.add("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
-            self.walk.now["communication"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            self.walk.passing("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
             held += chunk
             self.walk.add("communication", 2 * chunk, "sites meet")
             self.walk.now["communication"] -= chunk
@@ -170,8 +163,7 @@ class _Rank:
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
-            self.walk.add("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
-            self.walk.now["communication"] -= copies * buckets[reduced]
+            self.walk.passing("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
             reduced += 1
         return reduced
 
@@ -376,8 +368,7 @@ class _Rank:
     def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
         if self.sharing(tensors[0]) > 1 and self.recipe.gloo:
-            self.walk.add("temporaries", size, where)
-            self.walk.now["temporaries"] -= size
+            self.walk.passing("temporaries", size, where)
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""
@@ -395,8 +386,7 @@ class _Rank:
         if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
             size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
-            self.walk.add("temporaries", size, "gradient of the tied weight")
-            self.walk.now["temporaries"] -= size
+            self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 
 MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time

@@ -15,6 +15,7 @@ pipeline is played pass by pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
+from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
@@ -35,8 +36,7 @@ from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offloa
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply
-from ironlaw.workload.adapted import finetuned
-from ironlaw.workload.finetune import Target, targets_of
+from ironlaw.workload.finetune import Adapters, targets_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
@@ -110,7 +110,7 @@ class StepPlan:
         """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
         fullest = max(self.stages, key=lambda stage: stage.memory.total)
         notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
-        ledger = Ledger("plan", lines=self._lines(), memory=fullest.memory.lines(notes))
+        ledger = Ledger("plan", lines=merged(self._lines()), memory=fullest.memory.lines(notes))
         measured = measured_precision(self.precision.value, self.profile)
         system = PlannedOn.measured(self.profile, measured, self.hosts)
         if is_emulated(self.precision.value, self.profile):
@@ -132,24 +132,21 @@ class StepPlan:
         recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
         return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.blocked)
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> Iterator[Line]:
+        """Of every stage its share in the job's."""
         per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
-        folded: dict[Key, Line] = {}
         for stage in self.stages:
             found = {p: sum(line.seconds or 0.0 for line in stage.lines if line.phase is p) for p in Phase}
             for line in stage.lines:
                 # Ranks that take turns on the cores take longer than their operations.
                 wanted = stage.phase_seconds[line.phase]
                 scale = wanted / found[line.phase] if found[line.phase] else 1.0
-                known = folded.get(line.key, Line(*line.key, count=0, bytes_moved=0.0, seconds=0.0, bound=line.bound))
-                folded[line.key] = replace(
-                    known, count=None if line.count is None else (known.count or 0) + round(line.count * share),
-                    flops=known.flops if line.flops is None else (known.flops or 0) + line.flops * per_stage,
-                    bytes_moved=None if line.bytes_moved is None
-                    else (known.bytes_moved or 0.0) + line.bytes_moved * share,
-                    seconds=(known.seconds or 0.0) + (line.seconds or 0.0) * scale * share,
+                yield replace(
+                    line, count=None if line.count is None else round(line.count * share),
+                    flops=None if line.flops is None else line.flops * per_stage,
+                    bytes_moved=None if line.bytes_moved is None else line.bytes_moved * share,
+                    seconds=(line.seconds or 0.0) * scale * share,
                 )  # fmt: skip
-        return list(folded.values())
 
     def _facts(self) -> dict[str, Any]:
         config, profile = self.config, self.profile
@@ -192,8 +189,13 @@ class StepPlan:
         return facts
 
 
-def finetuning_targets(config: RunConfig) -> list[Target]:
-    return targets_of(config.model, names_of(Path(config.train.start_from or ""), config.model), config.finetune)
+def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
+    """The recipe of a config that trains adapters, where that is planned."""
+    if not config.finetune.adapts or config.model.latent is not None:
+        return recipe
+    names = names_of(Path(config.train.start_from or ""), config.model)
+    targets = targets_of(config.model, names, config.finetune)
+    return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
 
 
 def finetuning(config: RunConfig, program: Program) -> str:
@@ -258,13 +260,12 @@ def plan_step(
         at_once = min(local, fabric.costs.cores) if layout.pp > 1 else local
         here = SharedMachine(machine, measured, fabric.costs, at_once)
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
-    recipe = solved(config, recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda), machine)
+    recipe = recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda)
+    recipe = solved(config, with_adapters(recipe, config), machine)
     kernel = None
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
-    if config.finetune.adapts and config.model.latent is None:
-        program = finetuned(program, config.finetune, finetuning_targets(config))
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     if fabric is None:

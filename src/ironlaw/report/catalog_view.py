@@ -57,7 +57,7 @@ def formats_view(entries: Sequence[Mapping[str, Any]]) -> Document:
     made.table(
         ["format", "bits", "largest", "smallest", "spacing", "<scale", "8B weights", "on"],
         [
-            [e["name"], f"{e['bits_per_element']:.4g}", f"{e['largest']:.4g}", f"{e['smallest']:.4g}",
+            [e["name"], f"{e['bits_per_element']:.4g}", f"{e['largest']:.3g}", f"{e['smallest']:.3g}",
              f"{e['spacing']:.3g}", _scale(e), units.bytes_(REFERENCE_PARAMETERS * e["bits_per_element"] / 8),
              str(len(e["multiplied_by"]) or "")]
             for e in entries

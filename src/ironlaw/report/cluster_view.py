@@ -37,7 +37,7 @@ SHOWN: dict[str, tuple[str, Print]] = {
     "purchase_usd": ("Purchase", units.dollars),
     "break_even_hours": ("Buying pays after", _hours),
     "break_even_runs": ("Buying pays after", lambda v: f"{v:.1f} such runs" if v is not None else units.NOT_KNOWN),
-    "energy_joules": ("Energy", lambda v: units.NOT_KNOWN if v is None else units.si(v / 3600, "Wh")),
+    "energy_joules": ("Energy", units.energy),
     "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
 }
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
@@ -309,14 +309,13 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
             made.text(line, indent=2)
     made.heading("Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
     columns = ["layer", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate"]
-    made.table(columns, map(_product, facts["products"]), tight=True)
+    made.table(columns, map(_product, facts["products"]))
     made.heading("Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
     made.table(
         ["operation", "<phase", "FLOPs", "time", "<bound"],
         [[line.operation, str(line.phase), quantity(line.flops, lambda v: units.si(v, "FLOP"), units.NOT_KNOWN),
           quantity(line.seconds, units.seconds), line.bound or ""]
          for line in sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0)) if line.seconds],
-        tight=True,
     )  # fmt: skip
     return made
 

@@ -115,7 +115,6 @@ class Table:
     rows: Sequence[Row]
     total: Row | None = None
     caption: str = ""  # what its figures are
-    tight: bool = False  # one space between columns instead of three, where seven of them have to fit 80
 
 
 @dataclass(frozen=True)
@@ -187,11 +186,8 @@ class Document:
     def items(self, lines: Iterable[str], indent: int = 2, role: str = "") -> None:
         self.blocks += [Paragraph(_cells([line], role), indent, item=True) for line in lines]
 
-    def table(
-        self, columns: Sequence[str], rows: Iterable[Row], total: Row | None = None, caption: str = "",
-        tight: bool = False,
-    ) -> None:  # fmt: skip
-        self.add(Table(columns, list(rows), total, caption, tight))
+    def table(self, columns: Sequence[str], rows: Iterable[Row], total: Row | None = None, caption: str = "") -> None:
+        self.add(Table(columns, list(rows), total, caption))
 
     def facts(self, pairs: Iterable[tuple[str, Piece]]) -> None:
         self.add(Facts(list(pairs)))

@@ -102,7 +102,7 @@ def why_view(ledger: Ledger) -> Document:
         if lines:
             made.heading(f"Operations of the {phase} phase, per step")
             columns = ["operation", "<kind", "calls", "FLOPs", "moved", "time", "<bound"]
-            made.table(columns, map(_operation, lines), tight=True)
+            made.table(columns, map(_operation, lines))
     made.text("bound: the ceiling that sets the time. FLOPs count matrix products only.", role="dim")
     return made
 

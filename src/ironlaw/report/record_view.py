@@ -111,7 +111,7 @@ def _errors(made: Document, found: Found, key: str) -> None:
             dim(percent(base["mean"])), percent(e["coverage"], 0),
         ])  # fmt: skip
     columns = ["group", "runs", "median", "mean", "p90", "~bias", "~baseline: median", "mean", "~in interval"]
-    made.table(columns, rows, caption=meaning, tight=True)
+    made.table(columns, rows, caption=meaning)
 
 
 def _plot(found: Found, key: str) -> Chart:
@@ -145,7 +145,7 @@ def _ranking(made: Document, found: Found) -> None:
         ["group", "choices", "throughput of the pick over the best", "worst choice", "rank correlation"],
         [[name, str(e["n"]), percent(e["mean"]), percent(e["worst"]), percent(e["rank_correlation"])]
          for name, e in entries],
-        tight=True, caption="Rank correlation: Spearman's, of planned and measured step time.",
+        caption="Rank correlation: Spearman's, of planned and measured step time.",
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def _feasibility(made: Document, found: Found) -> None:
                      str(fits["failed_denied"])])  # fmt: skip
     columns = ["group", "ran: said to fit", "ran: denied", "failed: said to fit", "failed: denied"]
     caption = f"In {plain} more groups every run ran and is said to fit." if plain else ""
-    made.table(columns, rows, caption=caption, tight=True)
+    made.table(columns, rows, caption=caption)
 
 
 def _failed(made: Document, failed: Sequence[Found]) -> None:

@@ -336,7 +336,7 @@ def _energy(made: Document, use: Found | None) -> None:
     made.heading("Energy")
     bounds, how = use["interval"], "measured" if use["measured"] else "estimated"
     spread = f" (between {units.energy(bounds[0])} and {units.energy(bounds[1])})" if bounds else ""
-    used = f"{units.energy(use['joules'])} {how}{spread}, {use['kwh']:.3g} kWh, {units.mass(use['co2_kg'])} of CO2."
+    used = f"{units.energy(use['joules'])} {how}{spread}, {units.mass(use['co2_kg'])} of CO2."
     made.text(f"{used} {use['basis']}; {use['co2_basis']}.", indent=2)
 
 

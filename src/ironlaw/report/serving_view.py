@@ -6,11 +6,12 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.ledger import Ledger
-from ironlaw.report.document import BAR, NOT_PLANNED, Bar, Cell, Document, Row, bad, dim, good, quantity
+from ironlaw.report.document import BAR, NOT_PLANNED, Bar, Cell, Document, Row, bad, between, dim, good, quantity
 
 _PARTS = {
     "weights": "read weights", "cache": "read keys and values", "collectives": "sums over ranks",
-    "launches": "launches and small kernels", "prompts": "prompts", "host": "host: schedule and sample",
+    "launches": "launches and small kernels", "draft": "draft model",
+    "prompts": "prompts", "host": "host: schedule and sample",
 }  # fmt: skip
 _LIMITS = {"ttft": "first token (90th percentile)", "tpot": "per token", "rate": "requests per second"}
 _TOTALS = {
@@ -20,6 +21,9 @@ _TOTALS = {
     "output_tokens_per_second": ("output tokens per second", units.count),
     "most_tokens_per_second": ("and at most, waiting not limited", units.count),
     "single_tpot_seconds": ("per token, one request alone", units.seconds),
+    "pass_tokens": ("tokens of a pass, speculated", "{:.2f}".format),
+    "speculation_gain": ("times as fast by speculation", "{:.2f}".format),
+    "kv_transfer_seconds": ("cache of a prompt to who decodes", units.seconds),
     "kv_tokens": ("tokens the cache holds, per copy", "{:,.0f}".format),
     "most_requests": ("requests at once, per copy", "{:,.0f}".format),
 }
@@ -80,8 +84,10 @@ def _limits(made: Document, ledger: Ledger) -> None:
 def _totals(made: Document, ledger: Ledger, cost: dict[str, Any]) -> None:
     rows: list[Row] = []
     for name, (label, show) in _TOTALS.items():
+        if name not in ledger.totals:
+            continue
         found = ledger.totals[name]
-        bounds = "" if found.low is None or found.high is None else f"{show(found.low)} to {show(found.high)}"
+        bounds = between((found.low, found.high), show)
         figure = Cell(show(found.value), "strong", found.value, why=found.basis)
         rows.append([label, figure, bounds, dim(found.basis)])
     if cost["usd_per_million_tokens"] is not None:

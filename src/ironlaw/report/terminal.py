@@ -6,6 +6,7 @@ from functools import singledispatch
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console
 from rich.padding import Padding
@@ -87,22 +88,42 @@ def _paragraph(block: Paragraph, console: Console) -> bool:
 
 @_print.register
 def _table(block: Table, console: Console) -> bool:
-    padding, named = (0, 0 if block.tight else 1), any(name.strip("<|~ ") for name in block.columns)
-    grid = Grid(
-        box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=padding, show_edge=False, header_style="dim",
-        show_header=named,
-    )  # fmt: skip
+    """Where it is wider than the console, columns of seven move together and text wraps; figures stay whole."""
+    rows = [*block.rows, *([block.total] if block.total else [])]
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
-    for index in shown:
-        name = block.columns[index]
-        text = index == 0 or name.startswith(("<", "|"))
-        grid.add_column(Text(name.lstrip("<|~")), justify="left" if text else "right", overflow="fold")
-    for row in [*block.rows, *([block.total] if block.total else [])]:
-        grid.add_row(*(_text(row[index]) for index in shown))
-    console.print(Padding(grid, (0, 0, 0, 0 if len(block.columns) > 6 and block.tight else 2)))
+    cells = [[_text(row[index]) for row in rows] for index in shown]
+    names = [block.columns[index] for index in shown]
+    figures = [index > 0 and not name.startswith(("<", "|")) for index, name in zip(shown, names, strict=True)]
+    heads = [name.lstrip("<|~") for name in names]
+    whole = [max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True)]
+    least = [
+        max(map(cell_len, head.split() + (_lines(column) if figure else [w for t in column for w in t.plain.split()])),
+            default=0)
+        for head, column, figure in zip(heads, cells, figures, strict=True)
+    ]  # fmt: skip
+    gaps = len(shown) - 1
+    wide = sum(whole) + 3 * gaps + 2 > console.width
+    tight = wide and len(shown) > 6
+    margin = 0 if tight and sum(whole) + gaps + 2 > console.width else 2
+    keeps = wide and sum(least) + gaps * (1 if tight else 3) + margin <= console.width
+    named = any(head.strip() for head in heads)
+    grid = Grid(
+        box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=(0, 0 if tight else 1), show_edge=False,
+        header_style="dim", show_header=named,
+    )  # fmt: skip
+    for head, figure, width in zip(heads, figures, least, strict=True):
+        width_ = width if figure and keeps else None
+        grid.add_column(Text(head), justify="right" if figure else "left", overflow="fold", width=width_)
+    for row in zip(*cells, strict=True):
+        grid.add_row(*row)
+    console.print(Padding(grid, (0, 0, 0, margin)))
     if block.caption:
         console.print(Padding(_wrapped(Text(block.caption, style="dim")), (0, 0, 0, 2)))
     return True
+
+
+def _lines(column: list[Text]) -> list[str]:
+    return [line for text in column for line in text.plain.split("\n")]
 
 
 @_print.register

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ironlaw.data.chat import Text
 from ironlaw.serve.protocol import Body, Chat, Completion
 from ironlaw.serve.request import Chosen, Request, Sampling
-from ironlaw.serve.text import Text
 
 if TYPE_CHECKING:
     from ironlaw.serve.api import Piece

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ironlaw.data.chat import Text
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import ChatAnswer, CompletionAnswer, Form
 from ironlaw.serve.config import ServeConfig
@@ -34,7 +35,7 @@ from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import Body, Chat, Completion
 from ironlaw.serve.request import Chosen, Finish, Request
-from ironlaw.serve.text import Reader, Text
+from ironlaw.serve.text import Reader
 
 _OPEN = ("/", "/health")  # without a key
 

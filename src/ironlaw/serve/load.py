@@ -12,7 +12,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,8 @@ _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
     "for every token in an answer return self if none else"
 )
+
+_RECORDED_STEPS = 3  # of each phase, under the profiler
 
 
 @dataclass(frozen=True)
@@ -247,15 +250,13 @@ async def run(
     shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
 ) -> Report:  # fmt: skip
     """`concurrency`: so many at once, whatever the plans' times; None: at their times. `profile`: an Ironlaw server
-    records a few steps by operation."""
+    records a few steps by operation afterwards, when nothing is timed: a profiler multiplies a small step's time."""
     models = await client.get("/v1/models")
     if models is None:
         raise UserError(f"no OpenAI-compatible server answers at http://{client.host}:{client.port}: start one first")
     client.model = client.model or models["data"][0]["id"]
     prompts = await _prompts(client, plans, shared_prefix)
     before = await client.get("/steps?since=999999999")
-    if before is not None and profile:
-        await client.get("/profile?steps=3", "POST")
     limit = asyncio.Semaphore(concurrency) if concurrency else None
     began, outcomes, done = time.perf_counter(), [], 0
 
@@ -279,12 +280,26 @@ async def run(
     outcomes = list(await asyncio.gather(*(one(p, t) for p, t in zip(plans, prompts, strict=True))))
     seconds = time.perf_counter() - began
     server = None if before is None else await client.get(f"/steps?since={before['next']}&after={before['now']}")
+    if server is not None and profile:
+        some = plans[: max((step["requests"] for step in server["steps"]), default=1)]
+        server["lines"] = await _profiled(client, some, await _prompts(client, some, shared_prefix, seed=8))
     return Report(outcomes, seconds, server)
 
 
-async def _prompts(client: Client, plans: Sequence[Plan], shared: int) -> list[str]:
+async def _profiled(client: Client, plans: Sequence[Plan], prompts: Sequence[str]) -> list[Any]:
+    """Operations of a few steps of such requests, all at once and with short answers."""
+    await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
+    short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
+    asked = [client.ask(p, t, Outcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.gather(*asked), client.timeout)
+    found = await client.get("/steps?since=999999999")
+    return [] if found is None else list(found["lines"])
+
+
+async def _prompts(client: Client, plans: Sequence[Plan], shared: int, seed: int = 7) -> list[str]:
     """Texts of about the wanted numbers of tokens: how many tokens a word has is asked once of the server."""
-    draws, words = random.Random(7), _WORDS.split()
+    draws, words = random.Random(seed), _WORDS.split()
     probe = " ".join(draws.choice(words) for _ in range(64))
     outcome = Outcome(0.0, 0, 1)
     await client.ask(Plan(0.0, 0, 1), probe, outcome, ignore_end=False)

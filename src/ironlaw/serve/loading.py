@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import psutil
 import torch
 
 from ironlaw.cores import usable_cores
+from ironlaw.data.chat import template_of
 from ironlaw.errors import UserError
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
@@ -73,22 +73,13 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Se
     if tokenizer is not None:
         served.tokenizer_file = tokenizer.path
         served.end_tokens, served.end_of_text = frozenset(tokenizer.ends), tokenizer.end_of_text_token
-    if not trained.about():
-        _read_chat(served, folder)
+    served.chat_template, served.special = template_of(folder)
     if config.draft is not None and config.speculation == "draft":
         draft = load_served(Path(config.draft).expanduser(), config.model_copy(update={"draft": None}))
         if draft.model.config.vocab != served.model.config.vocab:
             raise UserError(f"serve.draft = {config.draft}: its vocabulary is another one, so it cannot propose tokens")
         served.draft = draft
     return served
-
-
-def _read_chat(served: Served, folder: Path) -> None:
-    """The chat template of a Hugging Face directory, and the special tokens that it names."""
-    fields = _json(folder / "tokenizer_config.json")
-    served.special = {key: _text(value) for key, value in fields.items() if key.endswith("_token") and value}
-    template = folder / "chat_template.jinja"
-    served.chat_template = template.read_text("utf-8") if template.is_file() else _template(fields)
 
 
 def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[str, Held] | None = None) -> Served:
@@ -115,24 +106,3 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
 
 def _format(held: Held) -> str:
     return (held.held if isinstance(held, Sparse) else held).format.name
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        return {}
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    return document if isinstance(document, dict) else {}
-
-
-def _text(value: Any) -> str:
-    return str(value["content"]) if isinstance(value, dict) and "content" in value else str(value)
-
-
-def _template(fields: dict[str, Any]) -> str | None:
-    template = fields.get("chat_template")
-    if isinstance(template, list):  # several by name
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
-    return template if isinstance(template, str) else None

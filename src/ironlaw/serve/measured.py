@@ -1,8 +1,8 @@
 """From engine steps and answers to the measured ledger of serving, and the run directory that holds it.
 
 Phases: a request waits (queue), its prompt is computed (prefill), its answer token by token (decode); every step also
-draws tokens (sampling) and works on the host (host: scheduling, text, handing over). `phase_seconds` are of a mean
-engine step, so that they add up to the wall time of the steps.
+draws tokens (sampling) and works on the host (host: scheduling, text, handing over, and what lies between two steps
+while some request runs). `phase_seconds` are of a mean engine step, so that they add up to the wall time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     measured, count = Origin.MEASURED, len(steps)
     sums = dict.fromkeys((Phase.PREFILL, Phase.DECODE, Phase.SAMPLING, Phase.HOST), 0.0)
     beside = decode_seconds(steps)
-    for step in steps:
+    for step, gap in zip(steps, gaps(steps), strict=True):
         model = step["model_seconds"]
         decode = model if step["phase"] == "decode" else 0.0
         if step["phase"] == "mixed":  # what the same decode takes alone; what prompts add delays it
@@ -87,11 +88,11 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
         sums[Phase.DECODE] += decode
         sums[Phase.PREFILL] += model - decode
         sums[Phase.SAMPLING] += step["sample_seconds"]
-        sums[Phase.HOST] += step["schedule_seconds"] + step["output_seconds"]
-    span = steps[-1]["start"] + steps[-1]["seconds"] - steps[0]["start"]
-    sums[Phase.IDLE] = max(0.0, span - sum(step["seconds"] for step in steps))  # nobody asked for anything
-    ledger.phase_seconds = {phase: seconds / count for phase, seconds in sums.items()}
+        sums[Phase.HOST] += step["schedule_seconds"] + step["output_seconds"] + gap
     seconds = np.array([step["seconds"] for step in steps])
+    busy = float(seconds.sum()) + sum(gaps(steps))
+    sums[Phase.IDLE] = max(0.0, _end(steps[-1]) - _begin(steps[0]) - busy)  # nobody asked for anything
+    ledger.phase_seconds = {phase: total / count for phase, total in sums.items()}
     low, middle, high = (float(q) for q in np.percentile(seconds, [10, 50, 90]))
     ledger.totals["step_seconds"] = Estimate(middle, measured, f"median of {count} engine steps", low, high)
     decoding = [step for step in steps if step["decode_tokens"]]
@@ -104,12 +105,30 @@ def _add_steps(ledger: Ledger, steps: Sequence[dict[str, Any]]) -> None:
     )
     ledger.totals["waiting"] = Estimate(float(np.mean([s["waiting"] for s in steps])), measured, "mean over steps")
     ledger.facts["steps"] = {
-        "count": count, "mean_seconds": float(seconds.mean()),
+        "count": count, "mean_seconds": busy / count,
         "prefill_tokens": sum(s["prefill_tokens"] for s in steps),
         "decode_tokens": sum(s["decode_tokens"] for s in steps), "accepted": sum(s["accepted"] for s in steps),
         "produced": sum(s["produced"] for s in steps), "mixed": sum(s["phase"] == "mixed" for s in steps),
         "decode_seconds_by_batch": {str(batch): value for batch, value in sorted(beside.items())},
     }  # fmt: skip
+
+
+def gaps(steps: Sequence[dict[str, Any]]) -> list[float]:
+    """Seconds before each step in which some request ran or waited: the engine's thread hands over what it made, and
+    waits for the interpreter. 0 where nobody had asked for anything."""
+    found = [0.0] * min(1, len(steps))
+    for before, step in pairwise(steps):
+        held = step["decode_tokens"] or before["waiting"] or not before["produced"]
+        found.append(max(0.0, _begin(step) - _end(before)) if held else 0.0)
+    return found
+
+
+def _begin(step: dict[str, Any]) -> float:
+    return float(step["start"] - step["schedule_seconds"])
+
+
+def _end(step: dict[str, Any]) -> float:
+    return _begin(step) + float(step["seconds"])
 
 
 def decode_seconds(steps: Sequence[dict[str, Any]]) -> dict[int, float]:

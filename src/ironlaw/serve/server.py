@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ironlaw.data.chat import Text
 from ironlaw.errors import UserError
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import Served
-from ironlaw.serve.text import Text
 
 
 def require_extra() -> None:

@@ -1,53 +1,102 @@
 """Passes that a server takes for itself when it starts: a processor compiles its products for every number of rows, and
-how long they take is what the plan of this server starts from (`plan/serving/here.py`)."""
+how long they take is what the plan of this server starts from (`plan/serving/here.py`).
+
+They are requests to the whole server but for its socket: text, events and the event loop take their share of the
+interpreter beside the engine's thread, as they will under load.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import statistics
 import time
 from typing import Any
 
+from ironlaw.serve.api import create_app
 from ironlaw.serve.engine import Engine
-from ironlaw.serve.request import Sampling
+from ironlaw.serve.measured import gaps
+from ironlaw.serve.text import Text
 
-PROMPT, ANSWER = 32, 8  # tokens
+PROMPT, LONG_PROMPT, ANSWER = 32, 128, 8  # tokens
+LONG_BATCH = 16  # up to so many requests with long prompts as well: what a cached token costs is the same for all
 LONGEST_SECONDS = 2.0
+GROWTH = 0.7  # power of the batch that a round's time grows by: prompts by 1, the reading of weights by 0; assumed
 
 
-def warm_up(engine: Engine, seconds: float = LONGEST_SECONDS) -> None:
-    """Batches of 1, 2, 4, ... requests, each twice, until the time is over; `engine.passes` has the quicker of both."""
-    config, began = engine.config, time.monotonic()
-    prompt = min(PROMPT, engine.longest_prompt - ANSWER)
-    if prompt < 1:
+def warm_up(engine: Engine, text: Text | None, seconds: float = LONGEST_SECONDS) -> None:
+    """Batches of requests: far apart first, then between them, as long as there is time. `engine.passes` has what they
+    took, by phase, tokens and length of the caches."""
+    config, began, longest = engine.config, time.monotonic(), engine.longest_prompt - ANSWER
+    if longest < 1:
         return
-    # An engine of its own on the same model: the pages, figures and shared beginnings of the other stay as they are.
-    blocks = 1 + config.batch * -(-(prompt + ANSWER) // config.block)
-    alone = {"speculation": "none", "share_prefixes": False, "blocks": blocks}
-    beside, draws = Engine(engine.served, config.model_copy(update=alone)), random.Random(0)
-    batch, vocab, took = 1, engine.model_config.vocab, 0.0
-    while batch <= config.batch and time.monotonic() - began + 3 * took < seconds:
+    prompt, long = min(PROMPT, longest), min(LONG_PROMPT, longest)
+    sizes = [1 << n for n in range(config.batch.bit_length())]
+    took: dict[int, float] = {}
+    for batch in sizes[::2] + sizes[1::2]:
+        expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
+        if time.monotonic() - began + expected >= seconds:
+            continue
+        steps = _steps(engine, text, batch, prompt)  # compiles
         start = time.monotonic()
-        rounds = []
-        for _ in range(2):
-            first = beside.trace.count
-            prompts = [[draws.randrange(vocab) for _ in range(prompt)] for _ in range(batch)]
-            beside.generate(prompts, Sampling(max_tokens=ANSWER, temperature=0, ignore_end=True))
-            rounds.append([step.to_json() for step in beside.trace.since(first)])
-        took = time.monotonic() - start
-        for phase, tokens in (("decode", "decode_tokens"), ("prefill", "prefill_tokens")):
-            steps = [step for steps in rounds for step in steps if step["phase"] == phase]
-            most = max((step[tokens] for step in steps), default=0)
-            engine.passes += _typical(phase, [step for step in steps if step[tokens] == most])
-        batch *= 2
+        steps += _steps(engine, text, batch, prompt)
+        took[batch] = time.monotonic() - start
+        engine.passes += _passes("decode", steps) + _passes("prefill", steps)
+        if batch <= LONG_BATCH:
+            engine.passes += _passes("decode", _steps(engine, text, batch, long))
 
 
-def _typical(phase: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _steps(engine: Engine, text: Text | None, batch: int, prompt: int) -> list[dict[str, Any]]:
+    """Of `batch` streamed answers by an engine of its own on the same model: pages, figures and shared beginnings of
+    the other stay as they are."""
+    config, draws, vocab = engine.config, random.Random(prompt), engine.model_config.vocab
+    blocks = 1 + batch * -(-(prompt + ANSWER) // config.block)
+    alone = {"speculation": "none", "blocks": blocks, "batch": batch, "api_keys": ()}
+    beside = Engine(engine.served, config.model_copy(update=alone))
+    app = create_app(beside, text)
+
+    async def ask() -> None:
+        body = {"prompt": [draws.randrange(vocab) for _ in range(prompt)], "max_tokens": ANSWER, "temperature": 0,
+                "ignore_eos": True, "stream": True}  # fmt: skip
+        messages = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
+
+        async def receive() -> Any:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope: dict[str, Any] = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+            "scheme": "http", "path": "/v1/completions", "query_string": b"", "headers": [], "server": None,
+            "client": None,
+        }  # fmt: skip
+        await app(scope, receive, send)
+
+    async def ask_all() -> None:
+        app.state.server.outbox.attach(asyncio.get_running_loop())
+        asked = [asyncio.ensure_future(ask()) for _ in range(batch)]
+        while beside.waiting < batch and not any(one.done() for one in asked):
+            await asyncio.sleep(0)
+        beside.start()  # all prompts wait: they are computed together, as many as fit into a step
+        await asyncio.gather(*asked)
+        await asyncio.to_thread(beside.drain, 0.0)
+
+    asyncio.run(ask_all())
+    steps = [step.to_json() for step in beside.trace.steps]
+    return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
+
+
+def _passes(phase: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A typical one of those that are only `phase`, of the most tokens."""
+    most = max((step[f"{phase}_tokens"] for step in steps if step["phase"] == phase), default=0)
+    steps = [step for step in steps if step["phase"] == phase and step[f"{phase}_tokens"] == most]
     if not steps:
         return []
-    middle = min if phase == "prefill" else statistics.median
+    middle = min if phase == "prefill" else statistics.median  # one prompt a round, and the first compiles
     model, sampling = (float(middle([s[f"{part}_seconds"] for s in steps])) for part in ("model", "sample"))
-    host = float(middle([s["seconds"] - s["model_seconds"] - s["sample_seconds"] for s in steps]))
+    host = float(middle([s["seconds"] - s["model_seconds"] - s["sample_seconds"] + s["gap_seconds"] for s in steps]))
     length = statistics.mean(s["kv_tokens"] / s["requests"] for s in steps)
-    return [{"phase": phase, "requests": steps[0]["requests"], "tokens": steps[0][f"{phase}_tokens"], "length": length,
+    return [{"phase": phase, "requests": steps[0]["requests"], "tokens": most, "length": length,
              "model_seconds": model, "sample_seconds": sampling, "host_seconds": host}]  # fmt: skip

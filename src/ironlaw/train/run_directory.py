@@ -45,6 +45,7 @@ class RunDirectory:
     report_file = _Inside("report.html")
     compression_file = _Inside("compression.json")
     tokenizer_file = _Inside("tokenizer.json")
+    chat_file = _Inside("tokenizer_config.json")  # of conversations: their template and what it names
     checkpoints = _Inside("checkpoints")
     adapter = _Inside("adapter")
     # The step of the newest checkpoint that was ever complete: says that there was one when all are gone.

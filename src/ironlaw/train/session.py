@@ -82,6 +82,8 @@ def run_training(
             plan.save(run.plan_file)
             if dataset.tokenizer_path is not None:
                 shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+                if (beside := dataset.tokenizer_path.with_name(run.chat_file.name)).is_file():
+                    shutil.copyfile(beside, run.chat_file)
             if planned is not None:
                 planned(plan, dataset)
 

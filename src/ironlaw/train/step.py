@@ -166,7 +166,7 @@ class Step:
     def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
         # Padding and the ends of documents are no targets; without them every micro-batch has as many as any other.
         uneven = batch.documents is not None or self.config.data.packing == "best_fit"
-        counted = (batch.targets != IGNORED).sum() if uneven else None
+        counted = (batch.targets != IGNORED).sum().clamp(min=1) if uneven else None
         samples = self._samples(number)
 
         def loss_of(rows: slice) -> Tensor:

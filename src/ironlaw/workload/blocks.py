@@ -5,7 +5,7 @@ Symbols as in `forward.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ironlaw.ledger import Kind, Phase
@@ -37,6 +37,25 @@ class Division:
 
 
 @dataclass(frozen=True)
+class BlockAdapters:
+    """Adapters of one block whose own tensors are frozen."""
+
+    method: str  # lora, qlora, dora
+    rank: int
+    rows: tuple[tuple[str, tuple[int, ...]], ...]  # of a product, by its name, rows that each of its adapters gives
+    first: bool = False  # no block is before it
+    starts_plain: bool = False  # nothing before the first block's adapters waits for the backward pass
+
+    def rows_of(self, name: str) -> tuple[int, ...]:
+        return dict(self.rows).get(name, ())
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast still casts the frozen matrices."""
+        return self.method == "dora"
+
+
+@dataclass(frozen=True)
 class Shape:
     """One micro-batch of one model, and how it is computed. Sizes may be arrays, one entry per layout (`sizes.py`)."""
 
@@ -50,6 +69,7 @@ class Shape:
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
     blocked: bool = False  # causal attention in blocks (model/blocked.py)
+    adapters: tuple[BlockAdapters, ...] = ()  # one per layer; empty: everything is trained
     division: Division = Division()
     conventions: Conventions = OURS
     # What a rank of another trainer's layout has of a micro-batch whose sizes are its own in all else.
@@ -58,6 +78,8 @@ class Shape:
     ep: Size = 1  # ranks that share the experts of a layer
     rows_per_token: Size | None = None  # that its experts compute; None: the model's experts per token
     materialised: bool = False  # every attention score is in memory, as wide as the products
+    forward: dict[str, list[Operation]] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """Forward passes of layers by kind, once listed (`kinds.forward_of`)."""
 
     @property
     def tokens(self) -> Size:
@@ -161,12 +183,12 @@ def attention_score_pairs(sequence: Size, window: int | None) -> Size:
 
 
 def norm_saved_bytes(shape: Shape, rows: Size, width: Size) -> Size:
-    """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor."""
+    """Statistics kept by a norm; the composed RMSNorm also keeps the normalised tensor where its weight is trained."""
     if shape.conventions.fused:
         return 0
     if shape.model.norm == "layernorm" and width == shape.model.hidden:
         return 2 * rows * FP32
-    return rows * FP32 + (0 if shape.fused_rmsnorm else rows * width * FP32)
+    return rows * FP32 + (0 if shape.fused_rmsnorm or shape.adapters else rows * width * FP32)
 
 
 def attention_saved_bytes(shape: Shape) -> Size:

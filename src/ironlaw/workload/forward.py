@@ -138,12 +138,18 @@ def projections(shape: Shape) -> list[Operation]:
     """From the normed residual stream to queries, keys and values with their positions."""
     model, tokens, w, fused = shape.model, shape.tokens, shape.matmul_bytes, shape.conventions.fused
     qkv, heads = model.query_size + 2 * model.key_value_size, model.query_size + model.key_value_size
+    size = tokens * qkv * w
     operations = linear(
-        shape, "qkv", model.hidden, qkv, keep=shape.keeps_qkv, bias=model.has_qkv_bias, frees=tokens * model.hidden * w
-    )
+        shape, "qkv", model.hidden, qkv, keep=shape.keeps_qkv or model.qkv_clip is not None, bias=model.has_qkv_bias,
+        frees=tokens * model.hidden * w,
+    )  # fmt: skip
+    if model.qkv_clip is not None:  # keeps what it is given
+        back = elementwise(shape, "qkv_clip", "clamp_backward", tokens * qkv, 3, temporary=size, frees_saved=size,
+                           frees_temporary=size)  # fmt: skip
+        kept = {"saved" if shape.keeps_qkv else "temporary": size}
+        operations.append(elementwise(shape, "qkv_clip", "clamp", tokens * qkv, 2, gradient=[back], **kept))
     if not (fused and model.positions == "rope"):  # whose kernel gives gradients in their place
         # Gradients of query, key and value are gathered into one buffer shaped like the qkv output.
-        size = tokens * qkv * w
         operations = gradient_first(
             operations,
             elementwise(shape, "qkv", "concatenate", tokens * qkv, 2, temporary=size, frees_temporary=size,
@@ -261,7 +267,7 @@ def full_head(shape: Shape) -> list[Operation]:
     operations = [] if fused else final_norm(shape)
     operations += linear(
         shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
-        frees=0 if fused else tokens * model.hidden * w,
+        frees=0 if fused or shape.adapters else tokens * model.hidden * w,
     )  # fmt: skip
     if fused:  # to fp32 and their log-sum-exp; backward, their gradient, as wide as the products
         back, there = (

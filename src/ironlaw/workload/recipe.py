@@ -7,6 +7,7 @@ from typing import Literal
 
 from ironlaw.workload.blocks import Policy, Precision
 from ironlaw.workload.communication import CommunicationConfig
+from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Offload = Literal["none", "activations", "optimizer", "both"]
@@ -43,6 +44,7 @@ class Recipe:
     offload: Offload = "none"
     average: bool = False  # an exponential average of the weights is kept
     checkpoints: bool = False  # written beside the steps, from a copy of the state
+    adapters: Adapters | None = None  # all that is trained; the whole model without
     blocked: bool = False  # causal attention as products over blocks of queries, in place of the fused kernel
 
     @property

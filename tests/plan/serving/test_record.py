@@ -47,11 +47,17 @@ def test_a_model_that_is_not_catalogued_is_planned_from_its_columns() -> None:
     assert own["tpot_seconds"] == pytest.approx(planned()["tpot_seconds"], rel=0.01)
 
 
+def test_an_engine_that_nobody_knows_takes_the_base_with_a_wide_interval() -> None:
+    (known, other), _ = read_serving([ROW, ROW | {"engine": "nobodys"}])
+    assert not known.assumed and "nobodys" in other.assumed[0]
+    wide, narrow = (serving_record([run], [])["rows"][0]["interval"]["tpot_seconds"] for run in (other, known))
+    assert wide[1] / wide[0] > 1.3 * narrow[1] / narrow[0]
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({"accelerator": "h1000"}, "h1000"),
-        ({"engine": "nobodys"}, "nobodys"),
         ({"weight_format": "int3.5"}, "int3.5"),
         ({"tp": "3"}, "need more"),
         ({"concurrency": "-3"}, "at least 0"),
@@ -71,7 +77,9 @@ def test_the_record_has_errors_intervals_and_the_baseline(tmp_path: Path) -> Non
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=[*ROW, "ttft_seconds"])
         writer.writeheader()
-        writer.writerows([ROW, ROW | {"id": "b", "scenario": "prefill", "ttft_seconds": "0.01"}, ROW | {"engine": "x"}])
+        writer.writerows(
+            [ROW, ROW | {"id": "b", "scenario": "prefill", "ttft_seconds": "0.01"}, ROW | {"accelerator": "x"}]
+        )
     rows = serving_rows(path)
     assert rows is not None
     document = json.loads(json.dumps(serving_record(*read_serving(rows))))

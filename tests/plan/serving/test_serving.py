@@ -12,15 +12,23 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.answer import ServeOptions, answer_serving
+from ironlaw.plan.serving.disaggregated import transfer_seconds
 from ironlaw.plan.serving.emit import emit_serving
-from ironlaw.plan.serving.estimate import Served, plan_serving
+from ironlaw.plan.serving.estimate import Served, Speculation, plan_serving
 from ironlaw.plan.serving.rates import engine_names, serving_engine
 from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.search import search_serving
 from ironlaw.plan.serving.simulate import play
 from ironlaw.plan.serving.steady import at_concurrency
-from ironlaw.plan.serving.systems import Formats, ServingLayout
-from ironlaw.plan.serving.timing import decode_seconds, pass_parts, prompt_seconds
+from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
+from ironlaw.plan.serving.timing import (
+    decode_parts,
+    decode_seconds,
+    pass_parts,
+    prompt_seconds,
+    room_tokens,
+    tokens_of_a_pass,
+)
 
 LLAMA = ModelConfig.named("llama3-8b")
 
@@ -65,6 +73,9 @@ def test_light_load_waits_for_little_more_than_its_prompt_and_heavy_load_is_said
     assert alone <= light.ttft_seconds["p50"] < 2 * alone + 0.02
     heavy = play(one.system, parse_request("input=2048 output=512 rate=200"), one.kv_tokens, 64)
     assert not heavy.keeps_up
+    assert (
+        heavy.output_tokens_per_second < 1.05 * at_concurrency(one.system, 64.0, 2048.0, 512.0, False).tokens_per_second
+    )
     assert heavy.ttft_seconds["p99"] > 20 * alone
 
 
@@ -74,6 +85,53 @@ def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
     steady = at_concurrency(one.system, 16.0, 512.0, 128.0, False)
     assert played.output_tokens_per_second == pytest.approx(float(steady.tokens_per_second), rel=0.12)
     assert 14 < played.decode_batch <= 16
+
+
+def test_speculation_gives_what_stands_for_a_wider_pass_and_the_drafts() -> None:
+    assert tokens_of_a_pass(4, 0.7) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
+    draft = ModelConfig.named("llama-3.2-1b")
+    plain, ngram, model = (replace(served(), speculation=s).system
+                           for s in (Speculation(), Speculation(4, 0.7), Speculation(4, 0.7, draft)))  # fmt: skip
+    before, after = (decode_parts(system, 1.0, 512.0) for system in (plain, ngram))
+    assert after["cache"] == pytest.approx(before["cache"] / 2.7731)  # read once for five tokens
+    assert after["weights"] == pytest.approx(before["weights"] / 2.7731, rel=0.02)  # bound by reading them
+    alone = system_of(draft, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(), Formats("bf16"))
+    added = decode_seconds(model, 1.0, 512.0) - decode_seconds(ngram, 1.0, 512.0)
+    assert added == pytest.approx(4 * decode_seconds(alone, 1.0, 512.0) / 2.7731)
+    assert room_tokens(model) < room_tokens(ngram) == room_tokens(plain)
+    busy = plan_serving(
+        replace(served(), speculation=Speculation(8, 0.5)), parse_request("input=64 output=64 concurrency=256")
+    )
+    assert busy.totals["speculation_gain"].value < 1 < busy.totals["pass_tokens"].value  # products bind: it costs
+
+
+def test_experts_on_more_ranks_than_attention_exchange_tokens() -> None:
+    model = ModelConfig.named("deepseek-v3")
+    layout = ServingLayout(devices=16, tp=1, attention_dp=16)
+    system = system_of(model, accelerator("h200"), serving_engine("vllm"), layout, Formats("fp8"))
+    visited = 16 * (1 - (15 / 16) ** 8)  # of 16 ranks, by a token that chooses 8 experts
+    sent = 64 / 16 * visited * 15 / 16 * 7168 * 2 / (0.7 * system.link)
+    expected = 2 * 58 * (system.rates.collective_seconds + sent)  # there and back, in each layer with experts
+    assert decode_parts(system, 64.0, 100.0)["collectives"] == pytest.approx(expected)
+    assert decode_parts(replace(system, attention_dp=1.0), 64.0, 100.0)["collectives"] == 0
+    copies = system.weight_bytes - replace(system, attention_dp=1.0).weight_bytes
+    assert 15 * 10e9 < copies < 15 * 25e9  # every rank has attention, the shared experts and the table
+
+
+def test_prompts_apart_from_answers_do_not_delay_them_and_their_cache_is_sent() -> None:
+    model, request = ModelConfig.named("llama3-70b"), parse_request("input=2048 output=256 rate=1.5")
+    one = Served(model, accelerator("h100-sxm-80gb"), serving_engine("vllm"), ServingLayout(4, 4), Formats("bf16"))
+    held = 80 * 2 * 8 * 128 * 2 * 2048  # bytes, of which each of four ranks sends a quarter
+    assert transfer_seconds(one.system, 2048) == pytest.approx(held / 4 / (0.7 * one.system.link))
+    apart = plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), request)
+    mixed = plan_serving(one, request)
+    assert apart.totals["tpot_seconds"].value < 0.8 * mixed.totals["tpot_seconds"].value
+    assert apart.facts["keeps_up"] and apart.totals["kv_transfer_seconds"].value < 0.01
+    assert not plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), replace(request, rate=9.0)).facts[
+        "keeps_up"
+    ]
+    with pytest.raises(UserError, match="rate="):
+        plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), parse_request("input=2048 output=256"))
 
 
 def test_a_small_cache_sends_requests_back_and_all_of_them_end() -> None:
@@ -151,6 +209,9 @@ def test_a_name_never_reaches_the_shell_as_a_command() -> None:
         ("input=10 output=10 speed=3", "unknown word"),
         ("input=10 output=10 prefix=11", "longer than input"),
         ("input 10", "not KEY=VALUE"),
+        ("input=10 output=10 speculate=4", "accept=0.7"),
+        ("input=10 output=10 accept=0.7", "accept=0.7"),
+        ("input=10 output=10 speculate=4 accept=1.5", "share below 1"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(text: str, told: str) -> None:
@@ -164,6 +225,8 @@ def test_a_request_that_makes_no_sense_is_refused(text: str, told: str) -> None:
         ("0xh100-sxm-80gb", "input=1 output=1", {}, "COUNTx"),
         ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "tp=3"}, "devices"),
         ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "dp=4"}, "tp="),
+        ("4xh100-sxm-80gb", "input=1 output=1", {"layout": "tp=2 ep=3"}, "multiple of tp"),
+        ("4xh100-sxm-80gb", "input=1 output=1 speculate=4 accept=0.7 draft=llama4-1t", {}, "llama"),
         ("h100-sxm-80gb", "input=1000000 output=1", {}, "takes"),
         ("h100-sxm-80gb", "input=1 output=1", {"weights": "int5"}, "weight format"),
         ("h100-sxm-80gb", "input=1 output=1", {"kv": "int5"}, "--kv"),

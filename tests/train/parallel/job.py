@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack
@@ -58,7 +59,7 @@ from ironlaw.workload.program import step as planned_step
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import policies as layer_policies
 
-STEPS = 20
+STEPS = 10
 CHUNK_TOKENS = 24
 GPT = {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}
 LLAMA = GPT | {
@@ -231,7 +232,7 @@ def weights_of(run: Run) -> dict[str, Tensor]:
 def task_equivalence(case: dict[str, Any], folder: Path) -> dict[str, float]:
     """Largest differences over the run: loss (relative), final weights, and losses as they were."""
     run = Run(config_of(case))
-    found = run.train(0, STEPS)
+    found = run.train(0, run.config.train.steps)
     expected, weights, skipped = once_alone(run.config)
     ours = weights_of(run)
     tied = {f"{of}head.weight": weights.get(f"{of}embedding.weight") for of in ("", "average/")}
@@ -405,10 +406,11 @@ def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Losses of 20 steps beside those with whole gradients at every step, and whether ranks end with one model."""
+    """Losses beside those with whole gradients at every step, and whether ranks end with one model."""
     run = Run(config_of(case))
-    found = run.train(0, STEPS)
-    expected = Run(config_of(case | {"communication": {}})).train(0, STEPS)
+    steps = run.config.train.steps
+    found = run.train(0, steps)
+    expected = Run(config_of(case | {"communication": {}})).train(0, steps)
     some = torch.cat([w.flatten() for w in weights_of(run).values()]).double().square().sum()
     everybodys = [torch.zeros_like(some) for _ in range(dist.get_world_size())]
     dist.all_gather(everybodys, some)
@@ -451,13 +453,18 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A whole run into `case["out"]` or the case's folder, with a fault on one rank: what each rank made of it.
 
     {"fault": kind, "rank": 1, "batches": [..]}: the kind is a rise of the loss in nats or "nan", "gradient" (not a
-    number), "signal", or "sleep" with "seconds" per step.
+    number), "signal", "sleep" with "seconds" per step, or "hang" until the watcher ends the run.
     """
     config = load_config(Path(case["config"]), [f"{key}={value}" for key, value in case["set"].items()])
     ranks = world.start(world.check(config, dist.get_world_size()))
     fault, batches, out = case.get("fault"), case.get("batches"), Path(case.get("out", folder / "run"))
     struck = fault is not None and dist.get_rank() == case["rank"]
     seen: dict[str, Any] = {"losses": {}, "left": []}
+    gone = threading.Event()
+
+    def leave(code: int) -> None:
+        seen["left"].append(code)
+        gone.set()
 
     class Trainer(loop.Trainer):
         def _timed_step(self, *arguments: Any, **named: Any) -> Any:
@@ -468,6 +475,8 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             def forward_backward(*inner: Any, **options: Any) -> Tensor:
                 if hit and fault == "sleep":
                     time.sleep(case["seconds"])
+                while hit and fault == "hang" and not gone.is_set():
+                    time.sleep(0.01)  # not in the event, whose file the report would name
                 loss = plain(*inner, **options)
                 if hit and fault == "gradient":
                     for parameter in self.one_step.model.parameters():
@@ -476,7 +485,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                         (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(float("nan"))
                 if hit and fault == "signal":
                     os.kill(os.getpid(), signal.SIGTERM)
-                return loss + float(fault) if hit and fault not in ("sleep", "gradient", "signal") else loss
+                return loss + float(fault) if hit and fault not in ("sleep", "hang", "gradient", "signal") else loss
 
             self.one_step.forward_backward = forward_backward  # type: ignore[method-assign]
             times = super()._timed_step(*arguments, **named)
@@ -494,7 +503,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     said: list[str] = []
     profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
-        observer = job.observer(config, ranks, store, end=seen["left"].append)
+        observer = job.observer(config, ranks, store, end=leave)
         resume = case.get("resume", False)
         outcome = session.run_training(config, out, profile, ranks, observer=observer, resume=resume, say=said.append)
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}

@@ -33,7 +33,7 @@ MODEL = {"name": "m", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "cont
 # -- meeting -----------------------------------------------------------------------------------------------------
 
 
-def met(store: dist.Store, size: int, timeout_seconds: float = 20.0) -> list[Rendezvous]:
+def met(store: dist.Store, size: int, timeout_seconds: float = 200.0) -> list[Rendezvous]:
     """What `size` ranks find that come in the reverse order, so that the others look before rank 0 is there."""
     found: dict[int, Any] = {}
 
@@ -72,7 +72,7 @@ def test_ranks_killed_while_they_meet_are_in_nobodys_way(store: dist.Store) -> N
     store.set(ROUND, "abc/3")  # a rank 0 that died before the others had come
     store.set("abc/3/1", "word")
     assert all(isinstance(meeting, Rendezvous) for meeting in met(store, 3))
-    (alone,) = [meet(store.clone(), 0, 1, 1.0)]
+    (alone,) = [meet(store.clone(), 0, 1, 200.0)]
     assert alone.size == 1
     with pytest.raises(UserError, match="not all ranks came within the time allowed"):
         meet(store.clone(), 0, 2, 0.2)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 import ironlaw
+from ironlaw.config import load_config
 from ironlaw.train.parallel import job, preflight
 
 SOURCE = Path(ironlaw.__file__).parents[1]
@@ -53,19 +53,23 @@ MODEL = {"dropout": 0.1, "layers": 2, "heads": 4}
 def test_two_ranks_one_of_which_is_killed_train_like_one(
     tiny_file: Callable[..., Path], ironlaw_here: Callable[..., Any], tmp_path: Path, user_cache: Path
 ) -> None:
-    """From the command line, under torchrun, which starts the job again after one of the ranks has killed itself."""
-    config = tiny_file(MODEL, layout={}, train={"micro_batch": 2})
-    command = torchrun(
-        2, "train", config, "--out", "two", "--set", "layout.tp=2", "--set", "layout.sp=true", restarts=1, program=SOAK
-    )
+    """From the command line, under torchrun, which starts the job again after one of the ranks has killed itself.
+
+    The layout of the flag is theirs, not that of the config.
+    """
+    config = tiny_file(MODEL, layout={"pp": 2}, train={"micro_batch": 2})
+    command = torchrun(2, "train", config, "--out", "two", "--layout", "tp=2 sp=1", "--json", restarts=1, program=SOAK)
     soak = {"IRONLAW_SOAK": json.dumps([str(tmp_path / "kills"), 1, 0])}  # log, kills, seed
     done = subprocess.run(
         command, cwd=tmp_path, env=environment() | soak, capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    layout = load_config(tmp_path / "two").layout
+    assert layout is not None and (layout.pp, layout.tp, layout.sp) == (1, 2, True)
+    assert json.loads(done.stdout)["steps"] == 12
     sessions = (tmp_path / "two" / "sessions.jsonl").read_text(encoding="utf-8")
     assert sessions.count('"setting"') == 2 and (tmp_path / "kills").read_text(encoding="utf-8").count("\n") == 1
-    assert ironlaw_here("train", config, "--out", tmp_path / "one")[0] == 0
+    assert ironlaw_here("train", config, "--layout", "dp=1", "--out", tmp_path / "one")[0] == 0
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert two == pytest.approx(one, rel=1e-5)
     assert len(one) == 12
@@ -155,18 +159,18 @@ def test_what_differs_between_ranks_is_refused_in_one_line() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="states of threads are read from /proc")
 def test_a_rank_leaves_when_gloos_threads_rest() -> None:
-    ended: list[float] = []
+    named, ended = threading.Event(), threading.Event()
 
     def work() -> None:
         with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w", encoding="utf-8") as name:
             name.write(job.GLOO_THREADS)
+        named.set()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
-        ended.append(time.monotonic())
+        ended.set()
 
     thread = threading.Thread(target=work)
     thread.start()
-    time.sleep(0.05)
-    assert not ended
+    named.wait()
     job.let_go()
-    assert ended
+    assert ended.is_set()
     thread.join()

@@ -24,7 +24,7 @@ WIDE = {"hidden": 256, "heads": 8, "context": 32, "vocab": 300}  # where gatheri
 LONG = {"context": 128, "ffn": 512, "vocab": 300}  # where a block's backward pass is
 FULL, BF16 = {"recompute": {"mode": "full"}}, {"train": {"precision": "bf16"}}
 
-QUICK = [case("llama", batch=8, zero=3), case(batch=8, tp=2, sp=True), case(batch=8, pp=2)]
+QUICK = [case("llama", batch=8, zero=3), case(batch=4, model={"layers": 2}, tp=2, sp=True), case(batch=8, pp=2)]
 REPLICAS = [case(dp=2), case("llama", dp=2)]
 FSDP = [
     case(zero=1), case("llama", zero=1), case(zero=2), case("llama", zero=2), case(zero=3), case("llama", zero=3),

@@ -21,7 +21,7 @@ from ironlaw.train.parallel.ranks import check
 
 def case(task: str, communication: dict[str, Any], family: str = "gpt", **more: Any) -> dict[str, Any]:
     layout = {key: more.pop(key) for key in ("dp", "zero", "shard", "tp", "pp", "cp") if key in more}
-    train = {"micro_batch": more.pop("micro_batch", 2)}
+    train = {"micro_batch": more.pop("micro_batch", 2)} | more.pop("train", {})
     return {"task": task, "family": family, "layout": layout, "communication": communication, "train": train} | more
 
 
@@ -74,11 +74,15 @@ RESUME_OF_FOUR = [
     case("resume", SITES | {"sites": 2}, saved=6),
     case("resume", BF16, zero=1),
 ]
+FOUR_MEETINGS = {"steps": 20}
 LEARNS = [
     case("learns", BF16, zero=3),
-    case("learns", {"local_steps": 5}, tables={"data": {"mask_documents": True}}),
+    case("learns", {"local_steps": 5}, train=FOUR_MEETINGS, tables={"data": {"mask_documents": True}}),
 ]
-MORE_LEARNS = [*LEARNS, case("learns", {"local_steps": 5}), case("learns", BF16), case("learns", POWER, model=WIDE)]
+MORE_LEARNS = [
+    *LEARNS, case("learns", {"local_steps": 5}, train=FOUR_MEETINGS), case("learns", BF16, train={"steps": 20}),
+    case("learns", POWER, model=WIDE, train={"steps": 20}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

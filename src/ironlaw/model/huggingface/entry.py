@@ -27,6 +27,8 @@ class Entry:
     which: int = 0
     count: int = 1
     turns: bool = False
+    row: bool = False  # theirs has a first dimension of one
+    flat: int = 0  # theirs has so many of a stack's first two dimensions as one
     skipped: int = 0  # first rows of theirs, which nothing reads
     plus: float = 0.0  # ours are theirs and this (norms that multiply by one and their weight)
 
@@ -42,7 +44,8 @@ class Entry:
         if self.each:
             return torch.stack(tensors)
         tensor = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-        tensor = self._part(tensor)
+        tensor = tensor[0] if self.row else tensor
+        tensor = self._part(tensor.unflatten(0, (self.flat, -1)) if self.flat else tensor)
         tensor = tensor[torch.tensor(self.order, device=tensor.device)] if self.order else tensor
         tensor = tensor.float() + self.plus if self.plus else tensor
         return tensor.t() if self.transposed else tensor
@@ -62,7 +65,10 @@ class Entry:
                 shape.append(shape.pop(1))
             whole = there.setdefault(self.theirs[0], tensor.new_zeros(shape))
             self._part(whole).copy_(tensor)
+            if self.flat:
+                there[self.theirs[0]] = whole.flatten(0, 1)
             return
+        tensor = tensor.flatten(0, 1) if self.flat else tensor[None] if self.row else tensor
         split = tensor.unbind() if self.each else tensor.split(self.sizes) if self.sizes else (tensor,)
         # A copy of their own: three views of one matrix would be saved as three whole matrices, or refused.
         there |= {name: part.clone(memory_format=torch.contiguous_format)

@@ -19,6 +19,7 @@ from ironlaw.model.huggingface.parts import (
     Always,
     ExpertGroups,
     FalconHeads,
+    LayersBetween,
     Multiple,
     OneWidth,
     Rope,
@@ -210,8 +211,8 @@ PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
     names=Names(query_key_value=("self_attn.qkv_proj",), gate=_FUSED_GATE, up=_FUSED_GATE),
 )  # fmt: skip
 OLMO = LLAMA.derive(
-    "olmo", "OlmoForCausalLM", has={"norm": "layernorm", "norm_weight": False, "norm_eps": 1e-5, "ffn_bias": False},
-    without=("norm_eps", "ffn_bias"), only={"clip_qkv": None},
+    "olmo", "OlmoForCausalLM", Key("qkv_clip", "clip_qkv", None), without=("norm_eps", "ffn_bias"),
+    has={"norm": "layernorm", "norm_weight": False, "norm_eps": 1e-5, "ffn_bias": False},
 )  # fmt: skip
 OLMO2 = LLAMA.derive(
     "olmo2", "Olmo2ForCausalLM", _eps("rms_norm_eps", 1e-5), without=("ffn_bias",), names=_POST,
@@ -259,7 +260,7 @@ GPT_OSS = LLAMA.derive(
     only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
     names=Names(experts=ExpertNames(
         "mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
-        inputs_first=True, bias="_bias",
+        inputs_first=("gate", "up", "down"), bias="_bias",
     )),
 )  # fmt: skip
 SEED_OSS = LLAMA.derive(
@@ -269,6 +270,15 @@ SEED_OSS = LLAMA.derive(
 ERNIE = LLAMA.derive(
     "ernie4_5", "Ernie4_5ForCausalLM", _kv_heads(2), _head(128), _tied(True), _eps("rms_norm_eps", 1e-5), Rope(5e5),
     *_bias("use_bias", False, "qkv", "out", "ffn"), names=Names(neighbours=True),
+)  # fmt: skip
+ERNIE_MOE = ERNIE.derive(
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _kv_heads(4), Key("moe.experts", "moe_num_experts"),
+    Key("moe.experts_per_token", "moe_k"), Key("moe.expert_ffn", "moe_intermediate_size"),
+    SharedExperts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
+    only={"use_bias": False}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
+    names=Names(neighbours=True, experts=ExpertNames(
+        choice_bias="mlp.moe_statics.e_score_correction_bias", choice_row=True,
+    )),
 )  # fmt: skip
 EXAONE4 = PLAIN.derive(
     "exaone4", "Exaone4ForCausalLM", _kv_heads(32), _eps("rms_norm_eps", 1e-5),
@@ -380,12 +390,30 @@ BLOOM = _ALIBI.derive(
 MPT = _ALIBI.derive(
     "mpt", "MptForCausalLM", Key("layers", "n_layers"), Key("hidden", "d_model"), Key("heads", "n_heads"),
     Multiple("expansion_ratio", 4), Key("context", "max_seq_len"),
-    Key("attention_scale", "attn_config.softmax_scale", None),
+    Key("attention_scale", "attn_config.softmax_scale", None), Key("qkv_clip", "attn_config.clip_qkv", None),
     has={"bias": False, "norm_bias": False, "activation": "gelu"},
-    only={"attn_config.clip_qkv": None, "attn_config.qk_ln": False, "attn_config.prefix_lm": False,
+    only={"attn_config.qk_ln": False, "attn_config.prefix_lm": False,
           "attn_config.alibi": True, "attn_config.alibi_bias_max": 8, "logit_scale": None, "no_bias": True},
     names=Names("transformer.wte", "transformer.blocks", "transformer.norm_f", norms=("norm_1", "norm_2"),
                 query_key_value=("attn.Wqkv",), out="attn.out_proj", up="ffn.up_proj", down="ffn.down_proj"),
+)  # fmt: skip
+DBRX = _GPT_LIKE.derive(
+    "dbrx", "DbrxForCausalLM", Key("layers", "n_layers"), Key("hidden", "d_model"), Key("heads", "n_heads"),
+    Key("context", "max_seq_len"), Key("kv_heads", "attn_config.kv_n_heads", 1),
+    Key("qkv_clip", "attn_config.clip_qkv", None), Rope(theta_key="attn_config.rope_theta"),
+    Key("moe.experts", "ffn_config.moe_num_experts"), Key("moe.experts_per_token", "ffn_config.moe_top_k"),
+    Key("moe.expert_ffn", "ffn_config.ffn_hidden_size"), _balance(0.01, "ffn_config.moe_loss_weight"),
+    Always({"ffn_config.moe_jitter_eps": None}),  # noise on what the router reads, in training only
+    has={"gated_ffn": True, "bias": False, "norm_bias": False, "norm_eps": 1e-5, "activation": "silu",
+         "moe.normalize": True},
+    only={"resid_pdrop": 0.0, "emb_pdrop": 0.0, "attn_config.attn_pdrop": 0.0, "ffn_config.ffn_act_fn.name": "silu",
+          "ffn_config.moe_normalize_expert_weights": 1.0},
+    without=("ffn", "head_size", "norm_eps", "activation"),
+    names=Names("transformer.wte", "transformer.blocks", "transformer.norm_f",
+                norms=("norm_attn_norm.norm_1", "norm_attn_norm.norm_2"),
+                query_key_value=("norm_attn_norm.attn.Wqkv",), out="norm_attn_norm.attn.out_proj",
+                experts=ExpertNames("ffn.router.layer", "ffn.experts.mlp.w1", "ffn.experts.mlp.v1",
+                                    "ffn.experts.mlp.w2", inputs_first=("down",), flat=True)),
 )  # fmt: skip
 COHERE = _GPT_LIKE.derive(  # Command R
     "cohere", "CohereForCausalLM", Activation(), Rope(None), _tied(True), Key("logit_scale", "logit_scale", 0.0625),
@@ -410,7 +438,7 @@ FAMILIES = {
         GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3,
         KIMI_K2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, GPT_NEOX, GPTJ, OLMO, OLMO2, OLMO3, STARCODER2, STABLELM, FALCON,
         OPT, BLOOM, MPT, COHERE, COHERE2, GRANITE, NEMOTRON, SMOLLM3, GLM, GLM4, GPT_OSS, GLM4_MOE, MINIMAX_M2,
-        GRANITE_MOE, SEED_OSS, ERNIE, EXAONE4, GPT_BIGCODE, GPT_NEO, ARCEE,
+        GRANITE_MOE, SEED_OSS, ERNIE, ERNIE_MOE, DBRX, EXAONE4, GPT_BIGCODE, GPT_NEO, ARCEE,
     )
 }  # fmt: skip
 

@@ -62,10 +62,10 @@ class Rope:
         table = {**newer.get("full_attention", newer), **(fields.get("rope_scaling") or {})}
         if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
             table = dict(self.scaling or {})
-        theta = table.get("rope_theta") or fields.get(self.theta_key) or self.theta
+        theta = table.get("rope_theta") or (has(fields, self.theta_key) and get(fields, self.theta_key)) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
-        if "rope_theta" not in table and self.theta_key not in fields:
+        if "rope_theta" not in table and not has(fields, self.theta_key):
             _agree(fields, "rope_theta", theta, self.theta_key)
         scaling = read_scaling(table, fields)
         found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}
@@ -285,6 +285,24 @@ class SparseLayers:
 
     def write(self, view: Fields) -> dict[str, Any]:
         return {"decoder_sparse_step": view["moe.every"], "mlp_only_layers": list(range(view["moe.dense_layers"]))}
+
+
+@dataclass(frozen=True)
+class LayersBetween:
+    """ERNIE's layers with experts: every so many, from one to the last."""
+
+    name = "sparse_layers"
+
+    def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
+        last, top = fields.get("moe_layer_end_index", -1), values["layers"] - 1
+        if last not in (-1, top):
+            raise UserError(f"moe_layer_end_index = {last} is not supported: the last layer ({top}) is")
+        first, every = fields.get("moe_layer_start_index", 1), fields.get("moe_layer_interval", 1)
+        return {"moe.dense_layers": first, "moe.every": every}
+
+    def write(self, view: Fields) -> dict[str, Any]:
+        first, every = view["moe.dense_layers"], view["moe.every"]
+        return {"moe_layer_start_index": first, "moe_layer_end_index": view["layers"] - 1, "moe_layer_interval": every}
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,14 @@ def get(fields: Fields, key: str) -> Any:
 def nested(flat: Fields) -> dict[str, Any]:
     """Dotted names as tables."""
     found: dict[str, Any] = {}
+    tables: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
         table, _, rest = name.partition(".")
         if rest:
-            found.setdefault(table, {})[rest] = value
+            tables.setdefault(table, {})[rest] = value
         else:
             found[name] = value
-    return found
+    return found | {table: nested(values) for table, values in tables.items()}
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,11 @@ class ExpertNames:
     gate: str = "mlp.experts.{}.gate_proj.weight"
     up: str = "mlp.experts.{}.up_proj.weight"
     down: str = "mlp.experts.{}.down_proj.weight"
-    inputs_first: bool = False  # of experts in one stack; gate and up of one name are halves, or here take turns
+    inputs_first: tuple[str, ...] = ()  # of matrices in one stack; gate and up of one name are halves, or take turns
+    flat: bool = False  # the stack's rows are one dimension
     bias: str = ""  # what a stack's biases add to its name
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    choice_row: bool = False  # which is one row
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
 

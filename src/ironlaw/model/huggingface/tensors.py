@@ -119,17 +119,18 @@ class _Walk:
         if moe.bias:
             yield Entry(f"{ours}.router.score_bias", (f"{theirs}.{names.router}.bias",))
         if moe.balance == "bias":
-            yield Entry(f"{ours}.router.bias", (f"{theirs}.{names.choice_bias}",))
+            yield Entry(f"{ours}.router.bias", (f"{theirs}.{names.choice_bias}",), row=names.choice_row)
         for which, part in enumerate(("gate", "up", "down")):
             name, kind = f"{theirs}.{getattr(names, part)}", f"{ours}.experts.{part}"
             if "{}" in name:
                 yield Entry(f"{kind}.weight", tuple(name.format(n) for n in range(moe.experts)), each=True)
                 continue
-            fused = part != "down"
+            fused = names.gate == names.up and part != "down"
             for ours_name, end in ((f"{kind}.weight", ""), (f"{kind}.bias", names.bias))[: 1 + moe.bias]:
                 yield Entry(
                     ours_name, (name + end,), stack=True, which=which * fused, count=1 + fused,
-                    inputs_first=names.inputs_first, turns=names.inputs_first,
+                    inputs_first=part in names.inputs_first, turns=fused and part in names.inputs_first,
+                    flat=names.flat * moe.experts,
                 )  # fmt: skip
         for part in ("gate", "up", "down") if moe.shared_experts else ():
             yield Entry(f"{ours}.shared.{part}.weight", (f"{theirs}.{names.shared}.{part}_proj.weight",))

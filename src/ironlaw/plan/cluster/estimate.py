@@ -26,7 +26,7 @@ from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
 from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.lines import step_lines
-from ironlaw.plan.cluster.memory import PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
+from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.operation_costs import operation_costs
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
@@ -321,5 +321,4 @@ _NOTES = {
 
 def _memory(peak: PeakMemory, held: StorageFormat) -> list[MemoryLine]:
     notes = _NOTES | ({"weights": held.description} if held.copy_bytes else {})
-    names = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
-    return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in names]
+    return [MemoryLine(name, float(getattr(peak, name)[0]), note=notes.get(name, "")) for name in PARTS]

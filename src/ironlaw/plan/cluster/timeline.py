@@ -167,6 +167,8 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: Engine, layers: S
 
     # Weights of ZeRO-3 are gathered for forward and again for backward; parts are zero where nothing is sharded.
     fsdp_layer = (2 * costs.fsdp_gather_layer + costs.fsdp_scatter_layer) * slow_dp
+    ranks = np.where(costs.fsdp_gather_layer > 0, candidates.shard_ranks, 0.0)
+    fsdp_layer = fsdp_layer + 3 * engine.gather_rank_seconds * ranks
     fsdp_exposed = np.maximum(fsdp_layer - engine.fsdp_hidden * device_layer, fsdp_layer * (1 - engine.fsdp_hidden))
     fsdp_exposed = np.maximum(fsdp_exposed, 0.0)
 

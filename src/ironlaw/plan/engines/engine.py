@@ -64,6 +64,7 @@ class Engine(Conventions):
     tp_hidden: float = constant(0.2, "1", "of tensor parallel collectives that compute hides")
     dp_hidden: float = constant(0.4, "1", "of data parallel collectives that may run beside compute")
     fsdp_hidden: float = constant(0.9, "1", "of ZeRO-3 gathers and scatters that compute hides")
+    gather_rank_seconds: float = constant(0.0, "s", "per rank of a gather or scatter of a block's shards (ZeRO-3)")
     pp_hidden: float = constant(0.5, "1", "of pipeline messages that compute hides")
     cp_hidden: float = constant(0.5, "1", "of key/value exchange that compute hides")
     ep_hidden: float = constant(0.0, "1", "of the exchange of rows between experts inside an island that compute hides")
@@ -96,6 +97,7 @@ class Engine(Conventions):
     default_recompute: str = constant("none", "", "assumed where a run does not say")
     interleaves: bool = constant(False, "", "pipelines with a bubble over a tenth, where a run does not say")
     tp_overlap: float = constant(0.0, "1", "of them, hidden by an option that runs do not tell of (NeMo)")
+    recomputes_selectively: bool = constant(False, "", "where a run does not say and would not fit without")
     recomputes_by_block: bool = constant(False, "", "no more blocks than must be, where a run does not say")
 
     cp_kinds: tuple[str, ...] = constant(("ring",), "", "ways of context parallel attention, its default first")

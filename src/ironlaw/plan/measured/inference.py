@@ -133,7 +133,7 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     assumed: list[str] = []
     name = parsing.needed(row, "accelerator")  # the record takes one where a user would be asked which
     device = accelerator(next(iter(taken(name) or (name,))))
-    engine = serving_engine(parsing.needed(row, "engine"))
+    engine = _engine(parsing.needed(row, "engine"), assumed)
     notes = row.get("notes") or ""
     scenario = parsing.needed(row, "scenario")
     formats = Formats(
@@ -168,6 +168,15 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
         suspect="SUSPECT" in notes,
         assumed=tuple(assumed),
     )
+
+
+def _engine(name: str, assumed: list[str]) -> ServingEngine:
+    """The record plans engines that nobody measured, where a user would be asked which is meant."""
+    try:
+        return serving_engine(name)
+    except UserError:
+        assumed.append(f"engine = the base of all engines ({name} is not known)")
+        return ServingEngine(name, key=name.strip().lower())
 
 
 def _layout(row: Row, scenario: str, assumed: list[str]) -> ServingLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator
@@ -12,7 +12,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.plan.serving.emit import emit_serving
-from ironlaw.plan.serving.estimate import Served, interval, plan_serving
+from ironlaw.plan.serving.estimate import Served, Speculation, interval, plan_serving
 from ironlaw.plan.serving.rates import ServingEngine, serving_engine
 from ironlaw.plan.serving.request import ServeRequest, parse_request
 from ironlaw.plan.serving.search import (
@@ -51,14 +51,16 @@ def answer_serving(model: ModelConfig, on: str | None, text: str, options: Serve
     assumed: list[Assumption] = []
     engine = _engine(options, on, assumed)
     formats = _formats(options, assumed, searched=on is None)
+    draft = ModelConfig.named(request.draft) if request.draft else None
+    speculation = Speculation(request.speculate, request.accept, draft)
     more: dict[str, Any] = {}
     if on is None:
         _needs_limits(request)
         chosen, others, walls = search_serving(model, engine, formats, request, given_price=options.price_per_hour)
-        served = chosen.served
+        served = replace(chosen.served, speculation=speculation)
         more |= {"chosen": chosen.to_json(), "candidates": [c.to_json() for c in others], "ruled_out": walls}
     else:
-        served = _given(model, on, engine, formats[0], options, request)
+        served = replace(_given(model, on, engine, formats[0], options, request), speculation=speculation)
     ledger = plan_serving(served, request)
     fits = bool(ledger.facts["fits"]) and all(limit["holds"] for limit in ledger.facts.get("limits", {}).values())
     more |= {"assumed": [one.to_json() for one in assumed], "served": _served(served)}
@@ -146,17 +148,21 @@ def _most(served: Served, request: ServeRequest) -> float:
 
 
 def _layout(text: str, count: int) -> ServingLayout:
-    found = {"tp": 1, "pp": 1, "replicas": 0}
+    found = {"tp": 1, "pp": 1, "ep": 0, "replicas": 0, "prefill": 0}
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if key not in found or not equals or not value.isdigit() or int(value) < 1:
-            raise UserError(f"--layout {word!r}: serving takes tp=, pp= and replicas=, whole numbers from 1")
+            raise UserError(f"--layout {word!r}: serving takes tp=, pp=, ep=, replicas= and prefill=, numbers from 1")
         found[key] = int(value)
-    size = found["tp"] * found["pp"]
-    copies = found["replicas"] or max(1, count // size)
-    if size * copies != count:
-        raise UserError(f"--layout '{text}' needs {size * copies} devices, and --on gives {count}")
-    return ServingLayout(devices=size, tp=found["tp"], pp=found["pp"], replicas=copies)
+    tp, pp, prefill = found["tp"], found["pp"], found["prefill"]
+    ep = found["ep"] or tp
+    if ep % tp:
+        raise UserError(f"--layout '{text}': ep is a multiple of tp, whose ranks share the experts too")
+    copies = found["replicas"] or max(1, count // (ep * pp) - prefill)
+    needed = ep * pp * (copies + prefill)
+    if needed != count:
+        raise UserError(f"--layout '{text}' needs {needed} devices, and --on gives {count}")
+    return ServingLayout(ep * pp, tp, pp, ep // tp, copies, prefill)
 
 
 def _needs_limits(request: ServeRequest) -> None:

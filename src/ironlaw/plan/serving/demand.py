@@ -30,6 +30,7 @@ class Demand:
     head:         weights of the output layer, within `dense`.
     experts:      weights of all routed experts; 0 without.
     expert_share: experts a token visits over experts of a layer.
+    chosen, expert_layers:  experts a token visits in a layer, and layers that have some.
     cached:       elements of keys and values (or the narrow vector of latent attention) a token leaves, all layers.
     windowed:     share of them in layers that keep `window` tokens only.
     heads_cached: key/value heads, the most ranks that can divide the cache (1 of latent attention).
@@ -49,6 +50,8 @@ class Demand:
     window: Number
     heads_cached: Number
     pair_flops: Number
+    chosen: Number = 0.0
+    expert_layers: Number = 0.0
 
     @property
     def parameters(self) -> Number:
@@ -103,4 +106,6 @@ def demand_of(model: ModelConfig) -> Demand:
         window=float(model.sliding_window or 0),
         heads_cached=1.0 if latent is not None else float(model.key_value_heads),
         pair_flops=2.0 * (query + mixed) * model.layers,
+        chosen=float(moe.experts_per_token) if moe else 0.0,
+        expert_layers=float(model.moe_layers),
     )

@@ -15,6 +15,7 @@ from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.stored_formats import stored_format
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase
 from ironlaw.model.config import ModelConfig
+from ironlaw.plan.serving.disaggregated import most_apart, play_apart, transfer_seconds
 from ironlaw.plan.serving.rates import ServingEngine, interval_of, is_measured
 from ironlaw.plan.serving.request import ServeRequest
 from ironlaw.plan.serving.simulate import BUDGET_TOKENS, Played, play
@@ -26,10 +27,23 @@ from ironlaw.plan.serving.timing import (
     decode_seconds,
     prompt_seconds,
     room_tokens,
+    tokens_of_a_pass,
 )
 
 BLOCK_TOKENS = 16
 """Of a page of the cache, in vLLM and TensorRT-LLM's default."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Tokens drafted for every pass, the chance that one stands, and the model that drafts them; None: n-grams."""
+
+    drafted: int = 0
+    acceptance: float = 0.0
+    draft: ModelConfig | None = None
+
+
+NO_SPECULATION = Speculation()
 
 
 @dataclass(frozen=True)
@@ -42,10 +56,18 @@ class Served:
     layout: ServingLayout
     formats: Formats
     budget: int = BUDGET_TOKENS
+    speculation: Speculation = NO_SPECULATION
 
     @cached_property
     def system(self) -> System:
-        return system_of(self.model, self.device, self.engine, self.layout, self.formats)
+        made = system_of(self.model, self.device, self.engine, self.layout, self.formats)
+        if not self.speculation.drafted:
+            return made
+        draft = None
+        if self.speculation.draft is not None:
+            draft = system_of(self.speculation.draft, self.device, self.engine, self.layout, self.formats)
+        told = self.speculation
+        return replace(made, drafted=float(told.drafted), acceptance=told.acceptance, draft=draft)
 
     @cached_property
     def kv_tokens(self) -> float:
@@ -58,7 +80,7 @@ class Served:
 
     @property
     def devices(self) -> int:
-        return self.layout.devices * self.layout.replicas
+        return self.layout.devices * (self.layout.replicas + self.layout.prefill)
 
     def most_requests(self, request: ServeRequest) -> int:
         """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
@@ -80,8 +102,12 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
     ledger.facts["fits"] = served.fits_request(request)
     if not ledger.facts["fits"]:
         return ledger
-    one = replace(request, rate=request.rate / served.layout.replicas if request.rate else None)
-    played = play(served.system, one, served.kv_tokens, served.most_requests(request), budget=served.budget, seed=seed)
+    layout, most = served.layout, served.most_requests(request)
+    one = replace(request, rate=request.rate / layout.replicas if request.rate else None)
+    if layout.prefill:
+        played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=served.budget, seed=seed)
+    else:
+        played = play(served.system, one, served.kv_tokens, most, budget=served.budget, seed=seed)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
@@ -120,19 +146,36 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     totals["decode_batch"] = Estimate(played.decode_batch, Origin.CALCULATED, "mean of the steps that decode")
     totals["kv_usage"] = Estimate(played.kv_usage, Origin.CALCULATED, "mean over steps, of all pages")
     totals["waiting"] = Estimate(played.waiting, Origin.CALCULATED, "mean over steps")
+    if system.drafted:
+        stand = float(tokens_of_a_pass(system.drafted, system.acceptance))
+        plain = replace(system, drafted=0.0, acceptance=0.0, draft=None)
+        gain, one = (
+            float(decode_seconds(plain, n, request.length) / decode_seconds(system, n, request.length))
+            for n in (max(1.0, played.decode_batch), 1.0)
+        )
+        basis = f"of {system.drafted:.0f} drafted, each stands with {system.acceptance:.0%}: (1 - a^(k+1)) / (1 - a)"
+        totals["pass_tokens"] = Estimate(stand, Origin.CALCULATED, basis)
+        basis = f"decoding {played.decode_batch:.3g} at once; {one:.2f} times as fast for one request alone"
+        totals["speculation_gain"] = Estimate(gain, Origin.CALCULATED, basis)
     totals["step_seconds"] = _estimate(played.step_seconds, "decode", served, "mean step")
     single = float(decode_seconds(system, 1.0, request.length))
     totals["single_tpot_seconds"] = _estimate(single, "decode", served, "one request alone")
     prompt = float(prompt_seconds(system, 1.0, request.input - request.prefix, request.prefix))
     totals["single_ttft_seconds"] = _estimate(prompt, "prompt", served, "one request alone")
-    most = float(unlimited(system, served.most_requests(request), request.input, request.output)) * copies
-    totals["most_tokens_per_second"] = _estimate(most, "unlimited", served, "as many at once as fit", rate=True)
+    most = served.most_requests(request)
+    if served.layout.prefill:
+        rate = most_apart(system, served.layout, request, most)
+        moved, of = transfer_seconds(system, request.input), "all layers' keys and values over each rank's link"
+        totals["kv_transfer_seconds"] = Estimate(moved, Origin.CALCULATED, of)
+    else:
+        rate = float(unlimited(system, most, request.input, request.output)) * copies
+    totals["most_tokens_per_second"] = _estimate(rate, "unlimited", served, "as many at once as fit", rate=True)
 
 
 def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
     """Of a mean engine step: the phases of a measured server, and within decode what binds it."""
     spent = played.seconds
-    decoding = spent["weights"] + spent["cache"] + spent["collectives"] + spent["launches"]
+    decoding = sum(seconds for name, seconds in spent.items() if name not in ("prompts", "host"))
     ledger.phase_seconds = {
         Phase.PREFILL: spent["prompts"], Phase.DECODE: decoding, Phase.SAMPLING: 0.0, Phase.HOST: spent["host"],
     }  # fmt: skip
@@ -141,10 +184,11 @@ def _lines(ledger: Ledger, served: Served, request: ServeRequest, played: Played
         ("cache", Phase.DECODE, Kind.ATTENTION, "memory"),
         ("collectives", Phase.DECODE, Kind.COLLECTIVE, "network"),
         ("launches", Phase.DECODE, Kind.OTHER, "overhead"),
+        ("draft", Phase.DECODE, Kind.MATMUL, "memory"),
         ("prompts", Phase.PREFILL, Kind.MATMUL, "compute"),
         ("host", Phase.HOST, Kind.HOST, "overhead"),
     ):
-        if spent[name] > 0:
+        if spent.get(name, 0.0) > 0:
             ledger.lines.append(Line(phase, kind, name, seconds=spent[name], bound=bound))
 
 
@@ -235,6 +279,7 @@ def _binds(played: Played, served: Served, request: ServeRequest) -> dict[str, A
         "cache": "reading the cache: an 8-bit cache, fewer requests at once, or more copies",
         "prompts": "prompts: shared prefixes, a smaller budget of new tokens where answers must not stall, more copies",
         "collectives": "sums over ranks: fewer of them and more copies, or a faster link",
+        "draft": "the draft model: fewer drafted tokens, a smaller draft, or n-grams",
         "launches": "launches of small kernels: captured graphs, fewer and larger kernels",
         "host": "the host: scheduling and sampling beside the device",
         "queue": "requests arrive faster than they are served: more copies, or longer limits",

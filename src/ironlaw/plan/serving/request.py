@@ -20,6 +20,8 @@ class ServeRequest:
     concurrency:     requests at once, each followed by the next; None: not said.
     ttft, tpot:      limits in seconds, on the 90th percentile of waiting and on the mean per token.
     prefix:          tokens at the start of every prompt that are the same.
+    speculate, accept:  tokens drafted for every pass, and the chance that one stands; draft: the catalogued model that
+                     drafts them, "" for n-grams, which cost nothing.
     """
 
     input: int
@@ -29,6 +31,9 @@ class ServeRequest:
     ttft: float | None = None
     tpot: float | None = None
     prefix: int = 0
+    speculate: int = 0
+    accept: float = 0.0
+    draft: str = ""
 
     @property
     def length(self) -> int:
@@ -38,21 +43,25 @@ class ServeRequest:
 def parse_request(text: str) -> ServeRequest:
     """UserError for unknown words, missing lengths and what is no amount."""
     found: dict[str, float] = {}
+    draft = ""
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UserError(f"--serve: {word!r} is not KEY=VALUE: {EXAMPLE}")
-        known = ("input", "output", "rate", "concurrency", "ttft", "tpot", "prefix")
+        known = ("input", "output", "rate", "concurrency", "ttft", "tpot", "prefix", "speculate", "accept", "draft")
         if key not in known:
             raise UserError(f"--serve: unknown word {key!r}: {did_you_mean(key, known)}")
         if key in found:
             raise UserError(f"--serve: {key} is given twice")
+        if key == "draft":
+            draft = value
+            continue
         units = _SECONDS if key in ("ttft", "tpot") else _RATES if key == "rate" else {"": 1.0, "k": 1024.0}
         found[key] = _amount(key, value, units)
     for key in ("input", "output"):
         if key not in found:
             raise UserError(f"--serve: {key} is not given: {EXAMPLE}")
-    for key in ("input", "output", "concurrency", "prefix"):
+    for key in ("input", "output", "concurrency", "prefix", "speculate"):
         if key in found and (found[key] != int(found[key]) or found[key] > 1e8):
             raise UserError(
                 f"--serve: {key} = {found[key]:g} is no number of {'requests' if key[0] == 'c' else 'tokens'}"
@@ -61,10 +70,14 @@ def parse_request(text: str) -> ServeRequest:
         raise UserError("--serve: rate and concurrency say the same thing twice: give one")
     if found.get("prefix", 0) > found["input"]:
         raise UserError(f"--serve: prefix = {found['prefix']:g} is longer than input = {found['input']:g}")
+    if ("speculate" in found) != ("accept" in found) or (draft and "speculate" not in found):
+        raise UserError('--serve: speculation is planned from both: write for example "speculate=4 accept=0.7"')
+    if found.get("accept", 0.0) >= 1 or found.get("speculate", 0) > 64:
+        raise UserError("--serve: accept is a share below 1 of the drafted tokens, speculate at most 64 of them")
     return ServeRequest(
         int(found["input"]), int(found["output"]), found.get("rate"),
         int(found["concurrency"]) if "concurrency" in found else None, found.get("ttft"), found.get("tpot"),
-        int(found.get("prefix", 0)),
+        int(found.get("prefix", 0)), int(found.get("speculate", 0)), found.get("accept", 0.0), draft,
     )  # fmt: skip
 
 

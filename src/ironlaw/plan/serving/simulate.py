@@ -156,7 +156,8 @@ class _Clock:
 
     def __init__(self, system: System) -> None:
         self.system, self.known = system, dict[tuple[int, int, int], dict[str, float]]()
-        self.cache_seconds = float(pass_parts(system, 1.0, 1.0)["cache"])  # of one cached token
+        # Of one cached token, the draft model's too.
+        self.cache_seconds = float(decode_seconds(system, 1.0, 2.0) - decode_seconds(system, 1.0, 1.0))
 
     def parts(self, decoding: int, length: float, new: int, cached: float) -> dict[str, float]:
         key = (decoding, new, round(cached / 128))
@@ -195,11 +196,11 @@ def _summary(
     tpot = np.array([(r.last - r.first) / max(r.output - 1, 1) for r in seen])
     times, produced = (np.array(column, dtype=float) for column in zip(*made, strict=True))
     first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
-    rate = produced[-1] / times[-1]
-    if last > first:  # the middle, without the queue's filling and emptying
-        rate = (produced[last] - produced[first]) / (times[last] - times[first])
     half, closed = len(ttft) // 2, request.rate is None
     late = half > 10 and not closed and np.median(ttft[half:]) > 2 * np.median(ttft[:half]) + 0.2
+    rate = produced[-1] / times[-1]
+    if last > first and not late:  # the middle, without the queue's filling and emptying
+        rate = (produced[last] - produced[first]) / (times[last] - times[first])
     return Played(
         ttft_seconds={f"p{p}": float(np.percentile(ttft, p)) for p in (50, 90, 99)},
         tpot_seconds={f"p{p}": float(np.percentile(tpot, p)) for p in (50, 90, 99)} | {"mean": float(tpot.mean())},

@@ -37,21 +37,24 @@ class Formats:
 
 @dataclass(frozen=True)
 class ServingLayout:
-    """devices of one copy of the model = tp x pp x (ranks that share experts beside tp); replicas: copies."""
+    """devices of one copy of the model = tp x pp x attention_dp, the copies of attention that share its experts (ep =
+    tp x attention_dp ranks); replicas: copies of the model, prefill: others beside them that compute prompts alone."""
 
     devices: int = 1
     tp: int = 1
     pp: int = 1
     attention_dp: int = 1
     replicas: int = 1
+    prefill: int = 0
+
+    @property
+    def ep(self) -> int:
+        return self.tp * self.attention_dp
 
     def __str__(self) -> str:
-        words = [f"tp={self.tp}"]
-        for name, default in (("pp", 1), ("attention_dp", 1), ("replicas", 1)):
-            value = getattr(self, name)
-            if value != default:
-                words.append(f"{name}={value}")
-        return " ".join(words)
+        unsaid = {"pp": 1, "ep": self.tp, "replicas": 1, "prefill": 0}
+        said = {name: getattr(self, name) for name in ("tp", *unsaid)}
+        return " ".join(f"{name}={value}" for name, value in said.items() if value != unsaid.get(name))
 
 
 def system_of(

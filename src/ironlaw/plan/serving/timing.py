@@ -1,9 +1,10 @@
 """Seconds of a pass: a token of every sequence (`decode_seconds`), or prompts (`prompt_seconds`).
 
-    decode = step + layers x layer + |weights read, products| + cache read + sums over ranks
-    prompt = prompt + layers x layer + |products (1 + ramp / tokens) + attention, weights read| + sums over ranks
+    decode = step + layers x layer + |weights read, products| + cache read + exchanges
+    prompt = prompt + layers x layer + |products (1 + ramp / tokens) + attention, weights read| + exchanges
 
 |a, b| is the cubic mean of two times of which the longer rules: reading and multiplying overlap, but not wholly.
+Exchanges are sums over tensor parallel ranks, and tokens on their way to experts on other devices.
 All arguments may be arrays over many systems at once.
 """
 
@@ -31,6 +32,8 @@ class System:
     pp:       parts of the layers one after another; attention_dp: copies of attention, each with its own sequences.
     bandwidth, link:  bytes/s of one device; peak, wide_peak: FLOP/s of products and of 16-bit attention.
     dense_bytes, head_bytes, expert_bytes, cache_bytes:  per element.
+    drafted, acceptance:  tokens proposed to a pass, and the chance that one stands; draft: what proposes them, on the
+    same devices; None: nothing that takes their time, as n-grams.
     """
 
     demand: Demand
@@ -48,6 +51,9 @@ class System:
     head_bytes: Number
     expert_bytes: Number
     cache_bytes: Number
+    drafted: Number = 0.0
+    acceptance: Number = 0.0
+    draft: System | None = None
 
     @property
     def together(self) -> Number:
@@ -56,11 +62,10 @@ class System:
 
     @property
     def weight_bytes(self) -> Number:
-        """Of all weights, on all devices together."""
+        """Of all weights, on all devices together; copies of attention have all but the experts."""
         d = self.demand
-        return (
-            (d.dense - d.head) * self.dense_bytes + (d.head + d.table) * self.head_bytes + d.experts * self.expert_bytes
-        )
+        dense = (d.dense - d.head) * self.dense_bytes + (d.head + d.table) * self.head_bytes
+        return dense * self.attention_dp + d.experts * self.expert_bytes
 
     @property
     def cache_parts(self) -> Number:
@@ -74,16 +79,35 @@ class System:
 
 
 def decode_seconds(system: System, sequences: Number, length: Number) -> Number:
-    """A pass that gives each of `sequences` its next token, behind `length` cached ones each."""
+    """That give each of `sequences` its next token, behind `length` cached ones each."""
+    return sum(decode_parts(system, sequences, length).values())
+
+
+def decode_parts(system: System, sequences: Number, length: Number) -> dict[str, Number]:
+    """The same by what they are spent on. With `drafted` tokens a pass has so many more of each sequence, the draft
+    model's passes come before it, and all of it is divided by the tokens that stand."""
     d, r = system.demand, system.rates
-    reading = _weights_read(system, sequences) / (system.bandwidth * r.weights)
-    share = np.minimum(r.products * r.decode_products, 1.0)
-    multiplying = _product_flops(system, sequences) / (system.peak * share)
-    cached = sequences * d.cached_tokens(length) * d.cached * system.cache_bytes
-    cache = cached / system.cache_parts / np.maximum(system.attention_dp, 1.0) / (system.bandwidth * r.cache)
-    return (
-        r.step_seconds + d.layers * r.layer_seconds + _longer(reading, multiplying) + cache + _sums(system, sequences)
-    )
+    rows = sequences * (1.0 + system.drafted)
+    reading = _weights_read(system, rows) / (system.bandwidth * r.weights)
+    multiplying = _product_flops(system, rows) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
+    kept = sequences * d.cached_tokens(length) * d.cached * system.cache_bytes
+    parts = {
+        "weights": _longer(reading, multiplying),
+        "cache": kept / system.cache_parts / np.maximum(system.attention_dp, 1.0) / (system.bandwidth * r.cache),
+        "collectives": _sums(system, rows) + _exchanges(system, rows),
+        "launches": d.layers * r.layer_seconds,
+        "host": r.step_seconds,
+    }
+    if system.draft is not None:
+        parts["draft"] = system.drafted * decode_seconds(system.draft, sequences, length)
+    stand = tokens_of_a_pass(system.drafted, system.acceptance)
+    return {name: seconds / stand for name, seconds in parts.items()}
+
+
+def tokens_of_a_pass(drafted: Number, acceptance: Number) -> Number:
+    """Mean tokens that a pass over `drafted` proposals gives, each accepted with chance `acceptance` if those before
+    it were: (1 - a^(k+1)) / (1 - a) (Leviathan, Kalman, Matias 2023, arXiv 2211.17192, equation 1)."""
+    return (1.0 - acceptance ** (drafted + 1.0)) / (1.0 - acceptance)
 
 
 def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Number = 0.0) -> Number:
@@ -99,6 +123,7 @@ def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Nu
         + d.layers * r.layer_seconds
         + _longer(reading, products + attention)
         + _sums(system, all_tokens)
+        + _exchanges(system, all_tokens)
     )
 
 
@@ -111,25 +136,19 @@ def pass_parts(
     The sum is `decode_seconds` plus `prompt_seconds`: what a prompt adds to a pass was fitted so, to rates of servers
     that mix both, and is an upper bound where they share the reading of weights.
     """
-    d, r = system.demand, system.rates
     some = np.where(np.asarray(decoding) > 0, 1.0, 0.0)
-    reading = _weights_read(system, np.maximum(decoding, 1.0)) / (system.bandwidth * r.weights)
-    multiplying = _product_flops(system, decoding) / (system.peak * np.minimum(r.products * r.decode_products, 1.0))
-    kept = decoding * d.cached_tokens(length) * d.cached * system.cache_bytes
-    return {
-        "weights": some * _longer(reading, multiplying),
-        "cache": kept / system.cache_parts / np.maximum(system.attention_dp, 1.0) / (system.bandwidth * r.cache),
-        "prompts": np.where(np.asarray(new) > 0, prompt_seconds(system, 1.0, np.maximum(new, 1.0), cached), 0.0),
-        "collectives": some * _sums(system, decoding),
-        "launches": some * d.layers * r.layer_seconds,
-        "host": some * r.step_seconds,
+    prompts = np.where(np.asarray(new) > 0, prompt_seconds(system, 1.0, np.maximum(new, 1.0), cached), 0.0)
+    return {name: some * seconds for name, seconds in decode_parts(system, decoding, length).items()} | {
+        "prompts": prompts
     }
 
 
 def room_tokens(system: System, memory_fraction: Number = 0.9) -> Number:
     """Tokens whose cache fits beside the weights, over all devices; below 0 where the weights alone do not fit."""
     room = memory_fraction * system.memory * system.devices - system.weight_bytes - WORKSPACE_BYTES * system.devices
-    return room / system.token_bytes
+    if system.draft is None:
+        return room / system.token_bytes
+    return (room - system.draft.weight_bytes) / (system.token_bytes + system.draft.token_bytes)
 
 
 def _weights_read(system: System, tokens: Number) -> Number:
@@ -142,7 +161,8 @@ def _weights_read(system: System, tokens: Number) -> Number:
 def _product_flops(system: System, tokens: Number) -> Number:
     """Of one device: 2 per weight and token."""
     d = system.demand
-    return 2.0 * tokens * (d.dense / system.tp + d.experts * d.expert_share / system.together)
+    dense = d.dense / (system.tp * np.maximum(system.attention_dp, 1.0))
+    return 2.0 * tokens * (dense + d.experts * d.expert_share / system.together)
 
 
 def _sums(system: System, tokens: Number) -> Number:
@@ -150,6 +170,17 @@ def _sums(system: System, tokens: Number) -> Number:
     d, tp = system.demand, system.tp
     sent = 2.0 * (tp - 1.0) / tp * tokens * d.hidden * 2.0 / (LINK_FRACTION * system.link)
     return np.where(tp > 1, 2.0 * d.layers * (system.rates.collective_seconds + sent), 0.0)
+
+
+def _exchanges(system: System, tokens: Number) -> Number:
+    """Experts on more devices than divide attention: tokens go to the devices of their experts and back, 16 bits."""
+    d = system.demand
+    ranks = system.together
+    share = tokens / np.maximum(system.attention_dp, 1.0)
+    visited = ranks * (1.0 - (1.0 - 1.0 / ranks) ** d.chosen)  # devices, where experts are chosen independently
+    sent = share * visited * (ranks - 1.0) / ranks * d.hidden * 2.0 / (LINK_FRACTION * system.link)
+    apart = (system.attention_dp > 1) & (d.expert_layers > 0)
+    return np.where(apart, 2.0 * d.expert_layers * (system.rates.collective_seconds + sent), 0.0)
 
 
 def _longer(a: Number, b: Number) -> Number:

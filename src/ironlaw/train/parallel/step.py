@@ -197,12 +197,12 @@ class LayoutStep(Step):
             if self.mesh.size_of(dimension) > 1:
                 dist.all_reduce(total, group=self.mesh.group(dimension))
         if self.config.model.moe is None:
-            return ranks / total, None
+            return ranks / total.clamp(min=1), None
         group = self.mesh.groups.get("micro_batch")
         if group is not None:
             dist.all_reduce(counted, group=group)
             counted = counted / group.size()
-        return ranks / total, counted.float().repeat_interleave(self.micro_batch)
+        return ranks / total.clamp(min=1), counted.float().repeat_interleave(self.micro_batch)
 
     def _synchronised(self, last: bool) -> AbstractContextManager[None]:
         """Gradients are reduced with the last micro-batch; ZeRO 2 and 3 do not hold whole ones, and reduce each."""

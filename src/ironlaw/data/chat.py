@@ -1,0 +1,201 @@
+"""Conversations as a model's chat template writes them: for prompts, and for training, where answers alone are learned.
+
+A template is a Jinja2 program that came with a model, that is, from anywhere: it runs in a sandbox.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ironlaw.errors import UserError
+from ironlaw.files import read_json, read_text, write_json
+
+# Private use: a message in the rendered text, and where what the assistant says begins and ends.
+_MARK, _BEGIN, _END = "\ue000{}\ue001", "\ue002", "\ue003"
+_MARKS = re.compile("(\ue000\\d+\ue001|[\ue002\ue003])")
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+
+Messages = Sequence[dict[str, Any]]
+
+
+class Text:
+    """A tokenizer for prompts and answers, and the model's chat template if it has one."""
+
+    def __init__(self, file: Path, template: str | None = None, special: dict[str, str] | None = None) -> None:
+        from tokenizers import Tokenizer
+
+        def read(as_text: bool) -> Any:
+            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+            tokenizer.encode_special_tokens = as_text
+            return tokenizer
+
+        self.file = file
+        self.tokenizer = read(as_text=False)
+        self._plain = read(as_text=True)  # a special token that a user spells is text about it
+        special_tokens = (str(t) for t in self.tokenizer.get_added_tokens_decoder().values() if t.special)
+        self._quoted = [*special_tokens, "\ue000", "\ue001", _BEGIN, _END]
+        self.source = template
+        self.template = None if template is None else _compiled(template)
+        self.template_names = special or {}
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Of a prompt; special tokens may be spelt, as in all servers of this API."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def chat(self, messages: Messages, more: dict[str, Any] | None = None) -> list[int]:
+        """Tokens of a conversation, up to where the assistant speaks next."""
+        if self.template is None:
+            raise UserError("this model has no chat template: use /v1/completions")
+        marked, quoted = self._marked(messages)
+        return self._tokens(self._render(marked, True, more), messages, quoted)[0].tolist()
+
+    def conversation(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (N,) of a whole conversation, and (N,) bool: which of them the assistant says.
+
+        These are the tokens within the template's `{% generation %}` blocks, as in transformers; of a template without
+        them, those that an answer adds to the prompt for it, which end with the end of its turn.
+        """
+        marked, quoted = self._marked(messages)
+        whole = self._render(marked, False)
+        return self._tokens(whole if _BEGIN in whole else self._by_turns(marked, whole), messages, quoted)
+
+    def _marked(self, messages: Messages) -> tuple[Messages, list[int]]:
+        """Whoever writes a special token in a message must not end it by that: such messages are encoded apart."""
+        quoted = [i for i, m in enumerate(messages) if any(s in m["content"] for s in self._quoted)]
+        return [m | {"content": _MARK.format(i)} if i in quoted else m for i, m in enumerate(messages)], quoted
+
+    def _by_turns(self, messages: Messages, whole: str) -> str:
+        result, at = "", 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, after = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+            if not (len(before) >= at and whole.startswith(after) and after.startswith(before)):
+                raise UserError(
+                    "the chat template rewrites earlier turns, so that what the assistant says cannot be told apart: "
+                    "put {% generation %} and {% endgeneration %} around it in the template"
+                )
+            result += whole[at : len(before)] + _BEGIN + whole[len(before) : len(after)] + _END
+            at = len(after)
+        return result + whole[at:]
+
+    def _tokens(self, text: str, messages: Messages, quoted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a rendered text, and which of them reach into what the assistant says."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        spans: list[tuple[int, int]] = []  # answers in `chunk`, the text since the last quoted message
+        chunk, inside = "", False
+
+        def take() -> None:
+            encoded = self.tokenizer.encode(chunk, add_special_tokens=False)
+            ids.extend(encoded.ids)
+            learned.extend(any(a < end and b > start for start, end in spans) for a, b in encoded.offsets)
+
+        for part in _MARKS.split(text):
+            if part.startswith("\ue000"):
+                take()
+                number = int(part[1:-1])
+                inner = self._plain.encode(messages[number]["content"], add_special_tokens=False).ids
+                ids += inner
+                learned += [inside] * len(inner)
+                chunk, spans, quoted = "", [], [i for i in quoted if i != number]
+            elif part in (_BEGIN, _END):
+                inside = part == _BEGIN
+            else:
+                if inside and part:
+                    spans.append((len(chunk), len(chunk) + len(part)))
+                chunk += part
+        take()
+        if quoted:
+            raise UserError("a message spells a special token of this model, and its template cannot quote it")
+        return np.array(ids, dtype=np.int64), np.array(learned, dtype=bool)
+
+    def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
+        assert self.template is not None
+        names = {"messages": list(messages), "add_generation_prompt": prompt} | self.template_names | (more or {})
+        try:
+            return str(self.template.render(**names))
+        except jinja2.TemplateError as error:
+            raise UserError(f"the model's chat template refuses: {' '.join(str(error).split())[:200]}") from None
+
+
+class _Generation(Extension):
+    """`{% generation %}` and `{% endgeneration %}`, which transformers' templates have around what is learned."""
+
+    tags = {"generation"}  # noqa: RUF012 as Jinja2 declares it
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        return [begin, *body, end]
+
+
+def _compiled(template: str) -> Any:
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the model's chat template cannot be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def template_of(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The chat template of a Hugging Face directory or a run, and the special tokens that it may name."""
+    fields = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    special = {key: _token(value) for key, value in fields.items() if key.endswith("_token") and value}
+    file = folder / TEMPLATE
+    if file.is_file():
+        return read_text(file, "template"), special
+    template = fields.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+    return template if isinstance(template, str) else None, special
+
+
+def keep_template(folder: Path, text: Text) -> None:
+    """Beside a tokenizer, where `template_of` finds it."""
+    write_json(folder / CONFIG, text.template_names | {"chat_template": text.source})
+
+
+def text_for_training(tokenizer: Path, end_of_text: str, template: str | None) -> Text:
+    """With the template in the file `template`, else the one beside the tokenizer. UserError where there is none."""
+    source, special = template_of(tokenizer.parent)
+    if template is not None:
+        file = Path(template).expanduser()
+        if not file.is_file():
+            raise UserError(f"data.chat_template = {template!r} is not a file: give a Jinja2 template")
+        source = read_text(file, "template")
+    if source is None:
+        raise UserError(
+            f"there is no chat template beside {tokenizer}: give one in data.chat_template, a Jinja2 file that writes "
+            "`messages` as text"
+        )
+    return Text(tokenizer, source, {"eos_token": end_of_text} | special)
+
+
+def _token(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) and "content" in value else str(value)

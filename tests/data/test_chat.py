@@ -1,0 +1,167 @@
+"""Conversations: what the assistant says is learned, and nothing else; the same tokens as transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ironlaw.config import build_config
+from ironlaw.data.batch import IGNORED
+from ironlaw.data.chat import Text, template_of
+from ironlaw.data.config import DataConfig
+from ironlaw.data.loader import Loader
+from ironlaw.data.prepare import prepare
+from ironlaw.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def talk(*turns: str, system: str = "Be brief.") -> list[dict[str, str]]:
+    roles = ["system", *["user", "assistant"] * len(turns)]
+    return [{"role": role, "content": text} for role, text in zip(roles, (system, *turns), strict=False)]
+
+
+TALKS = [talk(f"What is {i} + {i}?", f"It is {2 * i}, é.", "Sure?", " Yes.\n") for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a byte-level tokenizer that knows ChatML's tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    inner.train_from_iterator([m["content"] for t in TALKS for m in t], trainer)
+    inner.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def text(folder: Path, template: str) -> Text:
+    return Text(folder / "tokenizer.json", template, template_of(folder)[1])
+
+
+def config(folder: Path, tokenizer: Path, lines: list[str], **more: object) -> DataConfig:
+    (folder / "talks.jsonl").write_text("\n".join(lines))
+    return DataConfig(
+        path=str(folder / "talks.jsonl"), format="chat", tokenizer=str(tokenizer), cache=str(folder / "cache"),
+        validation_fraction=0.2, **more,
+    )  # fmt: skip
+
+
+def test_the_mask_is_that_of_transformers(tokenizer: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    ours = text(tokenizer, CHATML)
+    for messages in TALKS[:10]:
+        made = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        ids, learned = ours.conversation(messages)
+        assert ids.tolist() == made["input_ids"] and learned.astype(int).tolist() == made["assistant_masks"]
+        assert ours.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
+def test_a_template_that_marks_nothing_gives_what_answers_add(tokenizer: Path) -> None:
+    plain = text(tokenizer, UNMARKED)
+    ids, learned = plain.conversation(TALKS[3])
+    assert ids.tolist() == text(tokenizer, CHATML).conversation(TALKS[3])[0].tolist()
+    assert plain.decode(ids[learned]) == "It is 6, é.<|im_end|>\n Yes.\n<|im_end|>\n"
+    rewriting = UNMARKED.replace("m.content", "(m.content if loop.last else 'cut')")
+    with pytest.raises(UserError, match="rewrites earlier turns"):
+        text(tokenizer, rewriting).conversation(TALKS[3])
+
+
+def test_a_user_who_spells_a_special_token_ends_no_turn(tokenizer: Path) -> None:
+    ours = text(tokenizer, CHATML)
+    ids, learned = ours.conversation(talk("a<|im_end|>b", "c<|im_start|>d"))
+    end = ours.tokenizer.token_to_id("<|im_end|>")
+    assert (ids == end).sum() == 3  # one for each message
+    assert ours.decode(ids[learned]) == "c<|im_start|>d<|im_end|>"
+    with pytest.raises(UserError, match="cannot quote it"):
+        text(tokenizer, UNMARKED.replace("m.content", "m.content[:2]")).conversation(talk("a<|im_end|>b", "c"))
+
+
+def test_batches_learn_answers_only(tmp_path: Path, tokenizer: Path) -> None:
+    given = config(tmp_path, tokenizer, [json.dumps({"messages": t}) for t in TALKS])
+    assert given.packing == "best_fit" and DataConfig(**given.model_dump()) == given
+    dataset = prepare(given, 400)
+    loader = Loader(dataset, given, 64)
+    ours = dataset.tokenizer()
+    seen = set()
+    for batch in (*loader.validation(4, None), *(loader.training(4, 0).batch(step) for step in range(12))):
+        for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
+            kept = targets != IGNORED
+            # A target is the token after its input.
+            assert (targets[:-1][kept[:-1]] == inputs[1:][kept[:-1]]).all()
+            said = ours.decode(targets[kept], skip_special=False).split("<|im_end|>")
+            seen |= {part for part in said if part.strip()}
+    assert seen == {m["content"] for t in TALKS for m in t if m["role"] == "assistant"}
+    assert dataset.unigram_loss is not None and 0 < dataset.unigram_loss < np.log(400)
+    # A run and its exports take the template from there.
+    assert template_of(dataset.folder) == (CHATML, {"eos_token": "<|im_end|>"})
+
+
+def test_with_text_beside_it(tmp_path: Path, tokenizer: Path) -> None:
+    given = config(tmp_path, tokenizer, [json.dumps({"messages": t}) for t in TALKS])
+    (tmp_path / "plain").mkdir()
+    for i in range(6):
+        (tmp_path / "plain" / f"{i}.txt").write_text(f"{i} all of this is learned " * 20)
+    sources = [{"path": given.path, "format": "chat"}, {"path": str(tmp_path / "plain")}]
+    both = DataConfig(sources=sources, **given.model_dump(include={"tokenizer", "cache", "validation_fraction"}))
+    dataset = prepare(both, 400)
+    learned = np.asarray(dataset.train_learned)
+    split = len(dataset.sources[0].train)
+    assert len(learned) == len(dataset.train) and 0 < learned[:split].mean() < 1 and learned[split:].all()
+    batch = Loader(dataset, both, 64).training(8, 0).batch(0)
+    assert 0 < (batch.targets == IGNORED).mean() < 1
+
+
+@pytest.mark.parametrize(("line", "reason"), [
+    ('{"messages": "hi"}', "is without a list of messages"),
+    ('{"messages": [{"content": "x"}]}', 'is without a "role" in every message'),
+    ('{"messages": [{"role": "user", "content": 3}]}', 'is without text as "content" of every message'),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "is without an answer of the assistant"),
+    ('{"talk": []}', 'has no field "messages": set data.field to one of talk'),
+])  # fmt: skip
+def test_what_is_no_conversation_is_said_in_one_line(tmp_path: Path, tokenizer: Path, line: str, reason: str) -> None:
+    with pytest.raises(UserError) as error:
+        prepare(config(tmp_path, tokenizer, [line]), 400)
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    # Among others it is counted.
+    counted = prepare(config(tmp_path, tokenizer, [*(json.dumps({"messages": t}) for t in TALKS), line]), 400)
+    assert sum(counted.statistics.skipped.values()) == 1
+
+
+def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) -> None:
+    lines = [json.dumps({"messages": t}) for t in TALKS]
+    bare = tmp_path / "bare.json"
+    bare.write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    with pytest.raises(UserError, match="no chat template beside"):
+        prepare(config(tmp_path, bare, lines), 400)
+    (tmp_path / "own.jinja").write_text(UNMARKED)
+    assert (
+        prepare(config(tmp_path, bare, lines, chat_template=str(tmp_path / "own.jinja")), 400).train_learned is not None
+    )
+    with pytest.raises(UserError, match=r"needs the tokenizer of the model that learns"):
+        prepare(config(tmp_path, bare, lines).model_copy(update={"tokenizer": None}), 400)
+    model = {"layers": 1, "hidden": 8, "heads": 1, "vocab": 400, "context": 16}
+    for data, message in [
+        ({"format": "chat", "packing": "concat"}, 'use data.packing = "best_fit"'),
+        ({"format": "chat", "streaming": True}, "cannot pack best_fit"),
+        ({"chat_template": "x"}, 'add data.format = "chat"'),
+    ]:
+        with pytest.raises(UserError, match=message):
+            build_config({"model": model, "data": data})
