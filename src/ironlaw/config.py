@@ -51,9 +51,9 @@ class TrainConfig(Section):
     precision: Precision = "auto"
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
-    # blocked: as batched products of some queries at a time (on a CPU, causal, one process). auto: what takes less time
-    # here, forward and backward, as measured; its scores wait for the backward pass, so only where memory holds them.
-    attention: Literal["auto", "fused", "blocked"] = "auto"
+    # fused: PyTorch's. native: Ironlaw's own (on a CPU, plain causal, one process). auto: what takes less time here,
+    # forward and backward, as measured.
+    attention: Literal["auto", "fused", "native"] = "auto"
     # torch.compile per block; auto: on CUDA only. graphs: and CUDA graphs, for steps that the host cannot keep up with.
     compile: Literal["auto", "on", "off", "graphs"] = "auto"
     average_decay: float | None = Field(None, gt=0, lt=1)  # keep an exponential average of the weights, such as 0.999

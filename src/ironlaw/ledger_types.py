@@ -45,7 +45,7 @@ def _record(**types: Any) -> Any:
 def _facts() -> dict[str, Any]:
     """Name of a fact -> what it holds where it holds anything."""
     at, text = _record(place=str | None, per_step=Number), str | None
-    kernels = _record(fused=Number, blocked=Number)
+    kernels = _record(fused=Number, native=Number)
     segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
     update: Any = _record(
         optimizer=str, like=text, shapes=list[tuple[list[int], int]], element_bytes=Annotated[int, Strict()],

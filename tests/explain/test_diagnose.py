@@ -55,7 +55,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
         "phases": {"optimizer": 0.1},
     },
-    "attention_kernel": {"gains": {"blocked": 0.2}},
+    "attention_kernel": {"gains": {"native": 0.2}},
     "forwards_unread": {
         "facts": {"forwards_per_step": 2.0, "read_forwards_per_step": 1.0, "forward_lines": ["a.py:9"]}
     },

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ironlaw import files
 from ironlaw.schema import Section
 
 Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", "chat"]
@@ -120,8 +120,7 @@ class DataConfig(Section):
     def cache_folder(self) -> Path:
         if self.cache is not None:
             return Path(self.cache).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(base).expanduser() / "ironlaw" / "data"
+        return files.cache_folder() / "data"
 
     def samples_key(self) -> dict[str, Any]:
         """Everything that decides which samples a run sees; what only makes them come faster is left out."""

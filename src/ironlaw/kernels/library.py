@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ironlaw.files import cache_folder
+
 log = logging.getLogger("ironlaw.kernels")
 _HERE = Path(__file__).parent
 # Of -ffast-math what needs no start-up code: that would change the arithmetic of the whole process.
@@ -40,7 +42,7 @@ def library(source: str, defines: Mapping[str, int] | None = None, folder: Path 
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None or sys.platform != "linux":
         return None
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ironlaw" / "kernels"
+    folder = folder or cache_folder() / "kernels"
     words = [f"-D{name}={number}" for name, number in (defines or {}).items()]
     texts = [file.read_text() for file in sorted(_HERE.glob("*.c"))]
     about = repr((source, texts, _FLAGS, words, _processor(), compiler))
@@ -51,7 +53,7 @@ def library(source: str, defines: Mapping[str, int] | None = None, folder: Path 
         return ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("no compiled %s: %s", source, (said.strip().splitlines() or ["the compiler failed"])[0])
+        log.warning("%s is not compiled: %s", source, (said.strip().splitlines() or ["the compiler failed"])[0])
         return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 from pathlib import Path
@@ -11,12 +10,6 @@ from pathlib import Path
 import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-
-
-def cache_folder() -> Path:
-    """Ironlaw's folder in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ironlaw"
 
 
 def cpu_name() -> str:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ironlaw.files import read_json_lines
-from ironlaw.machine.host import cache_folder
+from ironlaw.files import cache_folder, read_json_lines
 from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
@@ -105,5 +104,5 @@ def anchors(profile: Profile) -> dict[str, float]:
     """Kind of kernel -> geometric mean of its kernels' best seconds: what ratios are relative to."""
     logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for name, seconds in profile.best_seconds.items():
-        logs["compute" if name.startswith(("matmul", "attention", "blocked")) else "memory"].append(math.log(seconds))
+        logs["compute" if name.startswith(("matmul", "attention", "native")) else "memory"].append(math.log(seconds))
     return {kind: math.exp(sum(values) / max(1, len(values))) for kind, values in logs.items()}

@@ -130,7 +130,7 @@ class StepPlan:
     @property
     def decisions(self) -> Decisions:
         recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
-        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.blocked)
+        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.native)
 
     def _lines(self) -> Iterator[Line]:
         """Of every stage its share in the job's."""

@@ -58,6 +58,16 @@ class Chosen:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass
+class Piece:
+    """What one request gained in one step."""
+
+    index: int
+    text: str
+    chosen: list[Chosen]
+    finish: Finish | None
+
+
 @dataclass(eq=False)  # each is itself: queues are searched for it
 class Request:
     """`tokens` grow from the prompt to prompt and answer; keys and values of the first `computed` are in pages."""

@@ -19,7 +19,7 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.ledger import Decisions, Phase
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load, update_routing
-from ironlaw.model.transformer import Transformer, block_attention
+from ironlaw.model.transformer import Transformer, use_native_attention
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import held_bytes
 from ironlaw.observe.profile import operation_scope, phase_scope
@@ -98,7 +98,7 @@ class Step:
             self.about = about_base(config.finetune, source)
         self.model.to(device)
         use_onednn(self.model, onednn)
-        block_attention(self.model, plan.blocked_attention)
+        use_native_attention(self.model, plan.native_attention)
         self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train.seed)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.loss_chunk

@@ -198,7 +198,7 @@ def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe
     return Shape(
         model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
         recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
-        blocked=recipe.blocked, adapters=recipe.adapters.of_blocks(model, again) if recipe.adapters else (),
+        native=recipe.native, adapters=recipe.adapters.of_blocks(model, again) if recipe.adapters else (),
     )  # fmt: skip
 
 
