@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 from ironlaw.plan.measured.inference import ServingRun, read_serving
 from ironlaw.plan.serving import rates as serving_rates
 from ironlaw.plan.serving.demand import Demand
-from ironlaw.plan.serving.rates import NAMES, Rates, effect_names, generation_group, link
+from ironlaw.plan.serving.rates import NAMES, Rates, device_class, effect_names, link
 from ironlaw.plan.serving.steady import at_concurrency, unlimited
 from ironlaw.plan.serving.timing import System, decode_seconds, prompt_seconds, room_tokens
 
@@ -77,7 +77,7 @@ class Problem:
         named = [
             effect_names(
                 r.engine,
-                generation_group(r.device.generation),
+                device_class(r.device),
                 r.formats.weights,
                 r.backend,
                 r.year,
@@ -207,7 +207,8 @@ def _stack(values: list[Any]) -> np.ndarray:
 
 
 def left_out(problem: Problem, parts: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    """Errors of each part by constants fitted without it: kind -> group -> ln(measured / planned)."""
+    """Errors of each part by constants fitted without it: kind -> group -> ln(measured / planned). Every fit starts
+    afresh: a few steps from constants that knew the part would not forget it."""
     collected: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in WEIGHTS}
     for part in sorted(set(parts)):
         there = parts == part
