@@ -26,6 +26,12 @@ LINE_LIMIT_BYTES = 2**24
 """Of metrics and records; a longer line is none of ours."""
 
 
+def cache_folder() -> Path:
+    """Ironlaw's folder in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "ironlaw"
+
+
 def open_file(path: Path) -> IO[bytes]:
     """A file to read. A pipe is refused, whose writer may never come, and so is a device, which may never end."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))

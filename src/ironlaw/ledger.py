@@ -90,6 +90,12 @@ class Estimate:
         high = None if self.high is None else self.high * factor
         return Estimate(self.value * factor, self.origin, basis or self.basis, low, high)
 
+    def rate(self, work: float, basis: str) -> Estimate:
+        """So much work over these seconds, calculated: the bounds change places."""
+        low = None if self.high is None else work / self.high
+        high = None if self.low is None else work / self.low
+        return Estimate(work / self.value, Origin.CALCULATED, basis, low, high)
+
     def to_json(self) -> dict[str, Any]:
         interval = None if self.low is None else [self.low, self.high]
         return {"value": self.value, "interval": interval, "origin": str(self.origin), "basis": self.basis}
@@ -124,6 +130,25 @@ Key = tuple[Phase, Kind, str]
 UNNAMED = "other"
 """Operation of a line, of kind `OTHER`, for all in a phase that a plan has no name for. A plan lists everything that it
 knows, and so plans 0 seconds of it."""
+
+
+def merged(lines: Iterable[Line]) -> list[Line]:
+    """Lines of the same key as one: what one of them does not know the others say; the longest says what bounds it."""
+    alike: dict[Key, list[Line]] = {}
+    for line in lines:
+        alike.setdefault(line.key, []).append(line)
+
+    def total(column: str, among: list[Line]) -> Any:
+        known = [value for line in among if (value := getattr(line, column)) is not None]
+        return sum(known) if known else None
+
+    return [
+        replace(
+            max(reversed(among), key=lambda line: line.seconds or 0.0),
+            **{column: total(column, among) for column in ("count", "flops", "bytes_moved", "seconds")},
+        )
+        for among in alike.values()
+    ]
 
 
 def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
@@ -163,7 +188,7 @@ class Decisions:
     # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
     recompute: tuple[frozenset[str] | None, ...] = ()
     offload_ahead_bytes: int = 0  # of saved activations that may be on their way to or from the host
-    blocked_attention: bool = False  # products over blocks of queries in place of the fused kernel
+    native_attention: bool = False  # kernels/attention.c in place of PyTorch's fused kernel
 
     def to_json(self) -> dict[str, Any]:
         kept = [None if layer is None else sorted(layer) for layer in self.recompute]

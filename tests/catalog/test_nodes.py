@@ -48,7 +48,7 @@ def test_host_power_is_what_the_accelerators_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "nodes", "node_name", "scale_up"),
+    ("text", "count", "nodes", "node_name", "island"),
     [
         ("h200", 1, 1, "dgx-h200", 1),
         ("2xh200", 2, 1, "dgx-h200", 2),
@@ -64,14 +64,10 @@ def test_host_power_is_what_the_accelerators_leave() -> None:
         ("2xrtx-4090", 2, 1, "pcie-workstation", 1),
     ],
 )
-def test_clusters(text: str, count: int, nodes: int, node_name: str, scale_up: int) -> None:
+def test_clusters(text: str, count: int, nodes: int, node_name: str, island: int) -> None:
     cluster = parse_cluster(text)
-    assert (cluster.count, cluster.nodes, cluster.node.name, cluster.scale_up) == (
-        count,
-        nodes,
-        node_name,
-        scale_up,
-    )
+    assert (cluster.count, cluster.nodes, cluster.node.name) == (count, nodes, node_name)
+    assert min(count, cluster.node.scale_up_accelerators) == island
     assert parse_cluster(str(cluster)) == cluster
 
 

@@ -19,8 +19,7 @@ from ironlaw.plan.memory_walk import highest
 from ironlaw.train.finetune import add_adapters
 from ironlaw.train.optimizer import build_optimizer
 from ironlaw.train.recompute import recompute_blocks
-from ironlaw.workload.adapted import finetuned
-from ironlaw.workload.finetune import FinetuneConfig, targets_of
+from ironlaw.workload.finetune import Adapters, FinetuneConfig, targets_of
 from ironlaw.workload.optimizers import OptimizerConfig
 from ironlaw.workload.program import Program, in_order, step
 from ironlaw.workload.recipe import Batch, Recipe
@@ -45,8 +44,10 @@ def both(
     model = Transformer(config)
     add_adapters(model, config, finetune, str(NOWHERE), precision)
     recompute_blocks(model.blocks, policies)
-    program = step(config, Batch(SEQUENCES, TOKENS), recipe=Recipe(precision, recompute=policies))
-    return model, finetuned(program, finetune, targets_of(config, names_of(NOWHERE, config), finetune))
+    adapters = Adapters(finetune, tuple(targets_of(config, names_of(NOWHERE, config), finetune)))
+    return model, step(
+        config, Batch(SEQUENCES, TOKENS), recipe=Recipe(precision, recompute=policies, adapters=adapters)
+    )
 
 
 def once(model: Transformer, precision: str) -> None:

@@ -72,10 +72,6 @@ class NumberFormat:
         return number_format(self.element_name) if self.element_name else self
 
     @property
-    def is_float(self) -> bool:
-        return self.exponent_bits is not None
-
-    @property
     def bias(self) -> int:
         """What is subtracted from the stored exponent."""
         assert self.exponent_bits is not None

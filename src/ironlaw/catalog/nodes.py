@@ -93,11 +93,6 @@ class Cluster:
         """Accelerators in use on a full host of this cluster."""
         return min(self.count, self.node.accelerators)
 
-    @property
-    def scale_up(self) -> int:
-        """Accelerators that share one scale-up domain in this cluster."""
-        return min(self.count, self.node.scale_up_accelerators)
-
     def __str__(self) -> str:
         return f"{self.count}x{self.accelerator.name}@{self.node.name}"
 

@@ -29,6 +29,7 @@ VERBS = {
     "calibrate": "Fit the planner's constants to a handful of your own runs.",
     "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
     "train": "Train a config into a run directory, beside its plan.",
+    "distil": "Train a config on what a larger model says: its probabilities, and its hidden states.",
     "rehearse": "A cluster layout's ranks, schedule and collectives with tiny shapes, here, against its plan.",
     "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
     "explain": "Put a run beside its plan: where time and memory went, and what to change.",

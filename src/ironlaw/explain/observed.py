@@ -32,7 +32,7 @@ GRADED = (
     "mode",
     "float64",
     "fused_update",
-    "blocked",
+    "native",
 )  # rules that rest on a remedy's gain
 PRODUCTS = (Kind.MATMUL, Kind.ATTENTION)
 ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ SOURCE = Path(__file__).with_name("decode.c")
 # Of -ffast-math what needs no start-up code: that would change the arithmetic of the whole process.
 _FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
           "-fassociative-math", "-freciprocal-math", "-fno-semantic-interposition")  # fmt: skip
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
 
@@ -112,31 +112,38 @@ def _function(function: Any, *arguments: Any) -> Any:
 
 def compiled(shapes: Shapes, store: torch.dtype, activation: torch.dtype, folder: Path) -> Native | None:
     """The library for these shapes, from `folder` or compiled into it; None where that cannot be."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or sys.platform != "linux" or store not in _FORMATS or activation not in _FORMATS:
+    if store not in FORMATS or activation not in FORMATS:
         return None
     numbers = {name.upper(): number for name, number in vars(shapes).items()}
-    numbers |= {"STORE": _FORMATS[store], "ACTIVATION": _FORMATS[activation]}
-    defines = [f"-D{name}={number}" for name, number in numbers.items()]
-    about = repr((SOURCE.read_text(), _FLAGS, defines, _processor(), compiler))
-    file = folder / f"decode-{hashlib.blake2b(about.encode(), digest_size=10).hexdigest()}.so"
+    found = library(SOURCE, numbers | {"STORE": FORMATS[store], "ACTIVATION": FORMATS[activation]}, folder)
+    return None if found is None else Native(found, shapes, store, activation)
+
+
+def library(source: Path, defines: Mapping[str, int], folder: Path) -> Any:
+    """A C file compiled for this processor, from `folder` or into it; None where that cannot be."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or sys.platform != "linux":
+        return None
+    flags = [*_FLAGS, *(f"-D{name}={number}" for name, number in defines.items())]
+    about = repr((source.read_text(), flags, _processor(), compiler))
+    file = folder / f"{source.stem}-{hashlib.blake2b(about.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not file.is_file():
-            _build(compiler, defines, file)
-        return Native(ctypes.CDLL(str(file)), shapes, store, activation)
+            _build([compiler, *flags, "-c", str(source)], file)
+        return ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("no compiled decode step: %s", (said.strip().splitlines() or ["the compiler failed"])[0])
+        log.warning("%s is not compiled: %s", source.name, (said.strip().splitlines() or ["the compiler failed"])[0])
         return None
 
 
-def _build(compiler: str, defines: Sequence[str], file: Path) -> None:
+def _build(compile_source: list[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
-        made, linked = f"{place}/decode.o", f"{place}/decode.so"
+        made, linked = f"{place}/made.o", f"{place}/linked.so"
         # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would take turns at the cores.
-        for words in ((*_FLAGS, *defines, "-c", str(SOURCE), "-o", made), ("-shared", made, "-o", linked)):
-            subprocess.run([compiler, *words], check=True, capture_output=True, text=True, timeout=120)
+        for words in ([*compile_source, "-o", made], [compile_source[0], "-shared", made, "-o", linked]):
+            subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
         os.replace(linked, file)
 
 

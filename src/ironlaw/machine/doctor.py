@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from ironlaw import files
 from ironlaw.cores import usable_threads
 from ironlaw.errors import UserError
 from ironlaw.machine import host
@@ -53,7 +54,7 @@ def examine() -> dict[str, Any]:
             problems.append(str(error))
     if shutil.which("c++") is None and shutil.which("g++") is None:
         advice.append('no C++ compiler: train.compile = "on" needs one on a CPU')
-    cache = host.cache_folder()
+    cache = files.cache_folder()
     if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
         problems.append(f"{cache} cannot be written: set XDG_CACHE_HOME to a folder of yours")
     extras = []

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from ironlaw.model.cached import Group, LayerCache
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.dropout import Draw
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, flexible
-from ironlaw.model.place import WHOLE, Place
+from ironlaw.model.place import WHOLE, Draw, Place
 from ironlaw.model.rotary import rotate
 
 

@@ -16,17 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.kernels.attention import causal_attention
 from ironlaw.model.autocast import autocast_dtype
-from ironlaw.model.blocked import causal_attention
 from ironlaw.model.cached import LayerCache
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.dropout import Draw
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear
 from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_within
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
-from ironlaw.model.place import WHOLE, Place
+from ironlaw.model.place import WHOLE, Draw, Place
 from ironlaw.model.rotary import rotary_tables, rotate, turning
 from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
@@ -40,7 +39,7 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     place: Place = WHOLE
-    blocked = False  # causal attention by `blocked.py`: where it was measured to be faster than the fused kernel
+    native = False  # causal attention by `kernels/attention.c`: where it was measured to be faster than PyTorch's
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ class Attention(nn.Module):
         elif config.composes_scores:
             assert mask is not None
             mixed = attend(*heads_first, mask, config, self.sinks)
-        elif self.blocked and mask is None:
+        elif self.native and mask is None:
             mixed = causal_attention(*heads_first, config.score_scale)
         else:
             dropout = config.dropout if self.training else 0.0
@@ -118,11 +117,11 @@ class Attention(nn.Module):
         return self.query_norm(query.float()).to(dtype), self.key_norm(key.float()).to(dtype)
 
 
-def block_attention(model: nn.Module, wanted: bool = True) -> None:
-    """Whether plain causal attention is computed in blocks; masked attention keeps the fused kernel."""
+def use_native_attention(model: nn.Module, wanted: bool = True) -> None:
+    """Whether plain causal attention is computed by our own kernel; masked attention keeps PyTorch's."""
     for module in model.modules():
         if isinstance(module, Attention):
-            module.blocked = wanted
+            module.native = wanted
 
 
 class Block(nn.Module):

@@ -31,7 +31,3 @@ def rotation(size: int, seed: int, device: torch.device) -> Tensor:
 def rotate(x: Tensor, size: int = 16, seed: int = 0) -> Tensor:
     """`x` with every `size` numbers of its last dimension rotated; the dimension is a multiple of `size`."""
     return (x.unflatten(-1, (-1, size)) @ rotation(size, seed, x.device).to(x.dtype)).flatten(-2)
-
-
-def rotate_back(x: Tensor, size: int = 16, seed: int = 0) -> Tensor:
-    return (x.unflatten(-1, (-1, size)) @ rotation(size, seed, x.device).to(x.dtype).T).flatten(-2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch.autograd.profiler import record_function
 from ironlaw.ledger import Key, Kind, Line, Origin, Phase
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.observe.events import Allocation, recorded_allocations, recorded_events
+from ironlaw.observe.memory_peak import Held, find_peak
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, Span, nest, scopes_recorded
 
 STEP_SCOPE, PHASE_SCOPE = "ironlaw.step", "ironlaw.phase/"
@@ -43,6 +45,7 @@ _KINDS = {
         "linear_dynamic",
         "_weight_int4pack_mm_for_cpu",
     ),
+    Kind.ATTENTION: ("causal_attention", "causal_attention_backward"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
@@ -64,7 +67,7 @@ _LINEARS = frozenset({
 _CACHED = {"attention": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}  # scopes of serving, whatever runs in them
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
-_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine", "_Blocked": "attention"}
+_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
     ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value
@@ -312,50 +315,17 @@ def _is_cast(span: Span, operation: str) -> bool:
 def _find_peak(
     recorded: Sequence[Allocation], spans: list[Span], gradient_pointers: set[int], result: StepProfile
 ) -> None:
-    """Replay allocations of the last recorded step; say what was alive at the highest moment."""
+    """What was alive at the highest moment of the recorded steps."""
     copies = [(span.event.start, span.event.end) for span in spans if span.name == COPY_SCOPE]
     allocations = [a for a in recorded if not any(start <= a.moment <= end for start, end in copies)]
-    last = {p: [s for s in spans if s.name == f"{PHASE_SCOPE}{p}"] for p in (Phase.FORWARD, Phase.BACKWARD)}
-    if not allocations or not last[Phase.BACKWARD]:
-        return
-    forward_ends = [s.event.end for s in last[Phase.FORWARD]]
-    backward_end = last[Phase.BACKWARD][-1].event.end
-    category: dict[int, str] = {}  # index of the allocation -> what it turned out to be
-    live: dict[int, int] = {}  # address -> index of the allocation
-    marks = sorted([(t, "activations") for t in forward_ends] + [(backward_end, "gradients")])
-    for index, a in enumerate(allocations):
-        while marks and a.moment > marks[0][0]:
-            _label(live, category, marks.pop(0)[1], gradient_pointers)
-        if a.bytes > 0:
-            live[a.address] = index
-        else:
-            live.pop(a.address, None)
-    for _, label in marks:
-        _label(live, category, label, gradient_pointers)
-    _replay(allocations, category, result)
+    named = {f"{PHASE_SCOPE}{phase}": phase for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    marks = sorted((span.event.end, named[span.name]) for span in spans if span.name in named)
 
+    def phase_at(moment: int) -> Phase | None:
+        index = bisect_left(marks, moment, key=lambda mark: mark[0])
+        return marks[index][1] if index < len(marks) else None
 
-def _label(live: dict[int, int], category: dict[int, str], label: str, gradients: set[int]) -> None:
-    for pointer, index in live.items():
-        if label == "gradients" and pointer in gradients:
-            category[index] = "gradients"
-        elif label == "activations":
-            category.setdefault(index, "activations")
-
-
-def _replay(allocations: list[Allocation], category: dict[int, str], result: StepProfile) -> None:
-    held: dict[str, int] = {"gradients": 0, "activations": 0, "temporaries": 0}
-    live: dict[int, tuple[str, int]] = {}
-    total = result.peak_bytes = 0
-    for index, a in enumerate(allocations):
-        if a.bytes > 0:
-            kind = category.get(index, "temporaries")
-            live[a.address] = (kind, a.bytes)
-            held[kind] += a.bytes
-            total += a.bytes
-        elif a.address in live:
-            kind, allocated = live.pop(a.address)
-            held[kind] -= allocated
-            total -= allocated
-        if total > result.peak_bytes:
-            result.peak_bytes, result.peak_parts = total, dict(held)
+    peak = find_peak(allocations, Held(gradient_addresses=gradient_pointers), phase_at, lambda moment: "")
+    if peak is not None and any(phase is Phase.BACKWARD for _, phase in marks):
+        result.peak_bytes = peak.bytes
+        result.peak_parts = {name: peak.parts[name] for name in ("gradients", "activations", "temporaries")}

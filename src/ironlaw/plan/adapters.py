@@ -13,16 +13,13 @@ from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
-from ironlaw.plan.machines import fold
-from ironlaw.plan.memory import peak_memory
-from ironlaw.plan.module import accelerator_target
+from ironlaw.plan.module import accelerator_target, ledger_on
 from ironlaw.plan.module_timing import CataloguedAccelerator
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
-from ironlaw.plan.step import finetuning, finetuning_targets
-from ironlaw.plan.totals import add_totals, fits
+from ironlaw.plan.step import finetuning, with_adapters, with_objective
+from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption
-from ironlaw.workload.adapted import finetuned
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import step
 
@@ -67,24 +64,18 @@ def _settled(config: RunConfig, options: Options) -> tuple[RunConfig, list[Assum
 def _ledger(config: RunConfig, on: str, precision: str) -> Ledger:
     target = accelerator_target(on, precision, "adapters are")
     assert isinstance(target.machine, CataloguedAccelerator)
-    machine, system = replace(target.machine, precision=target.precision), target.system
-    recipe = recipe_of(config, target.precision, cuda=True, gloo=False)
+    target = replace(target, machine=replace(target.machine, precision=target.precision))
+    recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
     program = step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe)
-    program = finetuned(program, config.finetune, finetuning_targets(config))
-    peak = peak_memory(program)
-    ledger = Ledger("plan", lines=fold(program.operations(), machine), memory=peak.lines({}))
-    ledger.facts = target.facts | {
-        "model": config.model.model_dump(mode="json", exclude_none=True), "machine": system.name,
-        "precision": target.precision, "precision_reason": target.precision_reason,
-        "matmul_peak_flops_per_second": system.peak_flops_per_second, "peak_basis": system.peak_basis,
-        "peak_at": peak.where, "memory_bytes": system.memory_bytes, "sequence": config.sequence,
+    program = with_objective(program, config)
+    ledger = ledger_on(target, program, config.model.parameters, {
+        "model": config.model.model_dump(mode="json", exclude_none=True), "sequence": config.sequence,
         "global_batch": config.train.global_batch, "micro_batch": config.micro_batch,
         "accumulation": program.micro_batches, "steps": config.train.steps,
-    }  # fmt: skip
+    })  # fmt: skip
     held = {"weights", "optimizer", "gradients", "average"}
     states = sum(line.bytes or 0.0 for line in ledger.memory if line.component in held)
-    left = system.memory_bytes - system.context_bytes - states
+    left = target.system.memory_bytes - target.system.context_bytes - states
     room = f"{units.bytes_(left)} are left for activations" if left > 0 else f"{units.bytes_(-left)} too much already"
     ledger.facts["finetune"] = f"{finetuning(config, program)}; held throughout: {units.bytes_(states)}, {room}"
-    add_totals(ledger, system, config.model.parameters, peak.where)
     return ledger

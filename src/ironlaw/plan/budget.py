@@ -20,7 +20,6 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Kind, Ledger, Origin, Phase
 
 JOULES_PER_KWH = 3.6e6
-HOURS_PER_MONTH = 730.5
 
 COMPUTING_SHARE = (0.9, 0.75, 1.0)
 """Of TDP while kernels compute: value, low, high. With `HOST_SHARE` a node of eight H100s that computes all the time

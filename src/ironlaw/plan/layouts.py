@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from ironlaw import units
 from ironlaw.config import RunConfig
@@ -12,6 +13,7 @@ from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import StepPlan, choose_precision, plan_step
 from ironlaw.workload.layout import Layout
+from ironlaw.workload.sizes import divisors
 
 SIMPLER = 0.01
 """Within so much of the best, the layout with fewer kinds of parallelism: the plan's own error is larger."""
@@ -32,16 +34,13 @@ class LayoutChoice:
     def reason(self) -> str:
         """In one line, why this layout."""
         best = self.best
-        said = f"{best.layout}: {units.seconds(best.step_seconds)} per step planned, {_bytes(best)} per rank"
+        seconds, held = units.seconds(best.step_seconds), units.bytes_(best.peak_bytes)
+        said = f"{best.layout}: {seconds} per step planned, {held} per rank"
         fit = f"best of {len(self.plans)} layouts that fit" if len(self.plans) > 1 else "the only layout that fits"
         if len(self.plans) < 2:
             return f"{said}; {fit}"
         other = next((p for p in self.plans[1:] if kinds(p.layout) != kinds(best.layout)), self.plans[1])
         return f"{said}; {fit}; next of another kind {other.layout}: {units.seconds(other.step_seconds)}"
-
-
-def _bytes(plan: StepPlan) -> str:
-    return units.bytes_(plan.peak_bytes)
 
 
 def kinds(layout: Layout) -> tuple[bool, ...]:
@@ -78,24 +77,17 @@ def best_layout(
 
 def candidates(config: RunConfig, ranks: int) -> Iterator[Layout]:
     """Layouts of `ranks`, one micro-batch size each unless the config leaves it open."""
-    for tp in _divisors(ranks):
-        for pp in _divisors(ranks // tp):
-            for cp in _divisors(ranks // tp // pp):
-                dp = ranks // tp // pp // cp
-                share = config.train.global_batch // dp
-                if not share or config.train.global_batch % dp:
-                    continue
-                for micro_batch in _micro_batches(config, share, pp):
-                    yield from _of(dp, tp, pp, cp, micro_batch)
-
-
-def _of(dp: int, tp: int, pp: int, cp: int, micro_batch: int) -> Iterator[Layout]:
-    for zero in (0, 1, 2, 3) if dp * cp > 1 else (0,):
-        for sp in (False, True) if tp > 1 else (False,):
-            for virtual in (1, 2) if pp > 1 else (1,):
-                yield Layout(
-                    dp=dp, zero=zero, tp=tp, sp=sp, pp=pp, virtual_stages=virtual, cp=cp, micro_batch=micro_batch
-                )
+    batch = config.train.global_batch
+    for tp, pp, cp in product(divisors(ranks), repeat=3):
+        dp, rest = divmod(ranks, tp * pp * cp)
+        if rest or batch % dp:
+            continue
+        ways = product(
+            _micro_batches(config, batch // dp, pp), range(4 if dp * cp > 1 else 1), (False, True)[: min(tp, 2)],
+            range(1, min(pp, 2) + 1),
+        )  # fmt: skip
+        for micro_batch, zero, sp, virtual in ways:
+            yield Layout(dp=dp, zero=zero, tp=tp, sp=sp, pp=pp, virtual_stages=virtual, cp=cp, micro_batch=micro_batch)
 
 
 def _micro_batches(config: RunConfig, share: int, pp: int) -> list[int]:
@@ -104,7 +96,3 @@ def _micro_batches(config: RunConfig, share: int, pp: int) -> list[int]:
     whole = max(1, share // pp)
     sizes = {share, *(size for size in (whole, whole // 2, whole // 4) if size)}
     return sorted(size for size in sizes if share % size == 0)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

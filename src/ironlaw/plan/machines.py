@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.precision_recipes import precision_recipe
-from ironlaw.ledger import UNNAMED, Key, Kind, Line, Origin, Phase
+from ironlaw.ledger import UNNAMED, Kind, Line, Origin, Phase, merged
 from ironlaw.machine.links import RankCosts
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY, Profile
 from ironlaw.workload.blocks import Precision, Shape
@@ -66,6 +66,7 @@ class MeasuredMachine:
     profile: Profile
     slowdown: Mapping[str, float]
     whole_steps: bool = True  # apply `composition`; off where a kernel is looked at alone
+    own_products: bool = True  # as our own models run them; else as any other module does
 
     def dispatch_seconds(self, phase: Phase) -> float:
         """Cost of one operation beyond its kernel: Python, module calls, the autograd engine.
@@ -107,7 +108,8 @@ class MeasuredMachine:
         profile, precision = self.profile, op.precision or precision
         precision = measured_precision(precision, profile)
         if op.matmul is not None:
-            seconds = profile.product(precision, op.kernel).at(*op.matmul) * op.batch
+            fit = profile.product(precision, op.kernel) if self.own_products else profile.matmul[precision][op.kernel]
+            seconds = fit.at(*op.matmul) * op.batch
             if op.batch > 1 and has_experts(op.group) and precision == "fp32" and profile.onednn:
                 # oneDNN makes a tensor per expert, which is copied into its place among the rows or weights.
                 seconds += profile.curve("concatenate", precision).at(op.batch * op.matmul[0] * op.matmul[1])
@@ -115,7 +117,7 @@ class MeasuredMachine:
         elif op.attention is not None and op.kernel != "attention_decode":  # which reads its cache, as a copy does
             _, sequence, _, _, head_size = op.attention
             kernel, _, direction = op.kernel.partition("_")
-            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "blocked")
+            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "native")
             seconds = pair * op.elements + profile.small_operation_seconds
             bound = "compute"
         elif op.kernel in profile.curves["fp32"] or op.kernel in profile.curves[precision]:
@@ -168,24 +170,13 @@ class SharedMachine:
 def fold(operations: Iterable[tuple[Operation, int]], machine: Machine) -> list[Line]:
     """Operations with how often each runs; the costliest decides what bounds a line. What calling them costs the host
     is a line of each phase."""
-    folded: dict[Key, Line] = {}
-    costliest: dict[Key, float] = {}
-    for op, count in operations:
-        timing = machine.time(op)
-        key = (op.phase, op.kind, line_name(op.name))
-        seconds = timing.seconds * count
-        before = folded.get(key, Line(*key, count=0, bytes_moved=0.0, seconds=0.0))
-        bound = timing.bound if seconds >= costliest.get(key, 0.0) else before.bound
-        costliest[key] = max(seconds, costliest.get(key, 0.0))
-        folded[key] = Line(
-            *key,
-            count=(before.count or 0) + count,
-            flops=before.flops if op.flops is None else (before.flops or 0) + op.flops * count,
-            bytes_moved=(before.bytes_moved or 0.0) + op.bytes_moved * count,
-            seconds=(before.seconds or 0.0) + seconds,
-            bound=bound,
-        )
-    lines = list(folded.values())
+
+    def line(op: Operation, count: int) -> Line:
+        timing, flops = machine.time(op), None if op.flops is None else op.flops * count
+        seconds, moved = timing.seconds * count, float(op.bytes_moved * count)
+        return Line(op.phase, op.kind, line_name(op.name), count, flops, moved, seconds, bound=timing.bound)
+
+    lines = merged(line(op, count) for op, count in operations)
     passes = (Phase.FORWARD, Phase.BACKWARD)
     lines += [_dispatch(phase, lines, machine) for phase in passes]
     return lines + [Line(phase, Kind.OTHER, UNNAMED, count=0, seconds=0.0) for phase in passes]

@@ -53,9 +53,9 @@ class _Rank:
         self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
         self.fsdp = sharded(layout)
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
-        self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
+        self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
         self.groups = {s: parameter_groups(program.model, self.parameters[s], layout.ep, chunked) for s in self.stages}
         self.walk = Walk()
         self.gathered: set[tuple[int, str]] = set()
@@ -77,7 +77,7 @@ class _Rank:
 
     def sharing(self, parameter: Parameter) -> int:
         """Ranks that FSDP shards a tensor over."""
-        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.ranks
+        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
 
     def padded(self, tensors: list[Parameter]) -> float:
         """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
@@ -89,13 +89,6 @@ class _Rank:
 
     def whole(self, stage: int) -> float:
         return float(sum(p.elements for p in self.parameters[stage]) * FP32)
-
-    @property
-    def stream(self) -> float:
-        """One residual stream as stages hand it on."""
-        assert self.program.batch is not None and self.program.model is not None
-        tokens = self.layout.micro_batch * self.program.batch.tokens // self.layout.cp
-        return tokens * self.program.model.hidden * FP32 / (self.layout.tp if self.layout.sp else 1)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -156,8 +149,7 @@ class _Rank:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
                 chunk += sizes.pop(0)
-            self.walk.add("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
-            self.walk.now["communication"] -= 2 * chunk + (chunk * narrow if narrow < 1 else 0)
+            self.walk.passing("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
             held += chunk
             self.walk.add("communication", 2 * chunk, "sites meet")
             self.walk.now["communication"] -= chunk
@@ -170,8 +162,7 @@ class _Rank:
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
         buckets = bucket_bytes(self.parameters[0])
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
-            self.walk.add("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
-            self.walk.now["communication"] -= copies * buckets[reduced]
+            self.walk.passing("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
             reduced += 1
         return reduced
 
@@ -376,8 +367,7 @@ class _Rank:
     def _copied(self, size: float, where: str, tensors: list[Parameter]) -> None:
         """Gloo's own copy of what it gathers, or reduces and scatters."""
         if self.sharing(tensors[0]) > 1 and self.recipe.gloo:
-            self.walk.add("temporaries", size, where)
-            self.walk.now["temporaries"] -= size
+            self.walk.passing("temporaries", size, where)
 
     def _reduce_all(self, stage: int) -> None:
         """A pipeline's gradients, when its passes are through."""
@@ -394,9 +384,8 @@ class _Rank:
         tied = self.program.model is not None and self.program.model.tied
         if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
-            size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
-            self.walk.add("temporaries", size, "gradient of the tied weight")
-            self.walk.now["temporaries"] -= size
+            size = math.ceil(table.shape[0] / self.layout.sharing) * table.shape[1] * FP32
+            self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 
 MEETING_ELEMENTS = 8 * 2**20  # as `train/parallel/outer.py` reduces at a time

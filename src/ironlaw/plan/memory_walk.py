@@ -83,6 +83,11 @@ class Walk:
         if size > 0:
             self.look(where)
 
+    def passing(self, component: str, size: float, where: str) -> None:
+        """Bytes that are there for a moment."""
+        self.add(component, size, where)
+        self.now[component] -= size
+
     def look(self, where: str) -> None:
         if sum(self.now.values()) > self.peak.total:
             self.peak = Peak(where, dict(self.now))

@@ -24,7 +24,7 @@ from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.module_timing import CataloguedAccelerator, ThisMachine
 from ironlaw.plan.totals import PlannedOn, add_totals, fits
 from ironlaw.workload.module_source import Input, parse_input, read_inputs, resolve_module
-from ironlaw.workload.program import step_of_trace
+from ironlaw.workload.program import Program, step_of_trace
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:
@@ -113,25 +113,33 @@ def plan_trace(
 def _planned(
     traced: Trace, target: Target, name: str | None, accumulation: int = 1, loop: Loop | None = None
 ) -> Ledger:
-    program, system = step_of_trace(traced, accumulation, loop), target.system
-    peak = peak_memory(program)
+    facts = {
+        "model": {"name": name or traced.name},
+        "precision": _types(traced),
+        "traced_operations": len(traced.operations),
+        "assumed": [list(one) for one in traced.assumptions],
+        "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
+    }
+    return ledger_on(target, step_of_trace(traced, accumulation, loop), traced.parameters, facts)
+
+
+def ledger_on(target: Target, program: Program, parameters: int, facts: dict[str, Any]) -> Ledger:
+    """A program of one process where it is to run, with what else is known of it."""
+    system, peak = target.system, peak_memory(program)
     notes = {tensor.component: tensor.note for tensor in program.tensors[0]}
     ledger = Ledger("plan", lines=fold(program.operations(), target.machine), memory=peak.lines(notes))
     ledger.facts = target.facts | {
-        "model": {"name": name or traced.name},
         "machine": system.name,
-        "precision": _types(traced),
+        "precision": target.precision,
         "precision_reason": target.precision_reason,
         "matmul_peak_flops_per_second": system.peak_flops_per_second,
         "peak_basis": system.peak_basis,
         "peak_at": peak.where,
         "memory_bytes": system.memory_bytes,
-        "traced_operations": len(traced.operations),
-        "assumed": [list(one) for one in traced.assumptions],
-        "optimizers": [update.says() for update in loop.updates] if loop else ["AdamW, fused (assumed)"],
     }
+    ledger.facts |= facts
     ledger.decisions = Decisions(target.precision)
-    add_totals(ledger, system, traced.parameters, peak.where)
+    add_totals(ledger, system, parameters, peak.where)
     return ledger
 
 
@@ -144,7 +152,7 @@ def _this_machine(profile: Profile, precision: str) -> Target:
     system = PlannedOn.measured(profile, wanted if wanted in profile.matmul else "fp32")
     guessed = f"{system.time_basis}; bytes at copy rate where there is no curve"
     return Target(
-        machine=ThisMachine(MeasuredMachine(profile, slowdown)),
+        machine=ThisMachine(MeasuredMachine(profile, slowdown, own_products=False)),
         system=replace(system, time_basis=guessed),
         precision=wanted,
         precision_reason="the module's own types" if wanted == "as is" else "asked for, by autocast",

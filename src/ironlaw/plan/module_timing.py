@@ -5,7 +5,7 @@ A traced module calls kernels that nobody has a curve for. They move bytes, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ironlaw.ledger import Kind, Origin, Phase
 from ironlaw.machine.efficiency import Hardware, attention_seconds, matmul_seconds, streaming_seconds
@@ -35,42 +35,23 @@ class ThisMachine:
     def time(self, op: Operation) -> Timing:
         profile = self.machine.profile
         precision = _dtype(op) if _dtype(op) in profile.matmul else "fp32"
-        if op.matmul is not None:
+        if op.matmul is not None and not (op.kernel.startswith("convolution") and _is_narrow(op)):
             return self._product(op, precision)
-        if op.attention is not None:
-            return self.machine.time(op, precision)
+        precision = precision if precision in profile.curves else "fp32"
         if op.kernel in PART_OF_LOSS:
-            return self._slowed(profile.small_operation_seconds, "overhead", "memory", precision)
-        curves = profile.curves.get(precision, {}).keys() | profile.curves["fp32"].keys()
-        if op.kernel in curves:
-            return self.machine.time(op, precision if precision in profile.curves else "fp32")
-        return self._by_bytes(op, precision)
+            return self.machine.time(replace(op, bytes_moved=0), precision)
+        curves = profile.curves[precision].keys() | profile.curves["fp32"].keys()
+        timing = self.machine.time(replace(op, matmul=None), precision)
+        return timing if op.attention is not None or op.kernel in curves else replace(timing, bound=COPY_RATE)
 
     def _product(self, op: Operation, precision: str) -> Timing:
         """A batch counts as more rows; a convolution as its implicit product."""
         assert op.matmul is not None
-        m, n, k = op.matmul
-        fits = self.machine.profile.matmul[precision]
-        convolution = op.kernel.startswith("convolution")
-        if convolution and min(n, k) < NARROW and op.batch > 1:
-            return self._by_bytes(op, precision)
-        known = "matmul_weight_gradient" if op.kernel == "convolution_weight_gradient" else "matmul"
-        fit = fits[op.kernel if op.kernel in fits else known]
-        seconds = fit.at(m * op.batch, n, k)
-        bound = AS_MATMUL if op.kernel not in fits else "compute"
-        if seconds < 4 * self.machine.profile.small_operation_seconds:
-            bound = "overhead"
-        return self._slowed(seconds, bound, "compute", precision)
-
-    def _by_bytes(self, op: Operation, precision: str) -> Timing:
-        profile = self.machine.profile
-        seconds = op.bytes_moved / profile.copy_bytes_per_second + profile.small_operation_seconds
-        return self._slowed(seconds, COPY_RATE, "memory", precision)
-
-    def _slowed(self, seconds: float, bound: str, kind: str, precision: str) -> Timing:
-        """As `MeasuredMachine.time` does: neighbours on the machine, and what kernels take longer together."""
-        factor = self.machine.slowdown[kind] * self.machine.composition.get(precision, 1.0)
-        return Timing(seconds * factor, bound, Origin.MEASURED)
+        (m, n, k), fits = op.matmul, self.machine.profile.matmul[precision]
+        alike = "matmul_weight_gradient" if op.kernel == "convolution_weight_gradient" else "matmul"
+        kernel = op.kernel if op.kernel in fits else alike
+        timing = self.machine.time(replace(op, kernel=kernel, matmul=(m * op.batch, n, k), batch=1), precision)
+        return timing if kernel == op.kernel or timing.bound == "overhead" else replace(timing, bound=AS_MATMUL)
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
         return calls * self.machine.dispatch_seconds(phase)
@@ -87,7 +68,7 @@ class CataloguedAccelerator:
     def time(self, op: Operation) -> Timing:
         dtype = _dtype(op, op.precision or self.precision)
         seconds, bound = 0.0, "memory"
-        if op.matmul is not None and not (min(op.matmul[1:]) < NARROW and op.batch > 1):
+        if op.matmul is not None and not _is_narrow(op):
             m, n, k = op.matmul
             product = matmul_seconds(m, n, k, op.batch, dtype, hardware=self.hardware, sustained=True)
             seconds, bound = float(product) * self.engine.matmul_slowdown, "compute"
@@ -121,6 +102,10 @@ class CataloguedAccelerator:
 
     def dispatch_seconds(self, phase: Phase, calls: int, busy_seconds: float) -> float:
         return max(0.0, calls * HOST_SECONDS_PER_CALL - busy_seconds)
+
+
+def _is_narrow(op: Operation) -> bool:
+    return op.matmul is not None and min(op.matmul[1:]) < NARROW and bool(op.batch > 1)
 
 
 def _value_size(op: Operation, size: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ironlaw.ledger import Kind, Line, Phase
@@ -84,7 +84,7 @@ def _wrapping(program: Program, stage: int, machine: SharedMachine) -> Iterator[
         yield Phase.BACKWARD, costs.pass_seconds * turns
     if layout.zero == 3:
         held = sum(p.elements for p in program.stages[stage].shards)
-        copies = machine.copy_seconds(held * 4 * (layout.shard or layout.dp) * layout.cp)
+        copies = machine.copy_seconds(held * 4 * layout.sharing)
         yield Phase.FORWARD, len(names) * costs.unit_seconds * turns + copies
         yield Phase.BACKWARD, 2 * len(names) * costs.unit_seconds * turns + 2 * copies
 
@@ -130,7 +130,10 @@ def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> t
     layout, micro_batches = program.layout, program.micro_batches
     sent = [links.costs(program, collectives) for collectives in program.collectives]
     orders = passes(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
-    per_pass = [_inside_passes(t, layout) / (2 * micro_batches * layout.virtual_stages) for t in sent]
+    between = ("pp", "world")
+    apart = [[t for t in some if t.dimension not in between] for some in sent]
+    inside = [sum(t.seconds for t in some if _inside(t, layout)) for some in apart]
+    per_pass = [seconds / (2 * micro_batches * layout.virtual_stages) for seconds in inside]
     holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
 
     def seconds(p: Pass) -> float:
@@ -141,7 +144,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> t
         }[p.kind]  # fmt: skip
         return took + (0.0 if p.kind == "W" else per_pass[holder[p.stage]])
 
-    took, latency = links.seconds("pp", "send", _message_bytes(program)), 0.0
+    took, latency = links.seconds("pp", "send", program.message_bytes), 0.0
     local, per_stage = links.local, links.ranks // layout.pp
     if links.fabric.between and local < links.ranks:
         latency = links.fabric.between.latency_seconds
@@ -150,7 +153,7 @@ def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> t
         orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip
-    after = [sum(t.seconds for t in some if not _between_stages(t) and not _inside(t, layout)) for some in sent]
+    after = [sum(t.seconds for t in some if not _inside(t, layout)) for some in apart]
     tied, ends = links.tied_seconds(program), (0, rank_of_last(layout.schedule, layout.pp))
     after = [extra + tied * (rank in ends) for rank, extra in enumerate(after)]
     met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
@@ -179,22 +182,6 @@ def pipelined(program: Program, costs: dict[int, StageCosts], links: Links) -> t
     return phases, told
 
 
-def _message_bytes(program: Program) -> float:
-    """Of the residual stream that a stage hands on."""
-    layout = program.layout
-    assert program.model is not None and program.batch is not None
-    tokens = layout.micro_batch * program.batch.tokens // layout.cp
-    return tokens * program.model.hidden * 4 // (layout.tp if layout.sp else 1)
-
-
-def _between_stages(cost: CollectiveCost) -> bool:
-    return cost.dimension in ("pp", "world")
-
-
 def _inside(cost: CollectiveCost, layout: Layout) -> bool:
     """Whether a pipeline pass waits for it, rather than the end of all passes."""
     return cost.dimension in ("tp", "cp", "ep", "micro_batch") or (layout.zero == 3 and cost.kind == "all_gather")
-
-
-def _inside_passes(costs: Iterable[CollectiveCost], layout: Layout) -> float:
-    return sum(t.seconds for t in costs if not _between_stages(t) and _inside(t, layout))

@@ -15,14 +15,15 @@ pipeline is played pass by pass.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, model_in
 from ironlaw.errors import UserError
-from ironlaw.ledger import Decisions, Key, Ledger, Line, Phase
+from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
 from ironlaw.machine.links import Fabric
 from ironlaw.machine.profile import Profile
@@ -35,14 +36,14 @@ from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offloa
 from ironlaw.plan.recipe import batch_of, check_supported, recipe_of
 from ironlaw.plan.stage_costs import alike, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply
-from ironlaw.workload.adapted import finetuned
-from ironlaw.workload.finetune import Target, targets_of
+from ironlaw.workload.finetune import Adapters, targets_of
 from ironlaw.workload.kinds import is_block
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, micro_batch_shape, step
 from ironlaw.workload.recipe import Recipe
+from ironlaw.workload.second_model import with_second_model
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class StepPlan:
     fabric: Fabric | None = None
     offload: Offload | None = None
     attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
+    now: Mapping[str, float] | None = None  # as `interference.expected`
     composition: float = 1.0  # a whole step over the sum of its kernels timed alone
 
     @property
@@ -110,17 +112,25 @@ class StepPlan:
         """One table for the job: seconds, counts and bytes of a mean rank, FLOPs of all; memory of the fullest rank."""
         fullest = max(self.stages, key=lambda stage: stage.memory.total)
         notes = {t.component: t.note for tensors in self.program.tensors for t in tensors}
-        ledger = Ledger("plan", lines=self._lines(), memory=fullest.memory.lines(notes))
+        ledger = Ledger("plan", lines=merged(self._lines()), memory=fullest.memory.lines(notes))
         measured = measured_precision(self.precision.value, self.profile)
         system = PlannedOn.measured(self.profile, measured, self.hosts)
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
+        pace = {}
+        if self.now is not None:
+            pace = {"pace": self.now["compute"] / interference.typical(self.profile)["compute"]}
+            system = system.at_pace(pace["pace"])
         ledger.decisions = self.decisions
-        ledger.facts = self._facts() | {
-            "peak_at": fullest.memory.where,
-            "matmul_peak_flops_per_second": system.peak_flops_per_second,
-            "planned_as": measured,
-        }
+        ledger.facts = (
+            self._facts()
+            | pace
+            | {
+                "peak_at": fullest.memory.where,
+                "matmul_peak_flops_per_second": system.peak_flops_per_second,
+                "planned_as": measured,
+            }
+        )
         add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)
         add_run_totals(ledger, self.config, self.profile)
         supply = data_supply(self.config, self.profile, ledger.totals["tokens_per_second"].value)
@@ -130,26 +140,23 @@ class StepPlan:
     @property
     def decisions(self) -> Decisions:
         recipe, ahead = self.program.recipe, 0 if self.offload is None else self.offload.block_bytes
-        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.blocked)
+        return Decisions(self.precision.value, recipe.loss_chunk, recipe.recompute, ahead, recipe.native)
 
-    def _lines(self) -> list[Line]:
+    def _lines(self) -> Iterator[Line]:
+        """Of every stage its share in the job's."""
         per_stage, share = self.ranks // self.layout.pp, 1 / self.layout.pp
-        folded: dict[Key, Line] = {}
         for stage in self.stages:
             found = {p: sum(line.seconds or 0.0 for line in stage.lines if line.phase is p) for p in Phase}
             for line in stage.lines:
                 # Ranks that take turns on the cores take longer than their operations.
                 wanted = stage.phase_seconds[line.phase]
                 scale = wanted / found[line.phase] if found[line.phase] else 1.0
-                known = folded.get(line.key, Line(*line.key, count=0, bytes_moved=0.0, seconds=0.0, bound=line.bound))
-                folded[line.key] = replace(
-                    known, count=None if line.count is None else (known.count or 0) + round(line.count * share),
-                    flops=known.flops if line.flops is None else (known.flops or 0) + line.flops * per_stage,
-                    bytes_moved=None if line.bytes_moved is None
-                    else (known.bytes_moved or 0.0) + line.bytes_moved * share,
-                    seconds=(known.seconds or 0.0) + (line.seconds or 0.0) * scale * share,
+                yield replace(
+                    line, count=None if line.count is None else round(line.count * share),
+                    flops=None if line.flops is None else line.flops * per_stage,
+                    bytes_moved=None if line.bytes_moved is None else line.bytes_moved * share,
+                    seconds=(line.seconds or 0.0) * scale * share,
                 )  # fmt: skip
-        return list(folded.values())
 
     def _facts(self) -> dict[str, Any]:
         config, profile = self.config, self.profile
@@ -162,7 +169,7 @@ class StepPlan:
             "versions": profile.versions,
             "precision": self.precision.value,
             "precision_reason": self.precision.reason,
-            "slowdown": interference.typical(profile),
+            "slowdown": interference.expected(profile, self.now),
             "composition": self.composition,
             "copy_bytes_per_second": profile.copy_bytes_per_second,
             "memory_bytes": profile.memory_bytes,
@@ -192,8 +199,24 @@ class StepPlan:
         return facts
 
 
-def finetuning_targets(config: RunConfig) -> list[Target]:
-    return targets_of(config.model, names_of(Path(config.train.start_from or ""), config.model), config.finetune)
+def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
+    """The recipe of a config that trains adapters, where that is planned."""
+    if not config.finetune.adapts or config.model.latent is not None:
+        return recipe
+    names = names_of(Path(config.train.start_from or ""), config.model)
+    targets = targets_of(config.model, names, config.finetune)
+    return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
+
+
+def with_objective(program: Program, config: RunConfig) -> Program:
+    """With the second model that the objective asks, if any."""
+    objective = config.objective
+    if objective.kind == "distillation":
+        teacher = Path(objective.teacher or "").expanduser()
+        return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
+    if objective.kind == "dpo":  # of adapters the reference is the base, which is there
+        return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
+    return program
 
 
 def finetuning(config: RunConfig, program: Program) -> str:
@@ -221,9 +244,10 @@ def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def plan_run(config: RunConfig, profile: Profile) -> Ledger:
+def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | None = None) -> Ledger:
     """Parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch needed.
 
+    `now`: what was seen of the machine right before (`Probe.now`); it changes times, and no decision.
     UserError for what the machine cannot do, or was not measured with.
     """
     if config.train.threads not in (None, profile.threads):
@@ -231,12 +255,12 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
             f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
-    return plan_step(config, profile).ledger()
+    return plan_step(config, profile, now=now).ledger()
 
 
 def plan_step(
     config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
-    precision: PrecisionChoice | None = None,
+    precision: PrecisionChoice | None = None, now: Mapping[str, float] | None = None,
 ) -> StepPlan:  # fmt: skip
     """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
 
@@ -248,7 +272,7 @@ def plan_step(
     machine = MeasuredMachine(profile, interference.typical(profile))
     if layout is None:
         fabric, layout = None, Layout(micro_batch=config.micro_batch)
-        here = SharedMachine(machine, measured)
+        here = SharedMachine(MeasuredMachine(profile, interference.expected(profile, now)), measured)
     else:
         assert fabric is not None
         batch, sequence = config.train.global_batch, config.sequence
@@ -258,13 +282,13 @@ def plan_step(
         at_once = min(local, fabric.costs.cores) if layout.pp > 1 else local
         here = SharedMachine(machine, measured, fabric.costs, at_once)
     cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
-    recipe = solved(config, recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda), machine)
+    recipe = recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda)
+    recipe = solved(config, with_adapters(recipe, config), machine)
     kernel = None
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
-    if config.finetune.adapts and config.model.latent is None:
-        program = finetuned(program, config.finetune, finetuning_targets(config))
+    program = with_objective(program, config)
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     if fabric is None:
@@ -285,7 +309,8 @@ def plan_step(
         stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
     seconds = max(sum(phase.values()) for phase in phases)
     return StepPlan(
-        config, program, precision, seconds, stages, profile, fabric, offload, kernel, machine.composition[measured]
+        config, program, precision, seconds, stages, profile, fabric, offload, kernel, now,
+        machine.composition[measured],
     )  # fmt: skip
 
 

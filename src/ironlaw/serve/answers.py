@@ -6,14 +6,11 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ironlaw.data.chat import Text
 from ironlaw.serve.protocol import Body, Chat, Completion
-from ironlaw.serve.request import Chosen, Request, Sampling
-
-if TYPE_CHECKING:
-    from ironlaw.serve.api import Piece
+from ironlaw.serve.request import Chosen, Piece, Request, Sampling
 
 
 class Form:

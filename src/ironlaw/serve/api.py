@@ -34,20 +34,10 @@ from ironlaw.serve.constrain import Constraint, grammar_of, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import Body, Chat, Completion
-from ironlaw.serve.request import Chosen, Finish, Request
+from ironlaw.serve.request import Chosen, Piece, Request
 from ironlaw.serve.text import Reader
 
 _OPEN = ("/", "/health")  # without a key
-
-
-@dataclass
-class Piece:
-    """What one request gained in one step."""
-
-    index: int
-    text: str
-    chosen: list[Chosen]
-    finish: Finish | None
 
 
 class Outbox:

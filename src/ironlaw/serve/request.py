@@ -59,6 +59,16 @@ class Chosen:
 
 
 @dataclass
+class Piece:
+    """What one request gained in one step."""
+
+    index: int
+    text: str
+    chosen: list[Chosen]
+    finish: Finish | None
+
+
+@dataclass
 class Request:
     """`tokens` grow from the prompt to prompt and answer; keys and values of the first `computed` are in pages."""
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ironlaw.catalog.formats import number_format
+from ironlaw.files import cache_folder
 from ironlaw.kernels.native import Shapes, compiled
-from ironlaw.machine.host import cache_folder
 from ironlaw.model.cached import INT4, Few, Group, LayerCache, Now, Pages
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.packed import PackedNorm

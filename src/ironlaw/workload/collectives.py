@@ -152,6 +152,11 @@ def _once(
         yield "pp", "all_reduce", 1, 4 * 8
 
 
+def message_bytes(model: ModelConfig, layout: Layout, batch: Batch) -> int:
+    """Of the residual stream of a rank's micro-batch between pipeline stages, in fp32."""
+    return layout.micro_batch * batch.tokens // layout.cp * model.hidden * FP32 // (layout.tp if layout.sp else 1)
+
+
 def compressed_elements(shape: tuple[int, ...], rank: int) -> int:
     """What PowerSGD sends of a gradient: two matrices of `rank` columns, or all of it where that saves too little."""
     return matrix_elements(shape, rank) or math.prod(shape)
@@ -179,7 +184,7 @@ class _Stage:
     ) -> None:  # fmt: skip
         self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage
         self.sequence, self.micro_batches, self.together = batch.tokens, micro_batches, together
-        self.tokens = layout.micro_batch * batch.tokens // layout.cp
+        self.tokens, self.message = layout.micro_batch * batch.tokens // layout.cp, message_bytes(model, layout, batch)
         self.last_stage = layout.pp * layout.virtual_stages - 1
         self.first, self.last = stage == 0, stage == self.last_stage
         self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
@@ -342,11 +347,10 @@ class _Stage:
 
     def pipeline(self) -> Iterable[Line]:
         """Activations forward, gradients back, to stages on other ranks; gradients of a tied weight both ways."""
-        layout, m = self.layout, self.micro_batches
-        message = self.tokens * self.model.hidden * FP32 // (layout.tp if layout.sp else 1)
+        m = self.micro_batches
         for other in (self.stage + 1, self.stage - 1):
             if 0 <= other <= self.last_stage and self.rank_of(other) != self.rank_of(self.stage):
-                yield "pp", "send", m, m * message
+                yield "pp", "send", m, m * self.message
         if self.model.tied and (self.first or self.last) and self.rank_of(0) != self.rank_of(self.last_stage):
             (weight,) = [p for p in self.parameters if p.name in ("embedding.weight", "head.weight")]
             size = -(-weight.shape[0] // self.ranks) * weight.shape[1] * FP32

@@ -19,7 +19,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.sizes import larger, several, whole
+from ironlaw.workload.sizes import Size, larger, several, whole
 
 WIDENING = ("qkv", "ffn_gate", "ffn_up")
 NARROWING = ("attention_out", "ffn_down")
@@ -48,7 +48,7 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
             moe |= {name: width // tp for name, width in given.items() if width is not None}
         if moe:
             update["moe"] = model.moe.model_copy(update=moe)
-    if several(layout.pp) and model.tied:  # the last stage has a copy
+    if model.tied and several(layout.pp):  # the last stage has a copy
         update["tied"] = False
     return model.model_copy(update=update) if update else model
 
@@ -64,8 +64,12 @@ def local_shape(shape: Shape, layout: Layout) -> Shape:
 
 def sharded(layout: Layout) -> bool:
     """Whether FSDP2 holds the weights; if not, and there are replicas, DDP does."""
-    replicas = several(layout.dp * layout.cp)
-    return several(layout.zero + 1) or (replicas and several(layout.tp * layout.pp * layout.ep))
+    return several(1 + is_sharded(layout.zero, layout.dp * layout.cp, layout.tp * layout.pp * layout.ep))
+
+
+def is_sharded(zero: Size, replicas: Size, others: Size) -> Size:
+    """The same, 0 or 1, by the stage of ZeRO, the replicas and the ranks that divide weights otherwise."""
+    return (zero > 0) | ((replicas > 1) & (others > 1))
 
 
 def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:

@@ -7,7 +7,7 @@ often three there, gate and up two here and sometimes one there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.huggingface.tensors import entries
 from ironlaw.schema import Section
+from ironlaw.workload.blocks import FP32, BlockAdapters
 from ironlaw.workload.parameters import Parameter, model_parameters
 
 ALL = "all-linear"  # PEFT's word
@@ -76,6 +77,55 @@ class Target:
         yield Parameter(f"{prefix}.b", (rows, config.rank))
         if config.method == "dora":
             yield Parameter(f"{prefix}.magnitude", (rows,))
+
+
+# Linear layers of a block, and the names of their products.
+PRODUCTS = {
+    "attention.qkv": "qkv", "attention.out": "attention_out", "ffn.up": "ffn_up", "ffn.gate": "ffn_gate",
+    "ffn.down": "ffn_down",
+}  # fmt: skip
+NF4_BITS, NF4_BLOCK, SCALES_BLOCK = 4, 64, 256  # numerics/frozen_linear.py
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What is trained of a model, the rest of which is frozen."""
+
+    config: FinetuneConfig
+    targets: tuple[Target, ...]
+
+    def of_blocks(self, model: ModelConfig, recomputes_first: bool) -> tuple[BlockAdapters, ...]:
+        # The input of a recomputed block is what it is made again from.
+        qkv = any(target.layer == "blocks.0.attention.qkv" for target in self.targets)
+        plain, found = qkv and not recomputes_first and model.norm_place == "pre", []
+        for layer in range(model.layers):
+            rows: dict[str, tuple[int, ...]] = {}
+            for target in self.of_layer(layer):
+                name = PRODUCTS[target.layer.removeprefix(f"blocks.{layer}.")]
+                rows[name] = (*rows.get(name, ()), target.stop - target.start)
+            found.append(BlockAdapters(self.config.method, self.config.rank, tuple(rows.items()), layer == 0, plain))
+        return tuple(found)
+
+    def of_layer(self, layer: int) -> list[Target]:
+        return [target for target in self.targets if target.layer.startswith(f"blocks.{layer}.")]
+
+    def trained(self, layers: Iterable[int]) -> list[Parameter]:
+        return [p for layer in layers for target in self.of_layer(layer) for p in target.parameters(self.config)]
+
+    def frozen_bytes(self, parameters: Iterable[Parameter], product_bytes: int) -> int:
+        """Of the base as it is held: in fp32, but for matrices of the blocks in 16 bits (LoRA under autocast) or
+        nf4."""
+        total = 0
+        for parameter in parameters:
+            if not parameter.is_block_matrix or self.config.method == "dora":
+                total += parameter.elements * FP32
+            elif self.config.method == "qlora":
+                scales = parameter.elements // parameter.shape[-1] * -(-parameter.shape[-1] // NF4_BLOCK)
+                groups = -(-scales // SCALES_BLOCK)
+                total += scales * NF4_BLOCK * NF4_BITS // 8 + groups * SCALES_BLOCK + groups * FP32 + FP32
+            else:
+                total += parameter.elements * product_bytes
+        return total
 
 
 def linear_layers(model: ModelConfig, names: Names) -> list[Target]:

@@ -267,7 +267,7 @@ def full_head(shape: Shape) -> list[Operation]:
     operations = [] if fused else final_norm(shape)
     operations += linear(
         shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
-        frees=0 if fused else tokens * model.hidden * w,
+        frees=0 if fused or shape.adapters else tokens * model.hidden * w,
     )  # fmt: skip
     if fused:  # to fp32 and their log-sum-exp; backward, their gradient, as wide as the products
         back, there = (

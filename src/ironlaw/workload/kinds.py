@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.workload.adapted import frozen
 from ironlaw.workload.arrangements import norms_after, side_by_side
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.division import on_rank
@@ -50,19 +51,30 @@ def has_experts(kind: str) -> bool:
 
 def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
     """The forward and the backward pass of one layer: of a block of a kind, the "embedding" or the "head"."""
-    shape = shape_of(shape, kind)
-    whole = _listed(shape, kind)
-    passes = on_rank(shape, whole), on_rank(shape, differentiate(whole))
-    forward, backward = ([replace(op, group=kind) for op in operations] for operations in passes)
-    return forward, backward
+    alike = shape_of(shape, kind)
+    whole = _listed(alike, kind)
+    shape.forward[kind] = _on_rank(alike, kind, whole)
+    return shape.forward[kind], _on_rank(alike, kind, differentiate(whole))
 
 
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
     """Each call once, in the order of execution."""
-    return both_passes(shape, kind)[0]
+    if kind not in shape.forward:
+        alike = shape_of(shape, kind)
+        shape.forward[kind] = _on_rank(alike, kind, _listed(alike, kind))
+    return shape.forward[kind]
+
+
+def _on_rank(shape: Shape, kind: str, operations: list[Operation]) -> list[Operation]:
+    return [replace(op, group=kind) for op in on_rank(shape, operations)]
 
 
 def _listed(shape: Shape, kind: str) -> list[Operation]:
+    whole = _whole(shape, kind)
+    return list(frozen(shape, kind, whole)) if shape.adapters else whole
+
+
+def _whole(shape: Shape, kind: str) -> list[Operation]:
     if kind == "embedding":
         return embedding(shape)
     if kind == "head":

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.blocks import Policy, Shape
-from ironlaw.workload.collectives import Collective, collectives
+from ironlaw.workload.blocks import BlockAdapters, Policy, Shape
+from ironlaw.workload.collectives import Collective, collectives, message_bytes
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import both_passes, layer_groups
 from ironlaw.workload.layout import Layout
@@ -85,6 +85,12 @@ class Program:
     recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
 
+    @property
+    def message_bytes(self) -> int:
+        """Of the residual stream that a stage hands on: a micro-batch's, on one rank."""
+        assert self.model is not None and self.batch is not None
+        return message_bytes(self.model, self.layout, self.batch)
+
     def stages_at(self, position: int) -> list[int]:
         """Numbers of the stages that a rank of a pipeline position holds."""
         return stages_of(self.layout.schedule, self.layout.pp, self.layout.virtual_stages, position)
@@ -118,6 +124,8 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
     for stage, numbers in enumerate(cut):
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
         parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
+        if recipe.adapters:
+            shards = recipe.adapters.trained(numbers)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip
@@ -186,23 +194,25 @@ def runs_on_device(update: Operation) -> bool:
 
 def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe: Recipe) -> Shape:
     """One micro-batch of the whole model."""
+    again = bool(recipe.recompute) and recipe.recompute[0] is not None
     return Shape(
         model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
         recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
-        blocked=recipe.blocked,
+        native=recipe.native, adapters=recipe.adapters.of_blocks(model, again) if recipe.adapters else (),
     )  # fmt: skip
 
 
 def layers_of_shape(shape: Shape) -> list[Layer]:
     """All layers of a micro-batch in the order of the forward pass; those of one kind and policy share operations."""
-    made: dict[tuple[str, Policy], Layer] = {}
+    made: dict[tuple[str, Policy, tuple[BlockAdapters, ...]], Layer] = {}
     kinds = layer_groups(shape.model)
     policies: Sequence[Policy] = shape.recompute or (None,) * len(kinds)
     layers = [replace(_layer(shape, "embedding"), name=EMBEDDING)]
     for number, (kind, policy) in enumerate(zip(kinds, policies, strict=True)):
-        known = made.get((kind, policy))
+        adapters = shape.adapters[number : number + 1]
+        known = made.get((kind, policy, adapters))
         if known is None:
-            known = made[kind, policy] = _layer(shape, kind, policy)
+            known = made[kind, policy, adapters] = _layer(replace(shape, adapters=adapters), kind, policy)
         layers.append(replace(known, name=f"blocks.{number}"))
     return [*layers, replace(_layer(shape, "head"), name=HEAD)]
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ironlaw.workload.blocks import Policy, Precision
 from ironlaw.workload.communication import CommunicationConfig
+from ironlaw.workload.finetune import Adapters
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Offload = Literal["none", "activations", "optimizer", "both"]
@@ -43,7 +44,8 @@ class Recipe:
     offload: Offload = "none"
     average: bool = False  # an exponential average of the weights is kept
     checkpoints: bool = False  # written beside the steps, from a copy of the state
-    blocked: bool = False  # causal attention as products over blocks of queries, in place of the fused kernel
+    adapters: Adapters | None = None  # all that is trained; the whole model without
+    native: bool = False  # causal attention by our own kernel of a CPU in place of PyTorch's fused one
 
     @property
     def offloads_activations(self) -> bool:

@@ -75,13 +75,3 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
                 order.append(Pass(short[part.computation_type], part.stage_index, part.microbatch_index))
         result.append(tuple(order))
     return tuple(result)
-
-
-def most_in_flight(order: list[Pass]) -> int:
-    """Micro-batches (of any of its stages) whose activations a rank holds at its fullest."""
-    alive = most = 0
-    for p in order:
-        alive += p.kind == "F"
-        most = max(most, alive)
-        alive -= p.kind in ("B", "W")
-    return most

@@ -14,7 +14,7 @@ Size = Any
 
 
 def is_array(*sizes: Size) -> bool:
-    return any(isinstance(size, np.ndarray) for size in sizes)
+    return np.ndarray in map(type, sizes)
 
 
 def any_of(size: Size) -> bool:
@@ -50,3 +50,9 @@ def larger(a: Size, b: Size) -> Size:
 
 def smaller(a: Size, b: Size) -> Size:
     return np.minimum(a, b) if is_array(a, b) else min(a, b)
+
+
+def divisors(number: int) -> list[int]:
+    """Smallest first."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -61,24 +61,9 @@ class Trace:
     assumptions: tuple[Assumed, ...] = ()
 
 
-def trace_operations(
-    source: Source,
-    inputs: Inputs,
-    *,
-    loss: Loss | None = None,
-    training: bool = True,
-    precision: Precision = "as is",
-    real: bool | None = None,
-) -> list[Operation]:
-    """Forward and (when `training`) backward of one micro-batch, in the order of execution, layers not folded.
-
-    `source` is a module, or a function that builds one. `inputs` go by name where the module's forward has arguments
-    of these names, else in order; lists and dicts may hold them. `loss` makes one number of the module's output;
-    without it the output itself is the loss if it is one number, else the backward pass starts from a gradient for
-    every floating-point output. `precision` runs it under autocast. `real` runs the step on real tensors, None only
-    where the module looks at values that a trace does not have and its parameters take less than a GiB.
-    """
-    return list(trace(source, inputs, loss=loss, training=training, precision=precision, real=real).operations)
+def trace_operations(source: Source, inputs: Inputs, **how: Any) -> list[Operation]:
+    """Forward and (when `training`) backward of one micro-batch, in the order of execution; `how`: as of `trace`."""
+    return list(trace(source, inputs, **how).operations)
 
 
 def trace(
@@ -91,8 +76,13 @@ def trace(
     real: bool | None = None,
     repeated: bool = False,
 ) -> Trace:
-    """`trace_operations` with what else a plan needs: the sizes of parameters, buffers and inputs.
+    """One micro-batch, and what else a plan needs: the sizes of parameters, buffers and inputs.
 
+    `source` is a module, or a function that builds one. `inputs` go by name where the module's forward has arguments
+    of these names, else in order; lists and dicts may hold them. `loss` makes one number of the module's output;
+    without it the output itself is the loss if it is one number, else the backward pass starts from a gradient for
+    every floating-point output. `precision` runs it under autocast. `real` runs the step on real tensors, None only
+    where the module looks at values that a trace does not have and its parameters take less than a GiB.
     `repeated`: of a stack of layers one of each kind runs, and its rows count for the others.
     """
     how = (loss, training, precision)

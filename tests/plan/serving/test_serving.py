@@ -15,7 +15,8 @@ from ironlaw.plan.serving.answer import ServeOptions, answer_serving
 from ironlaw.plan.serving.disaggregated import transfer_seconds
 from ironlaw.plan.serving.emit import emit_serving
 from ironlaw.plan.serving.estimate import Served, Speculation, plan_serving
-from ironlaw.plan.serving.rates import device_class, engine_names, serving_engine
+from ironlaw.plan.serving.files import read
+from ironlaw.plan.serving.rates import device_class, serving_engine
 from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.search import search_serving
 from ironlaw.plan.serving.simulate import play
@@ -56,7 +57,7 @@ def test_passes_take_longer_with_more_of_anything_and_no_less_than_the_hardware_
     assert prompt_seconds(system, 1.0, 8192.0) > 2 * 8192 * system.demand.dense / system.peak
 
 
-@pytest.mark.parametrize("engine", engine_names())
+@pytest.mark.parametrize("engine", read("engines.toml"))
 def test_fewer_bits_faster_memory_and_more_ranks_decode_faster(engine: str) -> None:
     def seconds(**changed: object) -> float:
         return float(decode_seconds(served(engine=engine, **changed).system, 1.0, 512.0))  # type: ignore[arg-type]

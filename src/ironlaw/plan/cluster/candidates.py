@@ -25,7 +25,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, layout_table
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.blocks import Precision, Shape
-from ironlaw.workload.division import local_shape
+from ironlaw.workload.division import is_sharded, local_shape
 from ironlaw.workload.kinds import both_passes, forward_of, layer_groups
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import GROUP as MOE_GROUP
@@ -157,7 +157,8 @@ class Candidates:
         """Candidates that can be described together: all of them, or for our trainer those that divide the same."""
         if engine.fused:
             return [np.arange(len(self))]
-        flags = [size > 1 for size in (self.tp, self.cp, self.ep, self.pp, self.dp)] + [self.sp > 0, self.zero > 0]
+        flags = [size > 1 for size in (self.tp, self.cp, self.ep)] + [self.sp > 0, self.model.tied & (self.pp > 1)]
+        flags.append(is_sharded(self.zero, self.dp * self.cp, self.tp * self.pp * self.ep))
         number = sum(flag * 2**i for i, flag in enumerate(flags))
         return [np.flatnonzero(number == value) for value in np.unique(number)]
 

@@ -18,7 +18,7 @@ averaged: stages are taken to hold the same mix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -209,17 +209,31 @@ def rows_sent_per_token(candidates: Candidates, system: System) -> Array:
 
 
 @dataclass(frozen=True)
-class ExpertTraffic:
-    """Parameters and seconds of the experts' share of communication."""
+class SharedState:
+    """Parameters that the same ranks hold, as one of them has them before ZeRO divides any."""
 
-    local: Array  # parameters of experts on the fullest rank
-    layer: Array  # the same of one layer
-    shard: Array  # of the first, what ZeRO leaves a rank
-    all_reduce: Array
-    scatter: Array
-    gather: Array
-    gather_layer: Array
-    scatter_layer: Array
+    held: Array  # on the fullest stage
+    layer: Array  # of one layer: what ZeRO-3 gathers at a time
+    replicas: Array  # ranks that average their gradients
+    sharing: Array  # of these, ranks that ZeRO divides them over: all but those of other copies
+    inside: Array  # neighbours among them that share an island
+
+
+def shared_states(candidates: Candidates, system: System, layers: StageLayers) -> list[SharedState]:
+    """All that a rank holds; experts apart, which fewer ranks hold alike, by the factor ep."""
+    c, model, island = candidates, candidates.model, float(system.fabric.island_ranks)
+    ends = (model.embedding_parameters + model.head_parameters) / c.tp  # spread out over the layers
+    held, layer = layers.largest_parameters, c.local_block_parameters + ends / model.layers
+    # Gradients are averaged over context parallel ranks too.
+    dense = SharedState(held, layer, c.dp * c.cp, c.shard_ranks, np.maximum(1.0, island // c.tp))
+    if not c.has_experts:
+        return [dense]
+    of_layer = c.local_expert_parameters
+    experts = SharedState(
+        of_layer * layers.counts.max(axis=1), of_layer, c.expert_replicas, c.expert_shard_ranks,
+        np.maximum(island // (c.expert_tp * c.ep), 1.0),
+    )  # fmt: skip
+    return [replace(dense, held=held - experts.held, layer=layer - of_layer), experts]
 
 
 def exchange_of_rows(candidates: Candidates, system: System) -> Array:
@@ -240,24 +254,3 @@ def exchange_of_rows(candidates: Candidates, system: System) -> Array:
         (candidates.sp > 0) & is_exchanged(candidates.ep, split, candidates.tp), gathered, 0.0
     )
     return np.asarray(candidates.expert_share * exchange)
-
-
-def expert_traffic(candidates: Candidates, system: System, layers: StageLayers, gradient_bytes: float) -> ExpertTraffic:
-    """Reduction and gathering of experts over the ranks that hold the same ones."""
-    island = float(system.fabric.island_ranks)
-    wide = system.engine.sent_weight_bytes
-    layer = candidates.local_expert_parameters
-    local = layer * layers.counts.max(axis=1)
-    group, sharing, split = candidates.expert_replicas, candidates.expert_shard_ranks, candidates.expert_tp
-    inside = np.maximum(island // (split * candidates.ep), 1.0)
-
-    return ExpertTraffic(
-        local=local,
-        layer=layer,
-        shard=local / sharing,
-        all_reduce=collective("all_reduce", local * gradient_bytes, group, inside, system),
-        scatter=collective("reduce_scatter", local * gradient_bytes, sharing, inside, system),
-        gather=collective("all_gather", local * wide, sharing, inside, system),
-        gather_layer=collective("all_gather", layer * wide, sharing, inside, system),
-        scatter_layer=collective("reduce_scatter", layer * gradient_bytes, sharing, inside, system),
-    )

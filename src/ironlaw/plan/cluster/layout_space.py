@@ -18,6 +18,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.layout_table import ROW, Table, code
 from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
 from ironlaw.workload.pipeline import V_SHAPED, ends_lighter
+from ironlaw.workload.sizes import divisors
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run says how much of it would be hidden there
 MAX_CP = 64
@@ -45,11 +46,6 @@ def counted_in(constraint: str) -> str:
     return (
         "grids" if constraint in GRID_CONSTRAINTS else "grids with ep" if constraint == EXPERT_CONSTRAINT else "layouts"
     )
-
-
-def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def grids(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ironlaw.ledger import Kind, Line, Phase
+from ironlaw.ledger import Key, Kind, Line, Phase, merged
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds
@@ -32,49 +32,42 @@ from ironlaw.workload.recompute import AGAIN
 BOUND = {"matmul": "compute", "attention": "compute"}
 """What sets the time of a part; of every other one it is memory."""
 
-Key = tuple[Phase, Kind, str]
-
-
-class Lines:
-    """Lines of a step with the same key are one."""
-
-    def __init__(self) -> None:
-        self.found: dict[Key, Line] = {}
-
-    def add(self, phase: Phase, kind: Kind, name: str, seconds: float, bound: str | None, count: int = 0) -> None:
-        known = self.found.get((phase, kind, name), Line(phase, kind, name, None, None, None, 0.0, bound=bound))
-        total = (known.count or 0) + count or None
-        self.found[phase, kind, name] = replace(known, seconds=(known.seconds or 0.0) + seconds, count=total)
-
 
 def step_lines(candidates: Candidates, system: System, costs: StepCosts, times: Times) -> list[Line]:
     """The step of the first candidate, but for what its allocator loses."""
-    lines, repeats = Lines(), _at(times.busiest_layers) * _at(candidates.accumulation)
+    flops = step_flops(candidates, system.engine)
+    lines = merged(_step_lines(candidates, system, costs, times))
+    return [replace(line, flops=flops.get(line.key)) for line in lines]
+
+
+def _step_lines(candidates: Candidates, system: System, costs: StepCosts, times: Times) -> Iterator[Line]:
+    def line(phase: Phase, kind: Kind, name: str, seconds: float, bound: str | None, count: int = 0) -> Line:
+        return Line(phase, kind, name, count or None, seconds=seconds, bound=bound)
+
+    repeats = _at(times.busiest_layers) * _at(candidates.accumulation)
     for cost, seconds in block_seconds(candidates, system, costs):
         op, bound, count = cost.operation, BOUND.get(cost.part, "memory"), round(repeats * float(cost.share))
-        lines.add(op.phase, op.kind, op.name, repeats * seconds, bound, count)
+        yield line(op.phase, op.kind, op.name, repeats * seconds, bound, count)
         again = _times_again(cost, candidates)
         if again:
-            lines.add(Phase.BACKWARD, op.kind, op.name + AGAIN, repeats * again * seconds, bound, round(count * again))
+            yield line(Phase.BACKWARD, op.kind, op.name + AGAIN, repeats * again * seconds, bound, round(count * again))
     share = _at(accumulated_share(candidates, system.engine))
     if share:
         accumulated = repeats * share * _at(costs.accumulate)
-        lines.add(Phase.BACKWARD, Kind.ELEMENTWISE, "accumulate", accumulated, "memory", round(repeats))
+        yield line(Phase.BACKWARD, Kind.ELEMENTWISE, "accumulate", accumulated, "memory", round(repeats))
     for op, seconds, bound in _ends(candidates, system, times):
-        lines.add(op.phase, op.kind, op.name, seconds, bound, round(_at(candidates.accumulation)))
+        yield line(op.phase, op.kind, op.name, seconds, bound, round(_at(candidates.accumulation)))
     forward_share = 1 / (1 + system.engine.host_backward_ratio)
     for phase, share in ((Phase.FORWARD, forward_share), (Phase.BACKWARD, 1 - forward_share)):
-        lines.add(phase, Kind.HOST, "dispatch", share * _at(times.host_excess), "overhead")
+        yield line(phase, Kind.HOST, "dispatch", share * _at(times.host_excess), "overhead")
     for name, seconds in exposed_collectives(candidates, system, costs, times):
-        lines.add(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds, "network")
+        yield line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds, "network")
     if _at(times.offload_exposed) > 0:
-        lines.add(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", _at(times.offload_exposed), "memory")
+        yield line(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", _at(times.offload_exposed), "memory")
     for name, share in update_shares(candidates.model, system.update.name):
-        lines.add(Phase.OPTIMIZER, Kind.OPTIMIZER, name, share * _at(times.optimizer), "memory", 1)
-    lines.add(Phase.HOST, Kind.HOST, "step", _at(times.host_step), "overhead", 1)
-    lines.add(Phase.IDLE, Kind.OTHER, "pipeline_bubble", _at(times.bubble), None)
-    flops = step_flops(candidates, system.engine)
-    return [replace(line, flops=flops.get(key)) for key, line in lines.found.items()]
+        yield line(Phase.OPTIMIZER, Kind.OPTIMIZER, name, share * _at(times.optimizer), "memory", 1)
+    yield line(Phase.HOST, Kind.HOST, "step", _at(times.host_step), "overhead", 1)
+    yield line(Phase.IDLE, Kind.OTHER, "pipeline_bubble", _at(times.bubble), None)
 
 
 def block_seconds(candidates: Candidates, system: System, costs: StepCosts) -> Iterator[tuple[OperationCost, float]]:

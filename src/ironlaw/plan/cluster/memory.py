@@ -24,7 +24,7 @@ from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.recipe import FULL_LOGITS_BYTES, chunk_of
-from ironlaw.workload.blocks import FP32, attention_core_bytes
+from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
 from ironlaw.workload.latent import widened_bytes
 from ironlaw.workload.recompute import keepable, kept_bytes, weight_copies
@@ -46,9 +46,15 @@ class PeakMemory:
     context: Array
 
 
-def layer_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array, Array, Array]:
+PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "temporaries", "context")
+"""Components of `PeakMemory`."""
+
+
+def layer_activation_bytes(
+    candidates: Candidates, engine: Engine, shape: Shape | None = None
+) -> tuple[Array, Array, Array]:
     """Bytes one block keeps per micro-batch on one rank: everything; its attention core; its input alone."""
-    shape = candidates.shape(engine)
+    shape = shape or candidates.shape(engine)
     everything = sum(
         share * sum(op.saved_bytes for op in forward_of(shape, kind)) for kind, share in candidates.kinds.items()
     )
@@ -74,15 +80,15 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
 
 def _block_bytes(candidates: Candidates, engine: Engine) -> dict[str, Array]:
     """What one block keeps: everything, under selective recomputation, and recomputed in full."""
-    everything, core, entrance = layer_activation_bytes(candidates, engine)
+    shape, kinds = candidates.shape(engine), candidates.kinds.items()
+    everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
     if not engine.fused:  # products and attention stay, and casts of weights until the forward pass is over
-        shape, kinds = candidates.shape(engine), candidates.kinds.items()
         entrance = entrance + sum(share * weight_copies(shape, kind) for kind, share in kinds)
         partly = entrance + sum(share * kept_bytes(shape, keepable(shape.model, kind)) for kind, share in kinds)
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
     elif engine.widens_again(candidates.model):
-        partly = everything - engine.activation_slack * widened_bytes(candidates.shape(engine))
+        partly = everything - engine.activation_slack * widened_bytes(shape)
     else:
         partly = everything - core
     return {"everything": everything, "partly": partly, "entrance": entrance}
@@ -182,9 +188,9 @@ def _stage(
     shards = candidates.shard_ranks
     # What is not sharded leaves out the experts of other ranks. What is sharded ends up the same: an expert has fewer
     # (or, folded, more) replicas to be sharded over, by as much as there are fewer (or more) of them on a rank.
-    held = parameters + count * candidates.local_block_parameters - blocks
+    own = parameters + count * candidates.local_block_parameters - blocks
     weights = (
-        np.where(candidates.zero >= 3, parameters, held)
+        np.where(candidates.zero >= 3, parameters, own)
         * engine.weight_bytes
         / np.where(candidates.zero >= 3, shards, 1.0)
     )
@@ -199,12 +205,12 @@ def _stage(
     weights = weights + np.where(candidates.zero >= 3, 0.0, matrices * engine.storage.copy_bytes)
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
-    gradients = np.where(candidates.zero >= 2, parameters, held) * (engine.gradient_bytes + lasting)
+    gradients = np.where(candidates.zero >= 2, parameters, own) * (engine.gradient_bytes + lasting)
     whole = engine.pipeline_keeps & (candidates.pp > 1)
     gradients = gradients / np.where((candidates.zero >= 2) & ~whole, shards, 1.0)
     sharded = np.where(candidates.zero >= 1, shards, 1.0)
     here = np.where(candidates.offloads_optimizer, 0.0, 1.0) / sharded
-    stated = np.where(candidates.zero >= 1, parameters, held)
+    stated = np.where(candidates.zero >= 1, parameters, own)
     master = stated * engine.master_bytes * here
     blocks_share = np.where(candidates.zero >= 1, blocks, count * candidates.local_block_parameters)
     ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
@@ -248,12 +254,5 @@ def _stage(
     # Logits and a block's backward pass are never alive together.
     temporaries = gathered + np.maximum(recomputed - logits, 0.0)
     parts = (weights, gradients, master, moments, activations, logits, temporaries, context)
-    zero = np.zeros(len(candidates))
-    weights, gradients, master, moments, activations, logits, temporaries, context = (
-        np.where(exists, part, zero) for part in parts
-    )
-    total = weights + gradients + master + moments + activations + logits + temporaries + context
-    return PeakMemory(
-        total, stage, weights, gradients, master, moments, activations, logits,
-        temporaries, context,
-    )  # fmt: skip
+    held = {name: np.where(exists, part, 0.0) for name, part in zip(PARTS, parts, strict=True)}
+    return PeakMemory(np.asarray(sum(held.values())), stage, **held)

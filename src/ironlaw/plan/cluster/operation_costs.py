@@ -59,8 +59,8 @@ def operation_costs(candidates: Candidates, system: System) -> Iterator[Operatio
     """Every operation of a block, forward and backward, with what it costs; of several kinds of blocks all of them."""
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
-        runs_again = _ours_again(shape, kind) if not engine.fused else None
         forward, backward = both_passes(shape, kind)
+        runs_again = _ours_again(shape, kind) if not engine.fused else None
         for op in forward:
             for part, seconds in _seconds(op, shape, candidates, system):
                 again = _again(op, part, candidates.model, engine) if runs_again is None else runs_again(op)

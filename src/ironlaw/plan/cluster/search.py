@@ -65,8 +65,7 @@ class SearchResult:
     planned: int
     fitting: int
     ruled_out: dict[str, int] = field(default_factory=dict)
-    nearest_miss_bytes: float | None = None  # least memory over the limit, when nothing fits
-    nearest_miss: RankedLayout | None = None  # the layout that misses by that
+    nearest_miss: RankedLayout | None = None  # the layout that misses by least, when nothing fits
     safest: RankedLayout | None = None  # the fastest of which even the upper end of the memory interval fits
 
 
@@ -246,21 +245,16 @@ class _Search:
         Recomputing a block needs its activations once: with one block in flight, keeping them is as good.
         """
         most = max(variant["offload"] for variant in variants)
-        fits = np.zeros(len(rows), dtype=bool)
-        for word in ("full", "selective", "none"):
-            variant = {"recompute": code("recompute", word), "every": 1, "offload": most}
-            if variant in variants:
-                fits |= self._fits(saving(rows, variant))
-        return fits
-
-    def _fits(self, rows: Table) -> np.ndarray:
-        if not len(rows):
+        words = ("full", "selective", "none")
+        extremes = [{"recompute": code("recompute", word), "every": 1, "offload": most} for word in words]
+        tried = np.concatenate([saving(rows, variant) for variant in extremes if variant in variants])
+        if not len(tried):
             return np.zeros(0, dtype=bool)
-        over = peak_memory(self._candidates(rows), self.where.engine).total - usable_bytes(self.where)
+        over = peak_memory(self._candidates(tried), self.where.engine).total - usable_bytes(self.where)
         if not self.best and not self.fastest_alone and over.min() > 0:
             least = int(over.argmin())
-            self.plan(rows[least : least + 1])
-        return np.asarray(over <= 0)
+            self.plan(tried[least : least + 1])
+        return np.asarray((over <= 0).reshape(-1, len(rows)).any(axis=0))
 
     def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
         # A layout's variants are next to each other.
@@ -282,7 +276,6 @@ class _Search:
         if self.planned > self.fitting:
             found.ruled_out["memory"] = self.planned - self.fitting
         if not self.best and self.nearest is not None:
-            found.nearest_miss_bytes = self.nearest[0]
             found.nearest_miss = _candidate(self.nearest[1], self.nearest[1][3])
         found.best = [_candidate(entry, self.best[0][3]) for entry in self.best]
         found.safest = _candidate(self.safest, self.best[0][3]) if self.safest else None

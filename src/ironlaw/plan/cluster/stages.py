@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ironlaw.plan.cluster.candidates import Array, Candidates
-from ironlaw.workload.pipeline import V_SHAPED, layers_of, stages_of
+from ironlaw.workload.pipeline import V_SHAPED, layers_of, rank_of_last, stages_of
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,23 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
     "cost" is the rule of nanotron: blocks are dealt out in order, and the next stage begins after the block with
     which the running cost reaches its share; the output layer costs hidden x vocabulary, a block its matrices.
     """
-    stages, model = int(candidates.pp.max(initial=1)), candidates.model
-    counts = np.zeros((len(candidates), stages))
-    head_stage = np.where(candidates.v_shaped, 0.0, candidates.pp - 1)
-    if partition == "cost":
-        head_stage = head_stage.copy()
-        linear, _, head = candidates.forward_flops()
-        cost = linear / model.layers
-        keys = np.stack(np.broadcast_arrays(model.layers, candidates.pp, cost, head), axis=1)
-        unique, back = np.unique(keys, axis=0, return_inverse=True)
-        dealt = [_dealt(int(n), int(pp), block, head) for n, pp, block, head in unique]
-        for i, which in enumerate(back.reshape(-1)):
-            layers_dealt, head_stage[i] = dealt[which]
-            counts[i, : len(layers_dealt)] = layers_dealt
-    else:
-        counts = _even(candidates, stages)
+    c, model = candidates, candidates.model
+    linear, _, head = c.forward_flops() if partition == "cost" else (0.0, 0.0, 0.0)
+    keys = np.broadcast_arrays(model.layers, c.pp, c.virtual_stages, c.v_shaped, linear / model.layers, head)
+    number = np.zeros(len(c), dtype=np.int64)
+    for key in keys:  # layouts of a search differ in few of them
+        values, code = np.unique(key, return_inverse=True)
+        _, number = np.unique(number * len(values) + code.reshape(-1), return_inverse=True)
+    _, first, back = np.unique(number.reshape(-1), return_index=True, return_inverse=True)
+    counts, head_stage = np.zeros((len(first), int(c.pp.max(initial=1)))), np.zeros(len(first))
+    for row, which in enumerate(first):
+        layers, pp, virtual, v_shaped = (int(key[which]) for key in keys[:4])
+        if partition == "cost":
+            held, head_stage[row] = _dealt(layers, pp, float(keys[4][which]), float(keys[5][which]))
+        else:
+            held, head_stage[row] = _held(layers, pp, virtual, bool(v_shaped))
+        counts[row, : len(held)] = held
+    counts, head_stage = counts[back], head_stage[back]
     rows = np.arange(len(candidates))
     last_index = (candidates.pp - 1).astype(int)
     inner = counts.copy()
@@ -84,35 +86,12 @@ def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
     return np.where(candidates.zero > 0, local / candidates.shard_ranks, local)
 
 
-def _even(candidates: Candidates, stages: int) -> Array:
-    """Candidates x stages: layers of each stage, as equal as can be; the last stage is the first to hold one less."""
-    index, pp = np.arange(stages)[None, :], candidates.pp[:, None]
-    exists = index < pp
-    layers = np.broadcast_to(np.asarray(candidates.model.layers, dtype=float), len(candidates))
-    whole, rest = np.divmod(layers, candidates.pp)
-    turn = np.where(index == pp - 1, pp - 1, np.where(index == 0, pp - 2, index - 1))  # who takes of the rest
-    counts = whole[:, None] + (turn < rest[:, None])
-    chunks = candidates.pp * candidates.virtual_stages
-    last_less = np.where(layers % chunks == 0, 0.0, 1.0)
-    first_less = np.where((layers + 1) % chunks == 0, 0.0, last_less)
-    per_stage = candidates.virtual_stages * (layers + first_less + last_less) / chunks
-    holds_last = np.where(candidates.v_shaped, 0, candidates.pp - 1)[:, None]
-    dealt = per_stage[:, None] - first_less[:, None] * (index == 0) - last_less[:, None] * (index == holds_last)
-    for i in np.flatnonzero((candidates.virtual_stages > 1) & ((layers + first_less + last_less) % chunks != 0)):
-        dealt[i] = 0.0
-        held = _uneven(
-            int(layers[i]), int(candidates.pp[i]), int(candidates.virtual_stages[i]), bool(candidates.v_shaped[i])
-        )
-        dealt[i, : len(held)] = held
-    return np.where(exists, np.where(candidates.virtual_stages[:, None] > 1, dealt, counts), 0.0)
-
-
-@lru_cache(maxsize=1024)
-def _uneven(layers: int, pp: int, virtual: int, v_shaped: bool) -> tuple[int, ...]:
-    """Layers of each rank whose virtual stages cannot be made equal."""
-    held = [len(chunk) for chunk in layers_of(layers, pp * virtual, virtual)]
-    schedule = V_SHAPED[0] if v_shaped else "1f1b"
-    return tuple(sum(held[stage] for stage in stages_of(schedule, pp, virtual, rank)) for rank in range(pp))
+@lru_cache(maxsize=4096)
+def _held(layers: int, pp: int, virtual: int, v_shaped: bool) -> tuple[list[int], int]:
+    """Layers of each rank of a pipeline as equal as can be, and the rank of the output layer."""
+    chunks, schedule = layers_of(layers, pp * virtual, virtual), V_SHAPED[0] if v_shaped else "1f1b"
+    held = [sum(len(chunks[stage]) for stage in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)]
+    return held, rank_of_last(schedule, pp)
 
 
 def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:

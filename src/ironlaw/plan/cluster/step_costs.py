@@ -22,8 +22,8 @@ from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
 from ironlaw.plan.cluster.collective_costs import (
     collective,
     distinct,
-    expert_traffic,
     layer_collectives,
+    shared_states,
     small_collectives,
 )
 from ironlaw.plan.cluster.memory import kept_activation_bytes
@@ -190,56 +190,26 @@ def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
 
 def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
     """Of reducing gradients, gathering weights and updating them."""
-    island = float(system.fabric.island_ranks)
-    ends = (candidates.model.embedding_parameters + candidates.model.head_parameters) / candidates.tp
-    # What ZeRO-3 gathers at a time, embedding and output layer spread out.
-    unit = candidates.local_block_parameters + ends / candidates.model.layers
-    local = layers.largest_parameters
-    # Gradients are averaged over context parallel ranks too.
-    replicas = candidates.dp * candidates.cp
-    replicas_inside = np.maximum(1.0, island // candidates.tp)
-    gradient = system.engine.gradient_communication_bytes
-    sharing = candidates.shard_ranks
-    all_reduce = collective("all_reduce", local * gradient, replicas, replicas_inside, system)
-    scatter = collective("reduce_scatter", local * gradient, sharing, replicas_inside, system)
-    wide = system.engine.sent_weight_bytes
-    gather = collective("all_gather", local * wide, sharing, replicas_inside, system)
-    unit_dense, apart = unit, None
-    if candidates.has_experts:
-        # Experts are reduced and gathered over the ranks that hold the same ones: fewer, by the factor ep.
-        apart = expert_traffic(candidates, system, layers, gradient)
-        all_reduce, scatter, gather = (
-            collective(kind, (local - apart.local) * size, group, replicas_inside, system) + more
-            for kind, size, group, more in (
-                ("all_reduce", gradient, replicas, apart.all_reduce),
-                ("reduce_scatter", gradient, sharing, apart.scatter),
-                ("all_gather", wide, sharing, apart.gather),
-            )
-        )
-        unit_dense = unit - apart.layer
-    fsdp = candidates.zero >= 3
+    engine, states = system.engine, shared_states(candidates, system, layers)
+    gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes
+
+    def sent(kind: str, size: float, *, layer: bool = False, by_all: bool = False) -> Array:
+        parts = ((s.layer if layer else s.held, s.replicas if by_all else s.sharing, s.inside) for s in states)
+        return np.asarray(sum(collective(kind, held * size, ranks, near, system) for held, ranks, near in parts))
+
     # Hybrid sharding: what a rank owns is averaged over the copies, once per step.
-    copies_inside = np.maximum(1.0, island // (candidates.tp * sharing))
-    shard = local / sharing if apart is None else (local - apart.local) / sharing + apart.shard
+    copies_inside = np.maximum(1.0, float(system.fabric.island_ranks) // (candidates.tp * candidates.shard_ranks))
+    shard = np.asarray(sum(s.held / s.sharing for s in states))
     across = collective("all_reduce", shard * gradient, candidates.copies, copies_inside, system)
-    whole = system.engine.pipeline_keeps & (candidates.pp > 1)
-    in_pieces = (candidates.zero >= 2) & ~whole
+    sharded, fsdp = candidates.zero > 0, candidates.zero >= 3
+    in_pieces = (candidates.zero >= 2) & ~(engine.pipeline_keeps & (candidates.pp > 1))
+    once = np.where(sharded, sent("reduce_scatter", gradient) + across, sent("all_reduce", gradient, by_all=True))
     update = _update(candidates, system, layers, owned_parameters(candidates, layers))
     return {
-        "dp_reduce": np.where(in_pieces, across, np.where(candidates.zero > 0, scatter + across, all_reduce)),
-        "dp_across": np.where(candidates.zero > 0, across, 0.0),
-        "dp_gather": np.where((candidates.zero > 0) & ~fsdp, gather, 0.0),
-        "fsdp_gather_layer": np.where(
-            fsdp,
-            collective("all_gather", unit_dense * wide, sharing, replicas_inside, system)
-            + (apart.gather_layer if apart else 0.0),
-            0.0,
-        ),
-        "fsdp_scatter_layer": np.where(
-            in_pieces,
-            collective("reduce_scatter", unit_dense * gradient, sharing, replicas_inside, system)
-            + (apart.scatter_layer if apart else 0.0),
-            0.0,
-        ),
+        "dp_reduce": np.where(in_pieces, across, once),
+        "dp_across": np.where(sharded, across, 0.0),
+        "dp_gather": np.where(sharded & ~fsdp, sent("all_gather", wide), 0.0),
+        "fsdp_gather_layer": np.where(fsdp, sent("all_gather", wide, layer=True), 0.0),
+        "fsdp_scatter_layer": np.where(in_pieces, sent("reduce_scatter", gradient, layer=True), 0.0),
         "optimizer": np.where(candidates.offloads_optimizer, 0.0, update),
     }

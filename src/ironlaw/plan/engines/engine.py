@@ -97,6 +97,7 @@ class Engine(Conventions):
     default_recompute: str = constant("none", "", "assumed where a run does not say")
     interleaves: bool = constant(False, "", "pipelines with a bubble over a tenth, where a run does not say")
     tp_overlap: float = constant(0.0, "1", "of them, hidden by an option that runs do not tell of (NeMo)")
+    recomputes_selectively: bool = constant(False, "", "where a run does not say and would not fit without")
     recomputes_by_block: bool = constant(False, "", "no more blocks than must be, where a run does not say")
 
     cp_kinds: tuple[str, ...] = constant(("ring",), "", "ways of context parallel attention, its default first")

@@ -11,11 +11,9 @@ import numpy as np
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import Array, Candidates, TrainingJob, candidates_of_jobs, structure
+from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
-from ironlaw.plan.cluster.stages import stage_layers
-from ironlaw.plan.cluster.step_costs import step_costs
-from ironlaw.plan.cluster.system import System, system_of, under_pressure, usable_bytes
-from ironlaw.plan.cluster.timeline import assemble
+from ironlaw.plan.cluster.system import System, system_of, usable_bytes
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.measured.read import Alternative, Run
 
@@ -106,6 +104,8 @@ def _recomputation(engine: Engine) -> Iterator[Attempt]:
         for eighths in range(1, 8):
             least = f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit"
             yield in_layout(8 / eighths, recompute="full"), (least,)
+    if engine.recomputes_selectively:
+        yield in_layout(recompute="selective"), ("recompute = selective, for without it the run would not fit",)
     yield in_layout(recompute="full"), ("recompute = full, for without it the run would not fit",)
 
 
@@ -148,12 +148,8 @@ def evaluate(runs: Sequence[Run]) -> Prediction:
     seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
     for where, indices in systems_of(runs):
         candidates = candidates_of_jobs([runs[i].job for i in indices])
-        layers = stage_layers(candidates, where.engine.partition)
-        costs = step_costs(candidates, where, layers)
-        highest[indices] = peak_memory(candidates, where.engine, layers).total
-        times = assemble(costs, candidates, where.engine, layers)
-        seconds[indices] = under_pressure(times.step_seconds, highest[indices], where)
-        reported[indices] = reported_bytes(candidates, where.engine, layers)
-        limit[indices] = usable_bytes(where)
+        found = plan_candidates(candidates, where)
+        seconds[indices], highest[indices], limit[indices] = found.step_seconds, found.peak.total, found.limit_bytes
+        reported[indices] = reported_bytes(candidates, where.engine)
         peak[indices] = where.hardware.peak(where.precision)
     return Prediction(seconds, reported, highest, limit, peak)

@@ -20,18 +20,16 @@ and start (arXiv 1905.13727), and DiLoCo's loss was that of ordinary training af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ironlaw.config import CommunicationConfig, RunConfig
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import ClusterRequest
-from ironlaw.plan.step import StepPlan, plan_step
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.parameters import Parameter, model_parameters
@@ -73,33 +71,9 @@ def compressed_share(parameters: Sequence[Parameter], rank: int = RANK) -> float
     return sum(compressed_elements(p.shape, rank) for p in parameters) / whole
 
 
-def compressed_matrices(parameters: Sequence[Parameter], rank: int = RANK) -> list[Parameter]:
-    """The tensors it compresses; the others travel as they are."""
-    return [p for p in parameters if compressed_elements(p.shape, rank) < p.elements]
-
-
-def powersgd(rank: int = RANK) -> str:
-    return f'communication.gradients = "powersgd", rank = {rank}'
-
-
-def sites(steps: int = LOCAL_STEPS) -> str:
-    return f"communication.local_steps = {steps}"
-
-
 BF16 = 'communication.gradients = "bf16"'
-
-
-def applicable(layout: Layout) -> dict[str, bool]:
-    """Which settings are worked out for a layout. State that all replicas share cannot be a site's own."""
-    replicas, whole = layout.dp > 1, layout.zero == 0
-    return {
-        "bf16": replicas,
-        "powersgd": replicas and whole and layout.tp * layout.pp == 1,
-        "sites": replicas and whole,
-    }
-
-
-# -- on a cluster ------------------------------------------------------------------------------------------------------
+POWERSGD = f'communication.gradients = "powersgd", rank = {RANK}'
+SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 
 def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
@@ -108,7 +82,9 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
     candidates = candidates_of(
         request.model, [layout], sequence=request.work.sequence, global_batch=request.work.global_batch
     )
-    parameters, can = model_parameters(request.model), applicable(layout)
+    parameters = model_parameters(request.model)
+    replicas = layout.dp > 1
+    sites = replicas and layout.zero == 0  # state that all replicas share cannot be a site's own
 
     def step(gradient_bytes: float) -> tuple[float, float]:
         engine = replace(where.engine, gradient_communication_bytes=gradient_bytes)
@@ -126,61 +102,17 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
         return float(streaming_seconds(size, where.hardware))
 
     found = []
-    if can["bf16"] and now > 2:
+    if replicas and now > 2:
         found.append(CommunicationSaving(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
-    if can["powersgd"]:
-        share, matrices = compressed_share(parameters), compressed_matrices(parameters)
+    if sites and layout.tp * layout.pp == 1:
+        share = compressed_share(parameters)
+        matrices = [p for p in parameters if compressed_elements(p.shape, RANK) < p.elements]  # the others travel whole
         work = passing(COMPRESSION_PASSES * 4 * sum(p.elements for p in matrices))
         work += len(matrices) * 2 * RANK * KERNELS_PER_COLUMN * LAUNCH_SECONDS
-        found.append(CommunicationSaving(powersgd(), share * 4 / now, exposed, seconds - step(4 * share)[0], work))
-    if can["sites"]:
+        found.append(CommunicationSaving(POWERSGD, share * 4 / now, exposed, seconds - step(4 * share)[0], work))
+    if sites:
         island = max(1, where.fabric.island_ranks // layout.tp)
         meeting = float(collective_seconds("all_reduce", 4 * held, layout.dp * layout.cp, island, fabric=where.fabric))
         meeting += passing(OUTER_PASSES * 4 * held)
-        found.append(CommunicationSaving(sites(), 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
+        found.append(CommunicationSaving(SITES, 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
     return found
-
-
-# -- on ranks of this machine ------------------------------------------------------------------------------------------
-
-
-def rank_savings(plan: StepPlan, *, rank: int = RANK, local_steps: int = LOCAL_STEPS) -> list[CommunicationSaving]:
-    """The same for a plan of CPU ranks over given links: each setting is planned as a run."""
-    layout, config = plan.layout, plan.config
-    exposed = sum(
-        t.exposed_seconds for t in plan.stages[0].communication
-        if t.dimension == "replicate" or (t.dimension, t.kind) == ("shard", "reduce_scatter")
-    )  # fmt: skip
-    if exposed < MATERIAL * plan.step_seconds:
-        return []
-    return [*_of_ranks(plan, layout, config, exposed, rank, local_steps)]
-
-
-def _of_ranks(
-    plan: StepPlan, layout: Layout, config: RunConfig, exposed: float, rank: int, local_steps: int
-) -> Iterator[CommunicationSaving]:
-    can, parameters = applicable(layout), model_parameters(config.model)
-    held = config.model.parameters / (layout.tp * layout.pp)
-    rate = plan.profile.copy_bytes_per_second
-
-    def saved(**communication: Any) -> float:
-        changed = config.model_copy(update={"communication": CommunicationConfig(**communication)})
-        return plan.step_seconds - plan_step(changed, plan.profile, layout, plan.fabric, plan.ranks).step_seconds
-
-    if can["bf16"]:
-        yield CommunicationSaving(BF16, 0.5, exposed, saved(gradients="bf16"), CAST_BYTES * held / rate)
-    if can["powersgd"]:
-        work = COMPRESSION_PASSES * 4 * sum(p.elements for p in compressed_matrices(parameters, rank)) / rate
-        work += (
-            len(compressed_matrices(parameters, rank))
-            * 2
-            * rank
-            * KERNELS_PER_COLUMN
-            * (plan.profile.small_operation_seconds)
-        )
-        share = compressed_share(parameters, rank)
-        yield CommunicationSaving(powersgd(rank), share, exposed, saved(gradients="powersgd", rank=rank), work)
-    if can["sites"] and plan.fabric is not None:
-        meeting = plan.fabric.collective_seconds("all_reduce", 4 * held, layout.dp, job=plan.ranks)
-        meeting += OUTER_PASSES * 4 * held / rate
-        yield CommunicationSaving(sites(local_steps), 1 / local_steps, exposed, exposed, meeting / local_steps)

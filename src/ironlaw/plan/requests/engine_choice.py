@@ -37,7 +37,7 @@ def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelera
     elif known := DEFAULT_ON.get(acc.generation):
         found.append((known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"))
     elif acc.vendor == "google":
-        found.append(("paxml", "JAX, which runs on TPUs; its constants are of H100s"))
+        found.append(("maxtext", "JAX, which runs on TPUs; no run of it set a constant"))
     elif acc.vendor != "nvidia":
         found.append((GENERIC, f"no runs on {acc.generation} are known"))
     if acc.vendor == "nvidia" and usual not in found:

@@ -92,10 +92,6 @@ def serving_engine(name: str) -> ServingEngine:
     raise unknown("serving engine", name, table)
 
 
-def engine_names() -> tuple[str, ...]:
-    return tuple(read("engines.toml"))
-
-
 def effect_names(
     engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
 ) -> dict[str, str]:

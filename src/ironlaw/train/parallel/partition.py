@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ironlaw.model.dropout import Draw
 from ironlaw.model.loss import chunked_cross_entropy
-from ironlaw.model.place import Place, Rows
+from ironlaw.model.place import Draw, Place, Rows
 from ironlaw.train.parallel.loss import Divided
 from ironlaw.train.parallel.ranks import Ranks
 
