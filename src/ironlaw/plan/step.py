@@ -203,6 +203,8 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
     """The recipe of a config that trains adapters, where that is planned."""
     if not config.finetune.adapts or config.model.latent is not None:
         return recipe
+    if config.model.moe is not None:
+        raise UserError("adapters of experts are not planned: give a dense model")
     names = names_of(Path(config.train.start_from or ""), config.model)
     targets = targets_of(config.model, names, config.finetune)
     return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
