@@ -438,6 +438,7 @@ def of_finetuning() -> Iterator[Case]:
     for what, content in (DAMAGE | fields).items():
         there: dict[str, Content] = {"adapter/adapter_config.json": content, "adapter/adapter_model.safetensors": b"zz"}
         yield f"adapter_config.json: {what}", start, there
+    yield "measure --threads: more than cores", ["measure", "--threads", "99999"], {}
     for prefix in ("", ".", "/"):
         yield f"data export to '{prefix}'", ["data", "export", "CONFIG", prefix], {}
 
