@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
     "machine": ("config", "cores", "catalog", "kernels", "model", "data", "ledger", "files", "errors", "units"),
-    "numerics": ("model", "catalog", "errors"),
+    "numerics": ("model", "kernels", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine

@@ -18,6 +18,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -400,7 +401,7 @@ class Watch:
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
             **self._habits.facts(self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision")),
-            "updates": [update.to_json() for update in updates_of(self.optimizers)],
+            "updates": [asdict(update) for update in updates_of(self.optimizers)],
             "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,
             "lines": self.sampler.lines() if self.sampler is not None else None,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, model_in
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
@@ -43,6 +43,7 @@ from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, micro_batch_shape, step
 from ironlaw.workload.recipe import Recipe
+from ironlaw.workload.second_model import with_second_model
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,22 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
     """The recipe of a config that trains adapters, where that is planned."""
     if not config.finetune.adapts or config.model.latent is not None:
         return recipe
+    if config.model.moe is not None:
+        raise UserError("adapters of experts are not planned: give a dense model")
     names = names_of(Path(config.train.start_from or ""), config.model)
     targets = targets_of(config.model, names, config.finetune)
     return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
+
+
+def with_objective(program: Program, config: RunConfig) -> Program:
+    """With the second model that the objective asks, if any."""
+    objective = config.objective
+    if objective.kind == "distillation":
+        teacher = Path(objective.teacher or "").expanduser()
+        return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
+    if objective.kind == "dpo":  # of adapters the reference is the base, which is there
+        return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
+    return program
 
 
 def finetuning(config: RunConfig, program: Program) -> str:
@@ -276,6 +290,7 @@ def plan_step(
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
+    program = with_objective(program, config)
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     if fabric is None:

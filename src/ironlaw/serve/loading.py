@@ -100,7 +100,7 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     weights = "+".join(formats) if kernels else wide
     note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
     kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
-    size = pack(model, wide)
+    size = pack(model, wide, config.compiled)
     return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
 
 
