@@ -145,13 +145,13 @@ def tiny_tables(corpus: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where those prepare the corpus that do not look at how: once for all of them."""
     return tmp_path_factory.mktemp("shared-data")
 
 
 @pytest.fixture
-def data_cache(shared_data: Path) -> Path:
-    """The corpus is tokenised once; a test that looks at how, or damages it, has a folder of its own."""
-    return shared_data
+def data_cache(tmp_path: Path) -> Path:
+    return tmp_path / "data-cache"
 
 
 @pytest.fixture

@@ -120,11 +120,6 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def data_cache(tmp_path: Path) -> Path:
-    return tmp_path / "data-cache"
-
-
-@pytest.fixture
 def good_run(tiny_config: Callable[..., RunConfig], tmp_path: Path, user_cache: Path, machine_profile: Profile) -> None:
     run_training(tiny_config(train={"steps": 2}), tmp_path / "RUN", machine_profile)
 

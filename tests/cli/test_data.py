@@ -19,11 +19,6 @@ Here = Callable[..., tuple[int, str, str]]
 File = Callable[..., Path]
 
 
-@pytest.fixture
-def data_cache(tmp_path: Path) -> Path:
-    return tmp_path / "data-cache"
-
-
 def test_prepared_once_and_then_found(tiny_file: File, ironlaw_here: Here, corpus: Path) -> None:
     config = tiny_file(data={"shard_tokens": 4096})
     code, out, err = ironlaw_here("data", "prepare", config)
