@@ -74,7 +74,7 @@ def build_profile(*, flops_per_second: float = 1e11, elements_per_second: float 
         matmul={"fp32": fits, "bf16": fits},
         curves={precision: dict.fromkeys(sorted(kernels), curve) for precision in ("fp32", "bf16")},
         attention={"fp32": attention, "bf16": attention},
-        blocked_attention={"fp32": attention, "bf16": attention},  # no faster: only who asks for it gets it
+        native_attention={"fp32": attention, "bf16": attention},  # no faster: only who asks for it gets it
         copy_bytes_per_second=2e10, small_operation_seconds=1e-6,
         tiny_block_seconds={"forward": 2e-4, "backward": 3e-4},
         reference_step_seconds={"fp32": 0.0, "bf16": 0.0},  # no more than the sum of its kernels

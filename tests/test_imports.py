@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import resource
 import subprocess
 import sys
@@ -27,14 +28,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "train": ("observe", "plan", "workload", "machine", "numerics", *BASE),
     "observe": ("workload", "machine", *BASE),  # no predictions: never plan
     "plan": ("workload", "machine", *BASE),
-    "machine": ("config", "cores", "catalog", "model", "data", "ledger", "files", "errors", "units"),
-    "numerics": ("model", "catalog", "errors"),
+    "machine": ("config", "cores", "catalog", "kernels", "model", "data", "ledger", "files", "errors", "units"),
+    "numerics": ("model", "kernels", "catalog", "errors"),
     "report": BASE,  # no calculation: reads ledgers and documents only
     "config": ("workload", "catalog", "data", "errors", "files", "model", "schema"),
     "workload": ("model", "ledger", "schema", "errors", "units"),  # no hardware: never machine
     "data": ("cores", "files", "schema", "errors", "units"),
     "model": ("catalog", "files", "kernels", "schema", "errors"),
-    "kernels": (),  # C, and what calls it
+    "kernels": ("files",),  # C, and what calls it
     "ledger": ("ledger_types", "files", "errors"),
     "ledger_types": ("errors",),
     "catalog": ("errors",),
@@ -135,7 +136,10 @@ def test_plan_imports_no_torch(user_cache: Path, tmp_path: Path) -> None:
         "heavy = {'torch', 'scipy', 'pandas', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Plan of gpt-tiny" in done.stdout
 

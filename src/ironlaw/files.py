@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,23 @@ TEXT_LIMIT_BYTES = 2**28
 
 LINE_LIMIT_BYTES = 2**24
 """Of metrics and records; a longer line is none of ours."""
+
+
+def cache_folder() -> Path:
+    """Ironlaw's folder in the user's cache directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "ironlaw"
+
+
+def cache_problem() -> str | None:
+    """Why nothing can be kept there, and what to do about it."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder of yours"
+    return None
 
 
 def open_file(path: Path) -> IO[bytes]:

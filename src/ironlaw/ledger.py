@@ -90,6 +90,12 @@ class Estimate:
         high = None if self.high is None else self.high * factor
         return Estimate(self.value * factor, self.origin, basis or self.basis, low, high)
 
+    def rate(self, work: float, basis: str) -> Estimate:
+        """So much work over these seconds, calculated: the bounds change places."""
+        low = None if self.high is None else work / self.high
+        high = None if self.low is None else work / self.low
+        return Estimate(work / self.value, Origin.CALCULATED, basis, low, high)
+
     def to_json(self) -> dict[str, Any]:
         interval = None if self.low is None else [self.low, self.high]
         return {"value": self.value, "interval": interval, "origin": str(self.origin), "basis": self.basis}
@@ -182,7 +188,7 @@ class Decisions:
     # Of each layer which expensive results it keeps, None: all; empty: nothing is recomputed.
     recompute: tuple[frozenset[str] | None, ...] = ()
     offload_ahead_bytes: int = 0  # of saved activations that may be on their way to or from the host
-    blocked_attention: bool = False  # products over blocks of queries in place of the fused kernel
+    native_attention: bool = False  # kernels/attention.c in place of PyTorch's fused kernel
 
     def to_json(self) -> dict[str, Any]:
         kept = [None if layer is None else sorted(layer) for layer in self.recompute]

@@ -22,11 +22,11 @@ NUMBERS = (
     "accumulation", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz",
     "compute_units", "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "forwards_per_step",
     "gradient_syncs_per_step", "host_bytes", "launches_per_step", "logging_fraction", "machine_speed",
-    "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "peak_bytes", "processor_throttled",
-    "profiled_step_seconds", "rank", "ranks_per_host", "read_forwards_per_step", "recompile_seconds",
-    "recomputed_seconds", "reserved_bytes", "rollbacks", "run_delay", "sequence", "skipped_updates",
-    "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads", "tokens_per_micro_batch",
-    "world_size",
+    "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "other_load", "pace", "peak_bytes",
+    "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host", "read_forwards_per_step",
+    "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "run_delay", "sequence",
+    "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads",
+    "tokens_per_micro_batch", "world_size",
 )  # fmt: skip
 TEXTS = (
     "autocast", "attention_reason", "data_place", "data_stage", "device", "finished", "gradients_found", "host",
@@ -45,7 +45,7 @@ def _record(**types: Any) -> Any:
 def _facts() -> dict[str, Any]:
     """Name of a fact -> what it holds where it holds anything."""
     at, text = _record(place=str | None, per_step=Number), str | None
-    kernels = _record(fused=Number, blocked=Number)
+    kernels = _record(fused=Number, native=Number)
     segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
     update: Any = _record(
         optimizer=str, like=text, shapes=list[tuple[list[int], int]], element_bytes=Annotated[int, Strict()],
@@ -59,6 +59,7 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(("memory_groups", "odd_sizes", "peak_parts", "wall_seconds"), Numbers),
         **dict.fromkeys(("profiled_seconds", "rank_own_seconds", "rank_removable_seconds"), list[Number]),
         **dict.fromkeys(("added_gradients", "retained_graphs", "zeroed_gradients"), at),
+        **dict.fromkeys(("idle_gradients", "untouched_rows"), _record(part=Number, place=text)),
         "places": dict[str, str],
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         "float64": _record(saved=Number, place=text),

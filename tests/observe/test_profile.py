@@ -32,7 +32,7 @@ EXPERTS = {
     "latent": LLAMA | {"kv_heads": None, "latent": LATENT},
     "dense first": LLAMA | {"moe": MOE | {"dense_layers": 1}},
     "gelu": GPT | {"bias": False, "moe": MOE},
-    "llama in blocks": LLAMA | {"context": 160},
+    "llama native": LLAMA | {"context": 160},
 }
 
 
@@ -44,8 +44,8 @@ EXPERTS = {
         ("gelu", "bf16"),
         ("latent", "fp32"),
         ("latent", "bf16"),
-        ("llama in blocks", "fp32"),
-        ("llama in blocks", "bf16"),
+        ("llama native", "fp32"),
+        ("llama native", "bf16"),
     ],
     ids=lambda param: "-".join(param),
 )
@@ -56,8 +56,8 @@ def ledgers(
     """Plan and run of one family in one precision."""
     family, precision = request.param
     train = {"steps": 14, "profile_steps": 3, "precision": precision, "attention": "auto"}
-    if family.endswith("in blocks"):
-        train["attention"] = "blocked"
+    if family.endswith("native"):
+        train["attention"] = "native"
     config = build_config(tiny_tables(shared_data, (FAMILIES | EXPERTS)[family], train=train))
     plans: list[Ledger] = []
     run = tmp_path_factory.mktemp("observed") / "run"

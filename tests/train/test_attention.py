@@ -69,15 +69,15 @@ def test_caps_and_sinks_are_said_to_be_computed_in_memory(tiny_config: Callable[
     assert "scores in memory" in attention_kernel(Transformer(config.model), config, CPU, "fp32")
 
 
-def test_blocks_train_to_the_same_losses_and_repeat_to_the_bit(
+def test_our_own_kernel_trains_to_the_same_losses_and_repeat_to_the_bit(
     tiny_config: Callable[..., RunConfig], train: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     losses: dict[str, list[float]] = {}
-    for name in ("fused", "blocked", "blocked again"):
+    for name in ("fused", "native", "native again"):
         config = tiny_config({"context": 80}, train={"steps": 4, "attention": name.split()[0]})
         seen = losses.setdefault(name, [])
         train(config, tmp_path / name, watch=lambda report, seen=seen: seen.append(report.loss))
-    assert losses["blocked"] == losses["blocked again"]
-    assert losses["blocked"] == pytest.approx(losses["fused"], rel=1e-5)
-    facts = Ledger.load(tmp_path / "blocked" / "ledger.json").facts
-    assert facts["attention"] == "batched products, in blocks of queries"
+    assert losses["native"] == losses["native again"]
+    assert losses["native"] == pytest.approx(losses["fused"], rel=1e-5)
+    facts = Ledger.load(tmp_path / "native" / "ledger.json").facts
+    assert facts["attention"] == "Ironlaw's own, for CPUs"

@@ -11,7 +11,7 @@ from workload_cases import FAMILIES, LATENT, MOE, highest_allocated
 
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.transformer import Transformer, block_attention
+from ironlaw.model.transformer import Transformer, use_native_attention
 from ironlaw.plan.memory_walk import highest
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.operations import saved_bytes
@@ -44,24 +44,24 @@ CASES: dict[str, dict[str, Any]] = (
 )
 CASES |= {name: GPT | {"ffn": 112} | family for name, family in FAMILIES.items()}
 BATCH, SEQUENCE = 4, 48
-BLOCKED = {  # several blocks of queries, one of them smaller
+NATIVE = {  # several blocks of queries, the last one smaller
     "gpt": GPT | {"context": 150}, "llama": LLAMA | {"context": 150},
     "qwen": LLAMA | {"qk_norm": True, "head_size": 24, "context": 150},
 }  # fmt: skip
 LOSS_SCALARS = 16  # bytes: the total weight that the loss keeps, and the loss itself
 
 
-def step(config: ModelConfig, precision: str, blocked: bool = False) -> tuple[Transformer, torch.Tensor, Any]:
+def step(config: ModelConfig, precision: str, native: bool = False) -> tuple[Transformer, torch.Tensor, Any]:
     torch.manual_seed(0)
     model = Transformer(config)
-    block_attention(model, blocked)
+    use_native_attention(model, native)
     tokens = torch.randint(0, config.vocab, (BATCH, config.context))
     return model, tokens, torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def saved_by_autograd(config: ModelConfig, precision: str, blocked: bool = False) -> int:
+def saved_by_autograd(config: ModelConfig, precision: str, native: bool = False) -> int:
     """Bytes of the storages that the graph of one forward pass keeps alive, each once, less what is there anyway."""
-    model, tokens, autocast = step(config, precision, blocked)
+    model, tokens, autocast = step(config, precision, native)
     targets = tokens.roll(-1, 1)
     saved: list[torch.Tensor] = []
 
@@ -84,12 +84,12 @@ def test_saved_bytes_are_those_of_autograd(name: str, precision: Precision) -> N
     assert abs(planned - saved_by_autograd(config, precision)) <= LOSS_SCALARS
 
 
-def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = False, blocked: bool = False) -> int:
+def highest_moment(config: ModelConfig, precision: str, gradients_held: bool = False, native: bool = False) -> int:
     """Bytes allocated by one forward and backward pass at its highest moment, by the profiler's record.
 
     `gradients_held`: gradients of an earlier micro-batch are there, and not counted.
     """
-    model, tokens, autocast = step(config, precision, blocked)
+    model, tokens, autocast = step(config, precision, native)
     targets = tokens.roll(-1, 1)
 
     def once() -> None:
@@ -135,12 +135,12 @@ def test_everything_saved_is_freed_and_every_gradient_is_made(name: str, precisi
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 0.02), ("bf16", 0.03)])
-@pytest.mark.parametrize("name", BLOCKED)
-def test_blocked_attention_holds_the_bytes_that_are_planned(name: str, precision: Precision, tolerance: float) -> None:
-    config = ModelConfig(**BLOCKED[name])
-    shape = Shape(config, BATCH, config.context, precision, blocked=True)
+@pytest.mark.parametrize("name", NATIVE)
+def test_our_own_attention_holds_the_bytes_that_are_planned(name: str, precision: Precision, tolerance: float) -> None:
+    config = ModelConfig(**NATIVE[name])
+    shape = Shape(config, BATCH, config.context, precision, native=True)
     operations = training_operations(shape)
-    assert abs(saved_bytes(operations) - saved_by_autograd(config, precision, blocked=True)) <= LOSS_SCALARS
+    assert abs(saved_bytes(operations) - saved_by_autograd(config, precision, native=True)) <= LOSS_SCALARS
     assert sum(op.saved_bytes for op in operations) == sum(op.frees_saved_bytes for op in operations)
     planned = highest(list(unfolded(shape))).total
-    assert planned == pytest.approx(highest_moment(config, precision, blocked=True), rel=tolerance)
+    assert planned == pytest.approx(highest_moment(config, precision, native=True), rel=tolerance)

@@ -64,7 +64,7 @@ def _errno(error: BaseException) -> int | None:
 
 def _fault(error: BaseException) -> str:
     """A mistake of Ironlaw's: what and where in a line, the rest in a file to report."""
-    from ironlaw.machine.host import cache_folder
+    from ironlaw.files import cache_folder
 
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ironlaw.files import read_json_lines, write_text
-from ironlaw.machine.host import cache_folder
+from ironlaw.files import cache_folder, read_json_lines, write_text
 
 NEAR = 0.30  # of the measured gain
 LEAST = 0.04  # of the step: a smaller gain, promised and found, is in the noise of short runs

@@ -133,19 +133,18 @@ def _fused_update(now: Observed) -> Remedy | None:
     )  # fmt: skip
 
 
-def _blocked(now: Observed) -> Remedy | None:
-    """The fused kernel against batched products in blocks of queries, both timed at the shapes of the run."""
+def _native(now: Observed) -> Remedy | None:
+    """PyTorch's fused attention against our own, both timed at the shapes of the run."""
     found = now.run.facts.get("fused_calls_seconds")
     if not found or now.run.facts.get("device") != "cpu":
         return None
     spent = sum(x.seconds or 0.0 for x in reconcile(now.run)[0].lines if x.kind is Kind.ATTENTION)
     return _remedy(
-        now, "blocked", "Attention as batched products", Effect.ROUNDING,
-        "keeps half of the scores for the backward pass; in bf16 scores are rounded",
+        now, "native", "Ironlaw's attention kernel", Effect.ROUNDING, "sums are taken in another order",
         "PyTorch's fused attention is slow on this processor at these shapes",
-        "from ironlaw.model.blocked import causal_attention; causal_attention(q, k, v) in place of "
+        "from ironlaw.kernels.attention import causal_attention; causal_attention(q, k, v) in place of "
         "scaled_dot_product_attention(q, k, v, is_causal=True)",
-        spent * (1 - found["blocked"] / found["fused"]), "both kernels timed at the end of the run",
+        spent * (1 - found["native"] / found["fused"]), "both kernels timed at the end of the run",
     )  # fmt: skip
 
 
@@ -299,7 +298,7 @@ def _straggler(now: Observed) -> Remedy | None:
 
 
 REMEDIES: tuple[Callable[[Observed], Remedy | None], ...] = (
-    _data, _straggler, _threads, _left_on, _float64, _precision, _batch, _attention, _blocked, _fused_update,
+    _data, _straggler, _threads, _left_on, _float64, _precision, _batch, _attention, _native, _fused_update,
     _alignment, _recompute, _syncs,
     _between("evaluation", "Evaluate a tenth as often", "the curve has fewer points", "evaluate every N steps"),
     _between("checkpoint", "Save a tenth as often", "an interruption loses more steps", "save every N steps"),

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ironlaw.kernels.attention import causal_attention
 from ironlaw.machine.profile import REFERENCE, REFERENCE_BATCH, TINY
-from ironlaw.model.blocked import causal_attention
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_product, onednn_weight_gradient, use_onednn
 from ironlaw.model.rotary import rotary_tables, rotate
@@ -263,13 +263,13 @@ def matmul_builders(pool: Pool, dtype: torch.dtype, onednn: bool = False) -> dic
 
 def attention_builder(
     pool: Pool, dtype: torch.dtype, sequences: int, tokens: int, heads: int, head_size: int, backward: bool,
-    blocked: bool = False,
+    native: bool = False,
 ) -> Call:  # fmt: skip
     """Causal attention on tensors laid out as the model has them: (B, S, A, D), transposed."""
     query, key, value = (
         pool.parameter(sequences, tokens, heads, head_size, dtype=dtype).transpose(1, 2) for _ in range(3)
     )
-    attend = causal_attention if blocked else partial(F.scaled_dot_product_attention, is_causal=True)
+    attend = causal_attention if native else partial(F.scaled_dot_product_attention, is_causal=True)
     if not backward:
         return lambda: attend(query, key, value)
     return _backward(attend(query, key, value), (query, key, value))

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, write_json
-from ironlaw.machine.host import cache_folder
+from ironlaw.files import cache_folder, read_json, write_json
 from ironlaw.machine.profile import Curve
 
 SCHEMA_VERSION = 2

@@ -24,9 +24,11 @@ import numpy as np
 import torch
 
 import ironlaw
+from ironlaw import files
 from ironlaw.cores import usable_threads
+from ironlaw.kernels.attention import available
 from ironlaw.machine import host
-from ironlaw.machine.interference import OTHERS
+from ironlaw.machine.interference import OTHERS, middle, undisturbed
 from ironlaw.machine.kernels import (
     Call,
     Pool,
@@ -64,7 +66,7 @@ ATTENTION_TOKENS, HEAD_SIZES = (64, 128, 256, 512, 1024), (16, 32, 64, 128)
 ONEDNN = "fp32_onednn"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
-KINDS = {"compute": ("matmul", "attention", "blocked"), "memory": ("curve",)}  # by the first part of a sampler's key
+KINDS = {"compute": ("matmul", "attention", "native"), "memory": ("curve",)}  # by the first part of a sampler's key
 UPDATE_TENSORS = (8, 64, 256)
 CACHE_DEFEATING_BYTES = 48 * 2**20  # inputs of one kernel taken in turn: more than a core's share of the last cache
 MAX_COPIES = 4
@@ -217,14 +219,14 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
 
 
 def _attention(pool: Pool, dtype: torch.dtype, precision: str) -> list[Sampler]:
-    """Causal attention both ways, by the fused kernel and, on a CPU, in blocks."""
+    """Causal attention both ways, by PyTorch's fused kernel and, on a CPU, by our own."""
     samplers = []
-    kernels = ("attention", "blocked") if pool.device.type == "cpu" else ("attention",)
+    kernels = ("attention", "native") if pool.device.type == "cpu" and available(dtype) else ("attention",)
     directions = ("forward", "backward")
     for kernel, tokens, size, direction in itertools.product(kernels, ATTENTION_TOKENS, HEAD_SIZES, directions):
         sequences, heads = 1024 // tokens, 256 // size
         build = partial(
-            attention_builder, pool, dtype, sequences, tokens, heads, size, direction == "backward", kernel == "blocked"
+            attention_builder, pool, dtype, sequences, tokens, heads, size, direction == "backward", kernel == "native"
         )
         pairs = sequences * heads * tokens * tokens / 2
         samplers.append(
@@ -287,9 +289,9 @@ def _profile(
             _, precision, kernel, elements = sampler.key
             before = profile.curves[precision].get(kernel, Curve((), ()))
             profile.curves[precision][kernel] = Curve((*before.elements, float(elements)), (*before.seconds, seconds))
-        elif sampler.key[0] in ("attention", "blocked"):
+        elif sampler.key[0] in ("attention", "native"):
             kernel, precision, direction, tokens, head_size, pairs = sampler.key
-            measured = profile.attention if kernel == "attention" else profile.blocked_attention
+            measured = profile.attention if kernel == "attention" else profile.native_attention
             directions = measured.setdefault(precision, {"forward": [], "backward": []})
             directions[direction].append((tokens, head_size, seconds / pairs))
         elif sampler.key[0] == "copy":
@@ -364,6 +366,14 @@ class Probe:
             result[kind] = float(np.median(times[1:]))
         return result
 
+    def now(self, profile: Profile, seconds: float) -> dict[str, float] | None:
+        """As `ratios`, the middle of looks for so long; None while other programs use the cores: they come and go."""
+        until = time.perf_counter() + seconds
+        looks = [self.ratios(profile)]
+        while time.perf_counter() < until:
+            looks.append(self.ratios(profile))
+        return middle(looks[1:] or looks) if undisturbed(looks[-1:]) else None  # the first one wakes the threads
+
     def ratios(self, profile: Profile) -> dict[str, float]:
         """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed.
 
@@ -378,7 +388,7 @@ def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
     """Bytes per second of reading a file that the page cache does not hold; None where that cannot be arranged."""
     if not hasattr(os, "posix_fadvise"):
         return None
-    folder = host.cache_folder()
+    folder = files.cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(size))

@@ -18,11 +18,10 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, write_json
-from ironlaw.machine.host import cache_folder
+from ironlaw.files import cache_folder, read_json, write_json
 from ironlaw.model.config import ModelConfig
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3  # raised where an older profile lacks, or names otherwise, what plans need
 WORTH_IT = 0.95  # attention in blocks rounds otherwise and keeps more: a gain inside the measurement's error is none
 FP32Products = Literal["default", "onednn"]
 # So small that what its blocks take is the cost of calling them; measured, and taken apart again by the plan.
@@ -146,8 +145,8 @@ class Profile:
     interference: dict[str, list[float]] = field(default_factory=dict)
     fp32_products: FP32Products = "default"  # the library whose fp32 matrix products are faster here: the trainer's
     onednn: dict[str, MatmulFit] = field(default_factory=dict)  # kernel -> fit, where that library is oneDNN
-    # As `attention`, of attention in blocks (model/blocked.py); only on CPUs.
-    blocked_attention: dict[str, dict[str, list[tuple[int, int, float]]]] = field(default_factory=dict)
+    # As `attention`, of our own kernel (kernels/attention.c); only on CPUs.
+    native_attention: dict[str, dict[str, list[tuple[int, int, float]]]] = field(default_factory=dict)
     probe: dict[str, float] = field(default_factory=dict)  # seconds at best of the kernels that a run repeats
     # Every kernel's best seconds by name, for the next measurement: a best is the best ever seen.
     best_seconds: dict[str, float] = field(default_factory=dict)
@@ -170,23 +169,23 @@ class Profile:
         """What stays in fp32 under reduced precision (norms, loss, update) has only an fp32 curve."""
         return self.curves[precision].get(kernel) or self.curves["fp32"][kernel]
 
-    def blocked_is_faster(self, precision: str, sequence: int, head_size: int) -> bool:
-        """Whether attention in blocks takes less time than the fused kernel here, forward and backward together."""
-        if precision not in self.blocked_attention:
+    def native_is_faster(self, precision: str, sequence: int, head_size: int) -> bool:
+        """Whether our own attention takes less time than PyTorch's here, forward and backward together."""
+        if precision not in self.native_attention:
             return False
-        fused, blocked = (
+        fused, native = (
             sum(
                 self.attention_seconds_per_pair(precision, d, sequence, head_size, way) for d in ("forward", "backward")
             )
             for way in (False, True)
         )
-        return blocked < WORTH_IT * fused
+        return native < WORTH_IT * fused
 
     def attention_seconds_per_pair(
-        self, precision: str, direction: str, sequence: int, head_size: int, blocked: bool = False
+        self, precision: str, direction: str, sequence: int, head_size: int, native: bool = False
     ) -> float:
         """Nearest measured (tokens, head size) in log distance, scaled by the head size."""
-        points = (self.blocked_attention if blocked else self.attention)[precision][direction]
+        points = (self.native_attention if native else self.attention)[precision][direction]
         nearest = min(
             points,
             key=lambda p: abs(math.log(p[0] / sequence)) + 2 * abs(math.log(p[1] / head_size)),

@@ -8,16 +8,6 @@ from pydantic import Field, model_validator
 
 from ironlaw.schema import Section
 
-# 64 queries in fp32, 128 in half precision. Of 64, 128 and 256 on an AMD EPYC the quickest at 256 tokens; at 1,024
-# in half precision 128 beat 256; in fp32 64 was not tried there.
-SCORE_BLOCK_BYTES = 256
-
-
-def score_blocks(sequence: int, element_bytes: int) -> list[tuple[int, int]]:
-    """First query and end of each block of blocked attention (`blocked.py`)."""
-    rows = SCORE_BLOCK_BYTES // element_bytes
-    return [(first, min(first + rows, sequence)) for first in range(0, sequence, rows)]
-
 
 class Switches(Section):
     """The less common fields of `ModelConfig`, which adds the dimensions; model names are examples."""

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ironlaw.kernels.attention import causal_attention
 from ironlaw.model.autocast import autocast_dtype
-from ironlaw.model.blocked import causal_attention
 from ironlaw.model.cached import LayerCache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward
@@ -39,7 +39,7 @@ def build_norm(config: ModelConfig, size: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     place: Place = WHOLE
-    blocked = False  # causal attention by `blocked.py`: where it was measured to be faster than the fused kernel
+    native = False  # causal attention by `kernels/attention.c`: where it was measured to be faster than PyTorch's
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Attention(nn.Module):
         elif config.composes_scores:
             assert mask is not None
             mixed = attend(*heads_first, mask, config, self.sinks)
-        elif self.blocked and mask is None:
+        elif self.native and mask is None:
             mixed = causal_attention(*heads_first, config.score_scale)
         else:
             dropout = config.dropout if self.training else 0.0
@@ -117,11 +117,11 @@ class Attention(nn.Module):
         return self.query_norm(query.float()).to(dtype), self.key_norm(key.float()).to(dtype)
 
 
-def block_attention(model: nn.Module, wanted: bool = True) -> None:
-    """Whether plain causal attention is computed in blocks; masked attention keeps the fused kernel."""
+def use_native_attention(model: nn.Module, wanted: bool = True) -> None:
+    """Whether plain causal attention is computed by our own kernel; masked attention keeps PyTorch's."""
     for module in model.modules():
         if isinstance(module, Attention):
-            module.blocked = wanted
+            module.native = wanted
 
 
 class Block(nn.Module):
@@ -250,16 +250,18 @@ class Transformer(nn.Module):
 
     def continued(
         self, tokens: Tensor, positions: Tensor, caches: Sequence[LayerCache], rows: Tensor | None = None,
-        long: Tensor | None = None,
+        long: Tensor | None = None, blocks: Sequence[Callable[..., Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits (rows, V) after `tokens` (N,) of any number of sequences, each at its place `positions` (N,), whose
         earlier tokens are in `caches`, one for each block. `rows`: which tokens need logits; all unless given.
-        `long` (N,): tokens of sequences beyond the original context (`rope_long`)."""
+        `long` (N,): tokens of sequences beyond the original context (`rope_long`). `blocks`: what stands for the
+        blocks (`compiled.py`)."""
         assert self.embedding is not None and self.final_norm is not None
         x = self.embed(tokens[None], 0, at=positions)  # (1, N, H): the blocks see one sequence
         kinds = self.kinds()
         rotary = {kind: self.rotary_at(positions, *kind, long) for kind in set(kinds)}
-        for block, kind, cache in zip(self.blocks, kinds, caches, strict=True):
+        through: Sequence[Callable[..., Tensor]] = blocks or list(self.blocks)
+        for block, kind, cache in zip(through, kinds, caches, strict=True):
             x = block(x, rotary[kind], cache)
         x = self.final_norm(x[0] if rows is None else x[0].index_select(0, rows))
         return self.logits(x * self.config.logit_scale if self.config.logit_scale != 1.0 else x)

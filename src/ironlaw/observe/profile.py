@@ -42,9 +42,11 @@ _KINDS = {
         "_int_mm",
         "_scaled_mm",
         "_linear_pointwise",
+        "product",
         "linear_dynamic",
         "_weight_int4pack_mm_for_cpu",
     ),
+    Kind.ATTENTION: ("causal_attention", "causal_attention_backward"),
     Kind.NORM: ("native_layer_norm", "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward"),
     Kind.LOSS: ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward"),
     Kind.EMBEDDING: ("embedding", "index_select", "embedding_dense_backward"),
@@ -66,7 +68,7 @@ _LINEARS = frozenset({
 _CACHED = {"attention": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}  # scopes of serving, whatever runs in them
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
-_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine", "_Blocked": "attention"}
+_FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
 # Backward nodes of a container that belong to one of its operations.
 _NODE_SCOPES = {
     ("Attention", "SplitWithSizesBackward0"): "qkv",  # gathers the gradients of query, key and value

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ironlaw.model.blocked import causal_attention
+from ironlaw.kernels.attention import causal_attention
 
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
 LEAST_ROWS, REPEATS = 256, 5
@@ -21,7 +21,7 @@ THREAD_TURNS, THREAD_CALLS = 9, 8
 MOST_LAYERS = 4
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "fused": partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True),
-    "blocked": causal_attention,
+    "native": causal_attention,
 }
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)  # have a fused kernel on a CPU
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -85,5 +85,4 @@ class Links:
         if not program.model.tied or program.last_stage in program.stages_at(0):
             return 0.0
         weight = next(p for p in program.stages[0].parameters if p.name == EMBEDDING)
-        shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
-        return self.seconds("pp", "send", weight.elements * 4 / shards)
+        return self.seconds("pp", "send", weight.elements * 4 / layout.sharing)

@@ -18,20 +18,18 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.machines import measured_precision
-from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of
 from ironlaw.workload.blocks import FP32, Policy, Shape
 from ironlaw.workload.kinds import forward_of, layer_groups
-from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation
-from ironlaw.workload.program import micro_batch_shape, step
+from ironlaw.workload.program import micro_batch_shape
 from ironlaw.workload.recipe import Recipe
 from ironlaw.workload.recompute import KEEPABLE, again, effective, keepable, kept_bytes
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The kernel, "fused" or "blocked", and why."""
+    """The kernel, PyTorch's "fused" or our "native" one, and why."""
 
     value: str
     reason: str
@@ -42,29 +40,27 @@ def choose_attention(config: RunConfig, recipe: Recipe, profile: Profile) -> tup
 
     UserError where the one that it names cannot compute this attention.
     """
-    wanted, blocked = config.train.attention, replace(recipe, blocked=True)
-    batch, measured = batch_of(config), measured_precision(recipe.precision, profile)
-    shape = micro_batch_shape(config.model, config.micro_batch, batch, recipe)
-    possible = shape.can_block_attention and config.layout is None and profile.device == "cpu"
-    if wanted == "blocked" and not possible:
+    wanted, native = config.train.attention, replace(recipe, native=True)
+    measured = measured_precision(recipe.precision, profile)
+    shape = micro_batch_shape(config.model, config.micro_batch, batch_of(config), recipe)
+    possible = shape.is_plain_attention and config.layout is None and profile.device == "cpu"
+    if wanted == "native" and not possible:
         raise UserError(
-            'train.attention = "blocked" is plain causal attention of one process on a CPU, without dropout, windows, '
+            'train.attention = "native" is plain causal attention of one process on a CPU, without dropout, windows, '
             'documents apart or recomputation: use train.attention = "auto"'
         )
-    if wanted == "blocked" and measured not in profile.blocked_attention:
-        raise UserError("attention in blocks has not been measured on this machine: run `ironlaw measure` again")
+    if wanted == "native" and measured not in profile.native_attention:
+        raise UserError(
+            'train.attention = "native" was not measured on this machine: run `ironlaw measure` again where there is '
+            "a C compiler"
+        )
     if wanted != "auto":
-        return (blocked if wanted == "blocked" else recipe), AttentionChoice(wanted, "train.attention in the config")
+        return (native if wanted == "native" else recipe), AttentionChoice(wanted, "train.attention in the config")
     if not possible:
         return recipe, AttentionChoice("fused", "what attention is here, no other kernel computes")
-    if not profile.blocked_is_faster(measured, config.sequence, config.model.size_of_head):
-        reason = "as fast as attention in blocks at this shape, as measured, and it keeps less"
-        return recipe, AttentionChoice("fused", reason)
-    held = peak_memory(step(config.model, batch, Layout(micro_batch=config.micro_batch), blocked)).total
-    if held + profile.runtime_bytes > profile.memory_bytes:
-        reason = "attention in blocks is faster here, but its scores do not fit into memory"
-        return recipe, AttentionChoice("fused", reason)
-    return blocked, AttentionChoice("blocked", "takes less time than the fused kernel at this shape, as measured here")
+    if not profile.native_is_faster(measured, config.sequence, config.model.size_of_head):
+        return recipe, AttentionChoice("fused", "as fast as Ironlaw's own at this shape, as measured")
+    return native, AttentionChoice("native", "takes less time than PyTorch's fused kernel at this shape, as measured")
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class MeasuredMachine:
         elif op.attention is not None and op.kernel != "attention_decode":  # which reads its cache, as a copy does
             _, sequence, _, _, head_size = op.attention
             kernel, _, direction = op.kernel.partition("_")
-            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "blocked")
+            pair = profile.attention_seconds_per_pair(precision, direction, sequence, head_size, kernel == "native")
             seconds = pair * op.elements + profile.small_operation_seconds
             bound = "compute"
         elif op.kernel in profile.curves["fp32"] or op.kernel in profile.curves[precision]:

@@ -53,7 +53,6 @@ class _Rank:
         self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
         self.fsdp = sharded(layout)
         self.ddp = not self.fsdp and layout.dp * layout.cp > 1
-        self.ranks = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
         self.holders = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero else 1
         chunked = bool(self.recipe.loss_chunk)
         self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # one, as stages hand it on
@@ -78,7 +77,7 @@ class _Rank:
 
     def sharing(self, parameter: Parameter) -> int:
         """Ranks that FSDP shards a tensor over."""
-        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.ranks
+        return self.holders if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
 
     def padded(self, tensors: list[Parameter]) -> float:
         """Bytes of a unit as FSDP gathers it, rows padded to a multiple of the ranks."""
@@ -385,7 +384,7 @@ class _Rank:
         tied = self.program.model is not None and self.program.model.tied
         if self.layout.pp > 1 and tied and {0, self.last} & set(self.stages):
             table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
-            size = math.ceil(table.shape[0] / self.ranks) * table.shape[1] * FP32
+            size = math.ceil(table.shape[0] / self.layout.sharing) * table.shape[1] * FP32
             self.walk.passing("temporaries", size, "gradient of the tied weight")
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ironlaw.files import read_json_lines
+from ironlaw.files import cache_folder, read_json_lines
 from ironlaw.machine import interference
-from ironlaw.machine.host import cache_folder
 from ironlaw.machine.profile import Profile
 
 ENOUGH_RUNS = 8

@@ -10,6 +10,7 @@ from ironlaw.catalog import cpu_power
 from ironlaw.config import RunConfig
 from ironlaw.data.supply import recall
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.machine.interference import NOW_COUNTS
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
 from ironlaw.plan.record import time_interval
@@ -56,6 +57,15 @@ class PlannedOn:
             (low, high), f"sum of the operations' measured curves; {basis}",
         )  # fmt: skip
 
+    def at_pace(self, pace: float) -> PlannedOn:
+        """The same, planned for the speed seen just now; the interval holds that it stays so, and that it passes.
+
+        `pace`: how much longer kernels took than they typically do.
+        """
+        (low, high), ends = self.time_factors, (1.0, pace**-NOW_COUNTS, pace ** (1 - NOW_COUNTS))
+        basis = f"{self.time_basis}; just now this machine runs at {1 / pace:.2f} of its usual speed"
+        return replace(self, time_factors=(low * min(ends), high * max(ends)), time_basis=basis)
+
     def emulating(self) -> PlannedOn:
         """The same, for a run whose products are emulated."""
         low, high = self.time_factors
@@ -75,16 +85,11 @@ def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -
         flops, calculated, "matrix products of forward and backward; masked attention scores cost nothing"
     )
     totals["step_seconds"] = Estimate(step, calculated, system.time_basis, low, high)
-    totals["mfu"] = Estimate(
-        flops / step / rate, calculated, f"FLOPs / step time / {units.rate(rate, 'FLOP')}, {system.peak_basis}",
-        flops / high / rate, flops / low / rate,
-    )  # fmt: skip
+    peak = f"{units.rate(rate, 'FLOP')}, {system.peak_basis}"
+    totals["mfu"] = totals["step_seconds"].rate(flops / rate, f"FLOPs / step time / {peak}")
     if again:
         totals["recomputed_flops_per_step"] = Estimate(again, calculated, "matrix products that run a second time")
-        totals["hfu"] = Estimate(
-            (flops + again) / step / rate, calculated, "as MFU, with recomputed FLOPs counted",
-            (flops + again) / high / rate, (flops + again) / low / rate,
-        )  # fmt: skip
+        totals["hfu"] = totals["step_seconds"].rate((flops + again) / rate, "as MFU, with recomputed FLOPs counted")
     totals["peak_bytes"] = Estimate(
         tensors, calculated, f"tensors alive at the highest moment ({where})",
         tensors * (1 - system.memory_interval), tensors * (1 + system.memory_interval),
@@ -100,13 +105,10 @@ def add_run_totals(ledger: Ledger, config: RunConfig, profile: Profile) -> None:
     """What a run of many steps adds: tokens per second, its whole time and energy, and FLOPs as others count them."""
     calculated, totals, tokens = Origin.CALCULATED, ledger.totals, config.tokens_per_step
     step = totals["step_seconds"]
-    assert step.low is not None and step.high is not None
     totals["flops_per_step_unmasked"] = Estimate(
         _unmasked_flops(ledger, config), calculated, "the same with every attention score counted, as PyTorch counts"
     )
-    totals["tokens_per_second"] = Estimate(
-        tokens / step.value, calculated, "tokens per step / step time", tokens / step.high, tokens / step.low
-    )
+    totals["tokens_per_second"] = step.rate(tokens, "tokens per step / step time")
     totals["total_seconds"] = _total_time(ledger, config, step)
     energy = _energy(profile, totals["total_seconds"])
     if energy is not None:

@@ -40,8 +40,8 @@ def plan_view(ledger: Ledger, fits: bool) -> Document:
     made.text(verdict, f"{needed} needed of {units.bytes_(facts.get('memory_bytes'))}.")
     if facts.get("precision"):
         made.text(f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
-    if facts.get("attention") == "blocked":
-        made.text(f"Attention: in blocks of queries ({facts['attention_reason']}).")
+    if facts.get("attention") == "native":
+        made.text(f"Attention: Ironlaw's own kernel ({facts['attention_reason']}).")
     if facts.get("finetune"):
         made.text(f"Fine-tuning: {facts['finetune']}.")
     if facts.get("data_supply"):

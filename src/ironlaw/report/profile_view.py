@@ -34,9 +34,9 @@ def profile_view(profile: Any, slowdown: Mapping[str, float]) -> Document:
     made.title(f"{profile.name} ({profile.device}, {profile.threads} threads)", below=measured)
     _singles(made, profile, slowdown)
     _matmul(made, profile)
-    _attention(made, "Causal attention by the fused kernel, per unmasked score", profile.attention)
-    if profile.blocked_attention:
-        _attention(made, "The same in blocks of queries", profile.blocked_attention)
+    _attention(made, "Causal attention by PyTorch's fused kernel, per unmasked score", profile.attention)
+    if profile.native_attention:
+        _attention(made, "The same by Ironlaw's own kernel", profile.native_attention)
     _streaming(made, profile)
     return made
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ironlaw.config import RunConfig
+from ironlaw.kernels.attention import available
 from ironlaw.model.masks import BlockMask
 from ironlaw.model.transformer import Attention, Transformer
 from ironlaw.train.precision import AUTOCAST, autocast
@@ -28,14 +29,15 @@ def attention_kernel(model: Transformer, config: RunConfig, device: torch.device
         return "scores in memory: with a [layout] dropout is drawn by sample, which no fused kernel does"
     if model.config.composes_scores and device.type != "cuda":
         return "scores in memory: caps and sinks change them, which no fused kernel does on this device"
+    dtype = AUTOCAST.get(precision, torch.float32)
     documents = torch.zeros(1, sequence, dtype=torch.int32, device=device) if config.data.masks_documents else None
     with torch.no_grad(), autocast(device, precision):
         mask = model.attention_mask(sequence, device, documents, None)
     if isinstance(mask, BlockMask):
         return "FlexAttention"
-    if mask is None and any(isinstance(module, Attention) and module.blocked for module in model.modules()):
-        return "batched products, in blocks of queries"
-    dtype = AUTOCAST.get(precision, torch.float32)
+    ours = any(isinstance(module, Attention) and module.native for module in model.modules())
+    if mask is None and ours and available(dtype):
+        return "Ironlaw's own, for CPUs"
 
     def like(heads: int, size: int = model.config.size_of_head) -> torch.Tensor:
         shape = (1, sequence, heads, size)  # laid out as the projection leaves it

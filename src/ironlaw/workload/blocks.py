@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.switches import score_blocks
 from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation, call
 from ironlaw.workload.sizes import Size, divided, several, smaller
@@ -68,7 +67,7 @@ class Shape:
     loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all
     documents: bool = False  # attention stays inside documents
     onednn: bool = False  # fp32 products by oneDNN (model/linear.py)
-    blocked: bool = False  # causal attention in blocks (model/blocked.py)
+    native: bool = False  # causal attention by our own kernel (kernels/attention.c)
     adapters: tuple[BlockAdapters, ...] = ()  # one per layer; empty: everything is trained
     division: Division = Division()
     conventions: Conventions = OURS
@@ -130,17 +129,11 @@ class Shape:
         return (self.model.dropout > 0 or self.model.composes_scores) and not self.fused_rmsnorm
 
     @property
-    def can_block_attention(self) -> bool:
-        """Whether `model/blocked.py` can compute it: plain causal attention of one process that keeps everything."""
+    def is_plain_attention(self) -> bool:
+        """What `kernels/attention.c` computes: plain causal attention of one process that keeps everything."""
         model = self.model
         plain = model.latent is None and not self.composes_attention and not self.mask_bytes
         return plain and not (self.fused_rmsnorm or self.recompute or self.division != Division())
-
-    @property
-    def score_block_bytes(self) -> list[int]:
-        """Of the scores of each block of queries, all heads."""
-        w, rows = self.matmul_bytes, self.micro_batch * self.model.heads
-        return [rows * (end - first) * end * w for first, end in score_blocks(self.sequence, w)]
 
     @property
     def keeps_qkv(self) -> bool:
@@ -213,8 +206,6 @@ def attention_saved_bytes(shape: Shape) -> Size:
         copies = shape.tokens * (2 * model.query_size + model.mixed_size)
         return (copies + 3 * scores) * FP32 + shape.tokens * model.mixed_size * shape.matmul_bytes
     width = shape.tokens * model.heads * shape.value_width
-    if shape.blocked:  # the output is the next layer's to keep
-        return width * shape.matmul_bytes + sum(shape.score_block_bytes)
     return width * shape.matmul_bytes + shape.tokens * model.heads * FP32
 
 
@@ -272,17 +263,6 @@ def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: f
     return call(name, kernel, elements, tensors * elements * shape.matmul_bytes, **memory)
 
 
-def _blocked_working_bytes(shape: Shape, backward: bool) -> int:
-    """Copies of query, key and value with all heads, and one block's scores; on the way back the gradient's copy too,
-    what gradients of keys and values take before heads that share them add up, and the block's scores twice."""
-    model = shape.model
-    copy, block = shape.tokens * model.query_size * shape.matmul_bytes, max(shape.score_block_bytes)
-    if not backward:
-        return 3 * copy + block
-    shared = 2 * shape.tokens * (model.query_size - model.key_value_size) * shape.matmul_bytes
-    return 4 * copy + shared + 2 * block
-
-
 def attention(shape: Shape) -> Operation:
     """Forward QK^T and PV; backward the two gradients of each. A flash kernel recomputes the scores on top; that is
     work of the implementation, not of the model, and is not counted."""
@@ -294,13 +274,11 @@ def attention(shape: Shape) -> Operation:
     padded = tokens * values * w if shape.pads_values else 0  # a copy, which waits for the backward pass
     saved = attention_saved_bytes(shape)
     # Composed: scores before the softmax, and their gradients.
-    scores = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
-    working, working_back = ([_blocked_working_bytes(shape, back) for back in (False, True)]
-                             if shape.blocked else (scores, scores))  # fmt: skip
+    working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
 
     def one(phase: Phase, times: int, **memory: Any) -> Operation:
         flops = times * shape.micro_batch * (model.query_size + model.mixed_size) * pairs
-        kernel = f"{'blocked' if shape.blocked else 'attention'}_{phase}"
+        kernel = f"{'native' if shape.native else 'attention'}_{phase}"
         elements = shape.micro_batch * model.heads * pairs // 2
         return replace(
             call("attention", kernel, elements, times * (inputs + outputs), kind=Kind.ATTENTION, **memory), flops=flops,
@@ -308,7 +286,7 @@ def attention(shape: Shape) -> Operation:
         )  # fmt: skip
 
     back = one(
-        Phase.BACKWARD, 2, temporary=working_back + inputs, frees_temporary=working_back + outputs,
+        Phase.BACKWARD, 2, temporary=working + inputs, frees_temporary=working + outputs,
         frees_saved=saved + rotary_saved_bytes(shape) + padded,
         parameters=model.heads * FP32 if model.attention_sinks else 0,
     )  # fmt: skip

@@ -84,6 +84,11 @@ class Layout:
         return self.tp if self.etp is None else self.etp
 
     @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of what ZeRO shards; 1 where it shards nothing."""
+        return (self.shard or self.dp) * self.cp if self.zero else 1
+
+    @property
     def accelerators(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 

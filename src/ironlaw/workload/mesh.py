@@ -13,9 +13,7 @@ from ironlaw.workload.sharding import expert_holders, of_site
 
 def replicas_of(layout: Layout) -> tuple[int, int]:
     """Ranks that share a copy of the state, and copies."""
-    if layout.zero:
-        return (layout.shard or layout.dp) * layout.cp, layout.dp // (layout.shard or layout.dp)
-    return 1, layout.dp * layout.cp
+    return layout.sharing, layout.dp * layout.cp // layout.sharing
 
 
 def aliases_of(model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe) -> dict[str, str]:

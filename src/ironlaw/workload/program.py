@@ -125,7 +125,7 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
         parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
         if recipe.adapters:
-            shards = recipe.adapters.trained(numbers)
+            parameters = shards = recipe.adapters.trained(numbers)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip
@@ -198,7 +198,7 @@ def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe
     return Shape(
         model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
         recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
-        blocked=recipe.blocked, adapters=recipe.adapters.of_blocks(model, again) if recipe.adapters else (),
+        native=recipe.native, adapters=recipe.adapters.of_blocks(model, again) if recipe.adapters else (),
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Recipe:
     average: bool = False  # an exponential average of the weights is kept
     checkpoints: bool = False  # written beside the steps, from a copy of the state
     adapters: Adapters | None = None  # all that is trained; the whole model without
-    blocked: bool = False  # causal attention as products over blocks of queries, in place of the fused kernel
+    native: bool = False  # causal attention by our own kernel of a CPU in place of PyTorch's fused one
 
     @property
     def offloads_activations(self) -> bool:

@@ -151,7 +151,7 @@ def parameter_groups(
 
 def local_parameters(model: ModelConfig, layout: Layout, stage: int) -> list[Parameter]:
     """The tensors of a stage as this rank updates them: its shards of them, where ZeRO divides them."""
-    shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+    shards = layout.sharing
     apart = expert_holders(layout.dp, layout.cp, layout.ep) if layout.zero and layout.ep > 1 else shards
     return [
         shard_of(p, model, layout.ep, apart if of_experts(p) else shards)

@@ -272,7 +272,6 @@ def _totals(
         f"engine {engine}; interval of runs left out of the fit: {known}"
     )
     step = bounded(seconds, "time", engine, cluster, model, basis, where.precision)
-    assert step.low is not None and step.high is not None
     peak_flops = where.hardware.peak(where.precision) * cluster.count
     exact = Origin.CALCULATED
     return {
@@ -280,9 +279,8 @@ def _totals(
         "peak_bytes": bounded(peak_bytes, "memory", engine, cluster, model, f"sum of the memory lines, on {peak_at}"),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
-        "tokens_per_second": _inverse(step, tokens, f"{tokens:,} tokens per step over step time"),
-        "mfu": _inverse(
-            step,
+        "tokens_per_second": step.rate(tokens, f"{tokens:,} tokens per step over step time"),
+        "mfu": step.rate(
             flops / peak_flops,
             f"model FLOPs, causal attention halved, over dense {where.precision} peak x {cluster.count:,}",
         ),
@@ -296,11 +294,6 @@ def bounded(
     generation, experts = cluster.accelerator.generation, model.moe is not None
     low, high = interval_factors(quantity, engine, generation, cluster.count, model.parameters, experts, precision)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
-
-
-def _inverse(seconds: Estimate, work: float, basis: str) -> Estimate:
-    assert seconds.low is not None and seconds.high is not None
-    return Estimate(work / seconds.value, Origin.CALCULATED, basis, work / seconds.high, work / seconds.low)
 
 
 def _lines(candidates: Candidates, where: System, outcome: PlannedCandidates) -> list[Line]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.files import read_toml
-from ironlaw.machine.host import cache_folder
+from ironlaw.files import cache_folder, read_toml
 from ironlaw.plan.engines.engine import Engine
 
 GENERIC = "generic"

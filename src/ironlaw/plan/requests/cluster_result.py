@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from ironlaw.ledger import Estimate, Ledger, Origin
+from ironlaw.ledger import Estimate, Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import budget
 from ironlaw.plan.cluster.candidates import Candidates, candidates_of
@@ -232,10 +232,5 @@ def other_conventions(
         "mfu_6nd": (6 * n * tokens, f"6 N per token, {which}, no attention"),
         "hfu": (float(candidates.hardware_flops()[0]), "matrix FLOPs with what is recomputed"),
     }
-    return {name: _share(flops, basis, step, peak_flops_per_second) for name, (flops, basis) in counted.items()}
-
-
-def _share(flops: float, basis: str, step: Estimate, peak: float) -> Estimate:
-    assert step.low is not None and step.high is not None
-    at = [flops / peak / seconds for seconds in (step.value, step.high, step.low)]
-    return Estimate(at[0], Origin.CALCULATED, f"{basis}; over dense peak and step time", at[1], at[2])
+    words = "over dense peak and step time"
+    return {name: step.rate(flops / peak_flops_per_second, f"{of}; {words}") for name, (flops, of) in counted.items()}

@@ -99,8 +99,7 @@ def _holders(model: ModelConfig, layout: Layout) -> int:
         return 1
     if layout.ep > 1:
         return expert_holders(layout.dp, layout.cp, layout.ep)
-    ranks = (layout.shard or layout.dp) * layout.cp
-    return ranks if shards_hidden(model, layout.ep, ranks) else 1
+    return layout.sharing if shards_hidden(model, layout.ep, layout.sharing) else 1
 
 
 def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""Causal attention of whole sequences in C, as an operator of PyTorch with its derivative; for CPUs.
+
+PyTorch's fused attention of a CPU multiplies tiles too small for its products, in its backward pass most of all, and in
+fp32 by MKL, which keeps to AVX2 on processors that are not Intel's. `attention.c` computes the same in fp32 registers,
+keeps as much for the backward pass (the logarithm of each query's sum), and rounds once, at the end. `ironlaw measure`
+times both kernels, and the plan takes the faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ironlaw.kernels.library import FORMATS, library
+
+TENSORS = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("batch", "head", "row")))
+
+
+class _Call(ctypes.Structure):
+    """As `attention.c` declares it."""
+
+    _fields_ = (
+        *((name, _Tensor) for name in TENSORS), ("log_sums", ctypes.c_void_p), ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "shared", "sequence", "key_size", "value_size")),
+        ("threads", ctypes.c_int32),
+    )  # fmt: skip
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """(B, A, S, D) from queries of that shape, keys and values (B, K, S, D), as
+    `scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)` gives; `scale` as there.
+
+    That function computes it where this one is not available.
+    """
+    if not query.is_cpu or not available(query.dtype):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    out: Tensor = _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
+    return out
+
+
+@torch.compiler.assume_constant_result
+def available(dtype: torch.dtype) -> bool:
+    """Whether there is a compiler, and code for this type."""
+    return dtype in (torch.float32, torch.bfloat16) and _compiled(dtype) is not None
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Any:
+    found = library("attention.c", {"ACTIVATION": FORMATS[dtype]})
+    if found is None:
+        return None
+    found.causal.argtypes, found.causal.restype = (ctypes.c_void_p, ctypes.c_int32), ctypes.c_int32
+    return found.causal
+
+
+def _run(tensors: tuple[Tensor, ...], log_sums: Tensor, scale: float, *, backward: bool) -> None:
+    query, key, value = tensors[:3]
+    batch, heads, sequence, size = query.shape
+    described = [_Tensor(tensor.data_ptr(), *tensor.stride()[:3]) for tensor in tensors]
+    described += [_Tensor()] * (len(TENSORS) - len(tensors))
+    call = _Call(
+        *described, log_sums.data_ptr(), scale, batch, heads, key.shape[1], sequence, size, value.shape[3],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if _compiled(query.dtype)(ctypes.byref(call), backward):
+        raise MemoryError("causal attention: no memory for the scores of a block of queries")
+
+
+def _like(x: Tensor, size: int | None = None) -> Tensor:
+    """Laid out as projections give and read it: (B, S, A, D), transposed."""
+    batch, heads, sequence, own = x.shape
+    return x.new_empty(batch, sequence, heads, size or own).transpose(1, 2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# Operators of PyTorch's dispatcher: a profile names them, `torch.compile` leaves them whole.
+_library = torch.library.Library("ironlaw", "FRAGMENT")
+_library.define("causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> (Tensor, Tensor)")
+_library.define(
+    "causal_attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor out, Tensor log_sums, "
+    "float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.register_fake("ironlaw::causal_attention")
+def _made(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _like(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("ironlaw::causal_attention_backward")
+def _gradients_made(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    return _like(query), _like(key), _like(value)
+
+
+@torch.library.impl(_library, "causal_attention", "CPU")
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    out, log_sums = _made(query, key, value, scale)
+    _run((_rows(query), _rows(key), _rows(value), out), log_sums, scale, backward=False)
+    return out, log_sums
+
+
+@torch.library.impl(_library, "causal_attention_backward", "CPU")
+def _derive(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    gradients = _gradients_made(gradient, query, key, value)
+    _run((*map(_rows, (query, key, value, out, gradient)), *gradients), log_sums, scale, backward=True)
+    return gradients
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        out, log_sums = torch.ops.ironlaw.causal_attention.default(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of = torch.ops.ironlaw.causal_attention_backward.default(gradient, *ctx.saved_tensors, ctx.scale)
+        return (*of, None)
