@@ -228,7 +228,8 @@ def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
         "# Serving beside others", "",
         f"`python benchmarks/serve_peers.py --peers {','.join(p for p in peers if p != 'ironlaw')} --threads "
         f"{arguments.threads} --rounds {arguments.rounds} --clock {arguments.clock}` on "
-        f"{platform.machine()}, {os.cpu_count()} cores: output tokens per second, {PROMPT} tokens in, {OUTPUT} out, greedy, medians over rounds in turns.", "",
+        f"{platform.machine()}, {os.cpu_count()} cores: output tokens per second, {PROMPT} tokens in, {OUTPUT} out, "
+        "greedy, medians over rounds in turns.", "",
         "| model | format | at once | " + " | ".join(peers) + " |", "|---|---|---:|" + "---:|" * len(peers),
     ]  # fmt: skip
     keys = dict.fromkeys((row["model"], row["format"], row["concurrency"]) for row in rows)
