@@ -26,6 +26,7 @@ from ironlaw.observe.measured import held_bytes
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
+from ironlaw.train.mesh import Agreed
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import communication, experts, pipeline
 from ironlaw.train.parallel.apply import apply, build
@@ -37,7 +38,7 @@ from ironlaw.train.parallel.persistent import beside_weights
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import Gatherer, ShardedFiles
 from ironlaw.train.state import Stateful
-from ironlaw.train.step import Agreed, Step
+from ironlaw.train.step import Step
 from ironlaw.workload.pipeline import V_SHAPED, rank_of_last
 
 
