@@ -24,11 +24,11 @@ from ironlaw.plan.cluster.candidates import Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
-from ironlaw.plan.cluster.system import system_of
+from ironlaw.plan.cluster.system import system_of, under_pressure
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import MEANING, Engine
 from ironlaw.plan.engines.named import engines
-from ironlaw.plan.measured.evaluate import settled, systems_of, under_pressure
+from ironlaw.plan.measured.evaluate import settled, systems_of
 from ironlaw.plan.measured.read import Run, read_runs
 
 # name: (lowest, highest, scale of the prior in the fitted variable)

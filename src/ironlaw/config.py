@@ -24,6 +24,7 @@ from ironlaw.schema import Section
 from ironlaw.workload.communication import CommunicationConfig
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
+from ironlaw.workload.objective import ObjectiveConfig
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, OptimizerConfig
 from ironlaw.workload.recompute import RecomputeConfig
 
@@ -167,6 +168,11 @@ class LayoutConfig(Section):
     cp: int = Field(1, gt=0, le=2**14)  # context parallel ranks: each sequence is divided
     ep: int = Field(1, gt=0, le=2**14)  # expert parallel ranks, out of the data parallel ones
 
+    @property
+    def ranks(self) -> int:
+        """As far as it says."""
+        return (self.dp or 1) * self.tp * self.pp * self.cp * self.ep
+
 
 class RunConfig(Section):
     """A whole run. `model` is a table of ModelConfig fields, or `name = "gpt2"` with fields to override."""
@@ -185,6 +191,7 @@ class RunConfig(Section):
     layout: LayoutConfig | None = None
     communication: CommunicationConfig = CommunicationConfig()
     finetune: FinetuneConfig = FinetuneConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -223,6 +230,7 @@ class RunConfig(Section):
             )
         self._communication()
         self._finetune()
+        self._objective()
         if self.sequence > self.model.context:
             raise ValueError(
                 f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
@@ -247,7 +255,7 @@ class RunConfig(Section):
         optimizer, precision = self.optimizer.name, self.train.precision
         if self.model.moe is not None:
             raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
-        if layout is not None and (layout.dp or 1) * layout.tp * layout.pp * layout.cp * layout.ep > 1:
+        if layout is not None and layout.ranks > 1:
             raise ValueError(f"{asked} is trained by one process: leave out [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:
             raise ValueError(f'{asked} multiplies in 16 bits or more: use train.precision = "bf16"')
@@ -259,6 +267,24 @@ class RunConfig(Section):
             raise ValueError(f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"')
         if self.train.offload != "none":
             raise ValueError(f'{asked} leaves little to offload: use train.offload = "none"')
+
+    def _objective(self) -> None:
+        """What an objective needs, and does not go with."""
+        asked, kind = f'objective.kind = "{self.objective.kind}"', self.objective.kind
+        if (self.objective.teacher is not None) != (kind == "distillation"):
+            raise ValueError('objective.kind = "distillation" and objective.teacher = "DIR" go together: give both')
+        if self.data.pairs != (kind == "dpo"):
+            raise ValueError('objective.kind = "dpo" and data.format = "pairs" go together: give both')
+        if kind == "dpo" and self.train.start_from is None:
+            raise ValueError(f"{asked} improves a model that is there: say which with model.from")
+        if not self.objective.needs_logits:
+            return
+        if self.layout is not None and self.layout.ranks > 1:
+            raise ValueError(f"{asked} is computed by one process: leave out [layout]")
+        if self.model.moe is not None:
+            raise ValueError(f"{asked} balances no experts: use a dense model")
+        if self.train.loss == "chunked":
+            raise ValueError(f'{asked} compares whole logits: use train.loss = "full"')
 
     @property
     def micro_batch(self) -> int:
@@ -328,18 +354,22 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
         raise UserError(f"{where}: {_explain(error)}") from None
 
 
+def model_in(folder: Path, called: str) -> ModelConfig:
+    """Of a run or a Hugging Face directory; `called` is for the error where it is neither."""
+    if (folder / "config.toml").is_file():
+        return load_config(folder).model
+    if is_config_file(folder):
+        return read_config(folder)
+    raise UserError(f"{called} is neither a Hugging Face directory nor a run")
+
+
 def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -> dict[str, Any]:
     """`[model] from = "DIR"`: the dimensions, the weights and the tokenizer of a Hugging Face directory or of a run."""
     folder = Path(str(model["from"])).expanduser()
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
     is_run = (folder / "config.toml").is_file()
-    if is_run:
-        there = load_config(folder).model
-    elif is_config_file(folder):
-        there = read_config(folder)
-    else:
-        raise UserError(f"{where}: model.from = {model['from']!r} is neither a Hugging Face directory nor a run")
+    there = model_in(folder, f"{where}: model.from = {model['from']!r}")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
     if tables["model"]["name"] in model_names():  # a catalogued name would bring its own figures, now or when resumed

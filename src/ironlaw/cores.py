@@ -1,13 +1,37 @@
-"""How many cores and threads this process may use: the only place that decides."""
+"""How many cores and threads this process may use, and what its control group allows: the only place that decides."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def group_limits(name: str) -> Iterator[list[str]]:
+    """Words of a file of this process's control group (version 2) and of those above it; a container sees its own on
+    top."""
+    try:
+        lines = OWN_GROUP.read_text(encoding="ascii").splitlines()
+    except OSError:
+        lines = []
+    own = GROUPS / next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    for folder in (own, *own.parents):
+        with suppress(OSError):
+            yield (folder / name).read_text(encoding="ascii").split()
+        if folder == GROUPS:
+            return
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: its affinity mask's, of which a container often has fewer than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may run on: those of its affinity mask, or as many as its control group's quota pays for (a
+    container with `--cpus 2` sees all cores of its host, and is stopped when it uses more)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    paid = [math.ceil(int(quota) / int(period)) for quota, period in group_limits("cpu.max") if quota != "max"]
+    return max(1, min([cores, *paid]))
 
 
 def usable_threads() -> int:

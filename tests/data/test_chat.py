@@ -122,7 +122,7 @@ def test_with_text_beside_it(tmp_path: Path, tokenizer: Path) -> None:
     sources = [{"path": given.path, "format": "chat"}, {"path": str(tmp_path / "plain")}]
     both = DataConfig(sources=sources, **given.model_dump(include={"tokenizer", "cache", "validation_fraction"}))
     dataset = prepare(both, 400)
-    learned = np.asarray(dataset.train_learned)
+    learned = np.asarray(dataset.train_marks) == 0
     split = len(dataset.sources[0].train)
     assert len(learned) == len(dataset.train) and 0 < learned[:split].mean() < 1 and learned[split:].all()
     batch = Loader(dataset, both, 64).training(8, 0).batch(0)
@@ -153,9 +153,9 @@ def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) ->
         prepare(config(tmp_path, bare, lines), 400)
     (tmp_path / "own.jinja").write_text(UNMARKED)
     assert (
-        prepare(config(tmp_path, bare, lines, chat_template=str(tmp_path / "own.jinja")), 400).train_learned is not None
+        prepare(config(tmp_path, bare, lines, chat_template=str(tmp_path / "own.jinja")), 400).train_marks is not None
     )
-    with pytest.raises(UserError, match=r"needs the tokenizer of the model that learns"):
+    with pytest.raises(UserError, match=r"need the tokenizer of the model that learns"):
         prepare(config(tmp_path, bare, lines).model_copy(update={"tokenizer": None}), 400)
     model = {"layers": 1, "hidden": 8, "heads": 1, "vocab": 400, "context": 16}
     for data, message in [

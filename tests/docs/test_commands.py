@@ -131,6 +131,7 @@ def test_commands_run_as_printed(reader: Path, ironlaw_here: Here) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
     """One after another, as a reader would; none is left out."""
     pytest.importorskip("uvicorn")

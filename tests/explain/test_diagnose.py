@@ -51,6 +51,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "float64": {"gains": {"float64": 0.4}, "facts": {"float64": {"saved": 0.5, "place": "a.py:2"}}},
     "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
     "update_unfused": {"gains": {"fused_update": 0.2}},
+    "gradients_idle": {"facts": {"idle_gradients": {"part": 0.9, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
+    "rows_untouched": {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
         "phases": {"optimizer": 0.1},

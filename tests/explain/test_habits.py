@@ -25,7 +25,7 @@ torch.manual_seed(0)
 out = sys.argv[1]
 model = nn.Sequential(nn.Embedding(100, 96), nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96), nn.Linear(96, 100))
 {before}
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+{optimizer}
 batches = [torch.randint(0, 100, (16, 64)) for _ in range(4)]
 kept, total = [], 0.0
 with ironlaw.observe(model, optimizer, out=out) as watch:
@@ -41,6 +41,7 @@ with ironlaw.observe(model, optimizer, out=out) as watch:
 DEFAULTS = {
     "before": "", "tokens": "tokens = batches[number % 4]", "backward": "loss.backward()",
     "clear": "optimizer.zero_grad()", "after": "",
+    "optimizer": "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)",
 }  # fmt: skip
 CAST = """class Cast(nn.Sequential):
     def forward(self, x):
@@ -79,6 +80,12 @@ FAULTS: dict[str, tuple[str, dict[str, str]]] = {
         "before": "model[2] = torch.compile(model[2], dynamic=False)  # HERE",
         "tokens": "tokens = batches[number % 4][:, : 64 - 2 * (number // 6)]",
     }),
+    "frozen in the optimizer alone": ("gradients_idle", {
+        "optimizer": "optimizer = torch.optim.AdamW(model[4].parameters(), lr=1e-3, fused=True)  # HERE",
+        "clear": "model.zero_grad()",
+    }),
+    "a table of many words": ("rows_untouched", {"before": "model[0] = nn.Embedding(100_000, 96)  # HERE"}),
+    "a graph of the graph": ("graphs_retained", {"backward": "loss.backward(create_graph=True)  # HERE"}),
     "retained": ("graphs_retained", {"backward": "loss.backward(retain_graph=True)  # HERE"}),
 }  # fmt: skip
 QUICK = ("kept graphs",)  # bytes; most others are told by measured times

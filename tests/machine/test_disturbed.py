@@ -6,8 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ironlaw.cli.measure import kept
 from ironlaw.config import RunConfig
+from ironlaw.machine import interference
+from ironlaw.machine.load import OtherLoad
+from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.step import plan_run
 
@@ -26,6 +31,25 @@ def test_a_disturbed_measurement_does_not_replace_a_better_one(user_cache: Path,
     for earlier in (None, busy(machine_profile), other):  # nothing better of this machine is there
         kept(busy(machine_profile), earlier)
         assert load_profile().created == "2026-03-01T00:00:00"
+
+
+def test_a_run_is_planned_at_the_speed_seen_right_before_it(
+    user_cache: Path, machine_profile: Profile, tiny_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = interference.typical(machine_profile)
+    slower = {kind: 1.5 * value for kind, value in usual.items()}
+    calm, now = plan_run(tiny_config(), machine_profile), plan_run(tiny_config(), machine_profile, slower)
+    before, after = calm.totals["step_seconds"], now.totals["step_seconds"]
+    assert 1.15 < after.value / before.value <= 1.5**interference.NOW_COUNTS * 1.001
+    assert after.low is not None and after.high is not None and before.low is not None and before.high is not None
+    assert after.low <= before.low * 1.001 and after.high >= before.high * 1.14  # it passes, or it stays so
+    assert "0.67 of its usual speed" in after.basis and now.facts["pace"] == pytest.approx(1.5)
+    assert now.decided == calm.decided
+    probe = Probe(machine_profile.fp32_products)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.05)
+    assert probe.now(machine_profile, 0.01)
+    monkeypatch.setattr(OtherLoad, "share", lambda self: 0.5)
+    assert probe.now(machine_profile, 0.01) is None  # other programs come and go
 
 
 def test_plans_from_a_disturbed_measurement_have_wide_intervals_and_say_why(

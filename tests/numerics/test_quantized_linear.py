@@ -23,7 +23,7 @@ def test_products_on_codes_are_those_on_the_dequantised_matrix(
     torch.manual_seed(0)
     held = quantize(torch.randn(outputs, inputs), format)
     layer = quantized_linear(held, torch.ones(outputs), CPU)
-    assert layer is not None and layer.bytes <= 1.2 * held.bytes + 4 * outputs
+    assert layer is not None and layer.bytes <= 1.2 * held.bytes + 16 * (inputs + outputs)  # of whole tiles
     x = torch.randn(2, ROWS_WIDENED, inputs) * torch.logspace(-3, 3, ROWS_WIDENED)[:, None]  # tokens of every size
     wanted = x @ held.dequantize().t()
     difference = (layer(x) - 1 - wanted).norm(dim=-1) / wanted.norm(dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,11 @@ def test_shared_settings_become_vllms_flags(tmp_path: Path) -> None:
     pairs = dict(pairwise(words))
     assert pairs["--port"] == "9" and pairs["--max-num-seqs"] == "7" and pairs["--max-model-len"] == "99"
     assert pairs["--dtype"] == "bfloat16" and "--no-enable-prefix-caching" in words
+    words = command(tmp_path, ServeConfig(speculation="ngram", drafted=3, ngram=2, kv_memory=2**30))
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2,
+    }  # fmt: skip
+    assert dict(pairwise(words))["--kv-cache-memory-bytes"] == str(2**30)
     assert command(tmp_path, ServeConfig(api_keys=("a", "b")))[-3:] == ["--api-key", "a", "b"]
 
 

@@ -127,7 +127,7 @@ def export(
     from ironlaw.data.splits import SPLITS
 
     dataset = _prepared(load_config(config, set_ or []))
-    if dataset.train_learned is not None:
+    if dataset.train_marks is not None:
         raise UserError("Megatron-LM's files cannot say which tokens are learned: conversations are not exported")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     written = {}

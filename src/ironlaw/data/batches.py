@@ -77,14 +77,16 @@ class Windows:
 
 
 class PackedRows:
-    """Rows of whole documents (`packing.best_fit`), in another order every epoch. `learned` (tokens,) bool: which
-    tokens are targets; all unless given."""
+    """Rows of whole documents (`packing.best_fit`), in another order every epoch. `marks` (tokens,) as in `shards.py`:
+    which tokens are no targets, and with `pairs` which answer they belong to: documents 2 i and 2 i + 1 are a pair."""
 
     def __init__(
-        self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int, learned: TokenArray | None = None
-    ):
+        self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int, marks: TokenArray | None = None,
+        pairs: bool = False,
+    ):  # fmt: skip
         self._tokens = plain(tokens)
-        self._learned = learned
+        self._marks = marks
+        self._halves = 2 if pairs else 1
         self._packed = packed
         self._seed = seed
         self._end_of_text = end_of_text
@@ -115,15 +117,18 @@ class PackedRows:
                 else:
                     batch.inputs[row, at:end] = self._tokens[start - 1 : start + length - 1]
                 batch.targets[row, at:end] = self._tokens[start : start + length]
-                if self._learned is not None:
-                    batch.targets[row, at:end][~self._learned[start : start + length]] = IGNORED
                 if batch.documents is not None:
-                    batch.documents[row, at:end] = document
+                    batch.documents[row, at:end] = document * self._halves
+                if self._marks is not None:
+                    marks = self._marks[start : start + length]
+                    batch.targets[row, at:end][marks & 1 == 1] = IGNORED
+                    if batch.documents is not None:
+                        batch.documents[row, at:end] += marks >> 1
                 at = end
             batch.inputs[row, at:] = self._end_of_text
             batch.targets[row, at:] = IGNORED
             if batch.documents is not None:
-                batch.documents[row, at:] = document + 1
+                batch.documents[row, at:] = (document + 1) * self._halves
 
     def report(self) -> dict[str, Any]:
         return packed_report(self._packed)

@@ -18,6 +18,7 @@ import numpy as np
 from ironlaw import units
 from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
+from ironlaw.data.readers import IDS
 from ironlaw.data.splits import SPLITS, Splitter
 from ironlaw.data.tokenise import Piece, Tokeniser, pieces_of
 from ironlaw.data.unigram import Counting
@@ -88,8 +89,8 @@ def build(
         index = {**work.head, "shards": work.shards}
         for split in SPLITS:
             tokens = shards.open_tokens(work.folder, index, split)
-            learned = shards.open_learned(work.folder, index, split)
-            counting.add_array(split, tokens if learned is None else np.asarray(tokens)[np.asarray(learned)])
+            marks = shards.open_marks(work.folder, index, split)
+            counting.add_array(split, tokens if marks is None else np.asarray(tokens)[np.asarray(marks) == 0])
 
     def finish(writer: shards.ShardWriter) -> None:
         work.shards.append(writer.finish())
@@ -114,7 +115,7 @@ def build(
                 work.seconds["write"] += counted - start
                 for split in SPLITS:
                     parts = [ids for piece, ids in chunk if piece.split == split and len(ids)]
-                    counting.add(split, [ids[ids >= 0] for ids in parts] if chat else parts)
+                    counting.add(split, [ids[ids <= IDS] for ids in parts] if chat else parts)
                 work.seconds["unigram"] += time.perf_counter() - counted
                 if progress is not None:
                     progress(min(chunk[-1][0].done_bytes, total), total)

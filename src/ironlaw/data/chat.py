@@ -18,6 +18,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ironlaw.data.readers import REJECTED, UNLEARNED, Preference
 from ironlaw.errors import UserError
 from ironlaw.files import read_json, read_text, write_json
 
@@ -32,7 +33,13 @@ Messages = Sequence[dict[str, Any]]
 class Text:
     """A tokenizer for prompts and answers, and the model's chat template if it has one."""
 
-    def __init__(self, file: Path, template: str | None = None, special: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        template: str | None = None,
+        special: dict[str, str] | None = None,
+        end_of_text: str | None = None,
+    ) -> None:
         from tokenizers import Tokenizer
 
         def read(as_text: bool) -> Any:
@@ -50,6 +57,7 @@ class Text:
         self.source = template
         self.template = None if template is None else _compiled(template)
         self.template_names = special or {}
+        self._end: int = -1 if end_of_text is None else self.tokenizer.token_to_id(end_of_text)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Of a prompt; special tokens may be spelt, as in all servers of this API."""
@@ -74,6 +82,27 @@ class Text:
         marked, quoted = self._marked(messages)
         whole = self._render(marked, False)
         return self._tokens(whole if _BEGIN in whole else self._by_turns(marked, whole), messages, quoted)
+
+    def preference(self, pair: Preference) -> np.ndarray:
+        """Ids (N,) with marks of a prompt with the chosen answer and behind it with the rejected one. Text is taken as
+        it stands, each answer with the end of text; messages go through the template."""
+        prompt, halves = pair["prompt"], []
+        for name, mark in (("chosen", 0), ("rejected", REJECTED)):
+            answer = pair[name]
+            if isinstance(prompt, str) and isinstance(answer, str):
+                asked = self._plain.encode(prompt, add_special_tokens=False).ids
+                ids = np.array([*asked, *self._plain.encode(answer, add_special_tokens=False).ids, self._end])
+                learned = np.arange(len(ids)) >= len(asked)
+            else:
+                assert isinstance(prompt, list) and isinstance(answer, list)
+                if self.template is None:
+                    raise UserError("messages need a chat template: give one in data.chat_template, or text")
+                ids, learned = self.conversation([*prompt, *answer])
+                learned[: len(self.conversation(prompt)[0])] = False  # answers of earlier turns
+            if ids[-1] != self._end:
+                ids, learned = np.append(ids, self._end), np.append(learned, False)
+            halves.append(np.where(learned, ids, ids | UNLEARNED) | mark)
+        return np.concatenate(halves)
 
     def _marked(self, messages: Messages) -> tuple[Messages, list[int]]:
         """Whoever writes a special token in a message must not end it by that: such messages are encoded apart."""
@@ -181,20 +210,21 @@ def keep_template(folder: Path, text: Text) -> None:
     write_json(folder / CONFIG, text.template_names | {"chat_template": text.source})
 
 
-def text_for_training(tokenizer: Path, end_of_text: str, template: str | None) -> Text:
-    """With the template in the file `template`, else the one beside the tokenizer. UserError where there is none."""
+def text_for_training(tokenizer: Path, end_of_text: str, template: str | None, plain: bool = False) -> Text:
+    """With the template in the file `template`, else the one beside the tokenizer. UserError where there is none,
+    unless `plain` text will do."""
     source, special = template_of(tokenizer.parent)
     if template is not None:
         file = Path(template).expanduser()
         if not file.is_file():
             raise UserError(f"data.chat_template = {template!r} is not a file: give a Jinja2 template")
         source = read_text(file, "template")
-    if source is None:
+    if source is None and not plain:
         raise UserError(
             f"there is no chat template beside {tokenizer}: give one in data.chat_template, a Jinja2 file that writes "
             "`messages` as text"
         )
-    return Text(tokenizer, source, {"eos_token": end_of_text} | special)
+    return Text(tokenizer, source, {"eos_token": end_of_text} | special, end_of_text)
 
 
 def _token(value: Any) -> str:

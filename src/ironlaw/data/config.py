@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 from ironlaw import files
 from ironlaw.schema import Section
 
-Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", "chat"]
+Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", "chat", "pairs"]
+CHATS = {"chat": "messages", "pairs": "chosen"}  # formats of conversations, and the fields that hold them
 Packing = Literal["concat", "best_fit"]
 
 # How fast and from where the same samples come: a run may be resumed with others.
@@ -38,7 +39,7 @@ class DataConfig(Section):
 
     # A directory or file of text, code, JSONL or Parquet, a Hugging Face dataset saved to disk, a Megatron .bin or
     # .idx; "stdlib": the Python standard library's sources. format = "chat": JSONL with `messages`, of which the
-    # assistant's are learned.
+    # assistant's are learned; "pairs": with `prompt`, `chosen` and `rejected`.
     path: str = "stdlib"
     format: Format = "auto"
     field: str = "text"
@@ -72,7 +73,7 @@ class DataConfig(Section):
     def _chat_is_packed(cls, given: Any) -> Any:
         """Conversations are packed whole unless said otherwise."""
         if isinstance(given, dict) and any(
-            isinstance(source, dict) and source.get("format") == "chat" for source in (given, *_tables(given))
+            isinstance(source, dict) and source.get("format") in CHATS for source in (given, *_tables(given))
         ):
             return {"packing": "best_fit"} | given
         return given
@@ -87,9 +88,14 @@ class DataConfig(Section):
                 raise ValueError(
                     f"data.{alone[0]} and data.sources are both given: move it into a [[data.sources]] table"
                 )
-        chats = any(source.format == "chat" for source in self.all_sources)
-        if chats and self.packing != "best_fit":
-            raise ValueError('data.format = "chat" keeps conversations whole: use data.packing = "best_fit"')
+        chats = [source.format for source in self.all_sources if source.format in CHATS]
+        if chats and not (self.packing == "best_fit" and self.masks_documents):
+            raise ValueError(
+                f'data.format = "{chats[0]}" keeps conversations whole and apart: use data.packing = "best_fit" and '
+                "leave out data.mask_documents"
+            )
+        if "pairs" in chats and len(self.all_sources) > 1:
+            raise ValueError('data.format = "pairs" does not mix with other sources: give data.path alone')
         if self.chat_template is not None and not chats:
             raise ValueError('data.chat_template is for conversations: add data.format = "chat"')
         if self.streaming and self.packing == "best_fit":
@@ -111,6 +117,10 @@ class DataConfig(Section):
         if self.sources:
             return self.sources
         return (SourceConfig(path=self.path, format=self.format, field=self.field, split=self.split),)
+
+    @property
+    def pairs(self) -> bool:
+        return any(source.format == "pairs" for source in self.all_sources)
 
     @property
     def masks_documents(self) -> bool:

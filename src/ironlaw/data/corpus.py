@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ironlaw.data import megatron, readers
-from ironlaw.data.config import SourceConfig
+from ironlaw.data.config import CHATS, SourceConfig
 from ironlaw.errors import UserError
 from ironlaw.files import read_json
 
@@ -88,7 +88,7 @@ class Corpus:
     @property
     def tokenised(self) -> bool:
         """Whether the source holds token ids instead of text."""
-        return any(file.kind in ("megatron", "chat") for file in self.files)
+        return any(file.kind in ("megatron", "chat", "pairs") for file in self.files)
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -161,18 +161,20 @@ class Corpus:
                 for record in readers.read(file.kind, file.path, self.field, position):
                     done = before + min(record.done_bytes, file.size)
                     content = record.content
-                    if isinstance(content, list):
+                    if isinstance(content, list | dict):
                         content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
                     yield Document(content, file, (number, record.next), done, record.reason)
             before += file.size
 
-    def _tokens_of(self, messages: readers.Messages, where: str) -> np.ndarray:
+    def _tokens_of(self, content: readers.Messages | readers.Preference, where: str) -> np.ndarray:
         assert self.chat is not None
         try:
-            ids, learned = self.chat.conversation(messages)
+            if isinstance(content, dict):
+                return self.chat.preference(content)
+            ids, learned = self.chat.conversation(content)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        return np.where(learned, ids, ~ids)
+        return np.where(learned, ids, ids | readers.UNLEARNED)
 
 
 def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
@@ -192,7 +194,7 @@ def find(source: SourceConfig | str, maximum_file_bytes: int = 2**30) -> Corpus:
     if not root.exists():
         raise UserError(f'data.path = "{source.path}" does not exist: write a directory or file of text, or "stdlib"')
     root = root.resolve()
-    field = "messages" if source.format == "chat" and source.field == "text" else source.field
+    field = CHATS.get(source.format, source.field) if source.field == "text" else source.field
     corpus = Corpus(root, [], maximum_file_bytes, field)
     if root.is_file():
         _add(corpus, root, root.name, source)

@@ -14,7 +14,7 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.shards import TokenArray, open_documents, open_learned, open_tokens, read_index
+from ironlaw.data.shards import TokenArray, open_documents, open_marks, open_tokens, read_index
 from ironlaw.data.splits import SPLITS
 from ironlaw.errors import UserError
 
@@ -85,8 +85,8 @@ class Dataset:
     name: str = ""  # the source's path
     sources: tuple[Dataset, ...] = ()  # of a mixture, whose `train` and `validation` are theirs behind one another
     weights: tuple[float, ...] = ()  # of the sources, as given
-    train_learned: TokenArray | None = None  # (tokens,) bool: which are targets; None: all
-    validation_learned: TokenArray | None = None
+    train_marks: TokenArray | None = None  # (tokens,) uint8, `shards.open_marks`; None: all are learned
+    validation_marks: TokenArray | None = None
     stream: Stream | None = None  # tokenised while training: `train` is empty
 
     @property
@@ -111,8 +111,8 @@ def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = Tru
     return Dataset(
         train=open_tokens(folder, index, "train"),
         validation=open_tokens(folder, index, "validation"),
-        train_learned=open_learned(folder, index, "train"),
-        validation_learned=open_learned(folder, index, "validation"),
+        train_marks=open_marks(folder, index, "train"),
+        validation_marks=open_marks(folder, index, "validation"),
         train_documents=open_documents(folder, index, "train"),
         validation_documents=open_documents(folder, index, "validation"),
         vocab=index["tokenizer"]["vocab"],

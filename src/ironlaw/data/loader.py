@@ -88,7 +88,8 @@ class Loader:
             packed = self._pack(bounds)
             if packed.number == 0:
                 raise UserError("there is no validation text: raise data.validation_fraction or give more in data.path")
-            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text, dataset.validation_learned)
+            marks = dataset.validation_marks
+            rows = PackedRows(dataset.validation, packed, 0, dataset.end_of_text, marks, config.pairs)
             return batches.evaluation_rows(rows, sequences_per_batch, limit, config.masks_documents)
         masked = bounds if config.masks_documents else None
         return batches.evaluation_batches(dataset.validation, self.sequence, sequences_per_batch, limit, masked)
@@ -127,11 +128,17 @@ class Loader:
                     f"the training text packs into {packed.number:,} rows of {self.sequence} tokens but one batch "
                     f"needs {needed}: lower train.global_batch or model.context, or give more text in data.path"
                 )
-            return PackedRows(tokens, packed, seed, dataset.end_of_text, dataset.train_learned)
+            return PackedRows(tokens, packed, seed, dataset.end_of_text, dataset.train_marks, self.config.pairs)
         batches.check_enough(tokens, self.sequence, needed)
         return Windows(tokens, self.sequence, seed, needed, dataset.train_documents)
 
     def _pack(self, bounds: np.ndarray) -> Packed:
         if id(bounds) not in self._packed:
+            longest = int(np.diff(bounds).max(initial=0)) if self.config.pairs else 0
+            if longest > self.sequence:
+                raise UserError(
+                    f"a pair of answers with their prompt has {longest:,} tokens, more than a sequence of "
+                    f"{self.sequence:,}: raise train.sequence, or leave that pair out"
+                )
             self._packed[id(bounds)] = best_fit(bounds, self.sequence)
         return self._packed[id(bounds)]

@@ -120,7 +120,7 @@ def prepare_mixture(
 def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = False) -> Dataset:
     """The dataset of several sources; `baseline`: with the trivial baseline, which reads all their tokens."""
     train, validation = (join([getattr(part, split) for part in parts]) for split in SPLITS)
-    learned = [_join_learned(parts, split) for split in SPLITS]
+    marks = [_join_marks(parts, split) for split in SPLITS]
     vocab = max(part.vocab for part in parts)
     return Dataset(
         train=train,
@@ -133,10 +133,10 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
         tokenizer_path=parts[0].tokenizer_path,
         folder=None,
         statistics=_together([part.statistics for part in parts]),
-        train_learned=learned[0],
-        validation_learned=learned[1],
+        train_marks=marks[0],
+        validation_marks=marks[1],
         # Of answers alone it would be another one.
-        unigram_loss=unigram_loss(train, validation, vocab) if baseline and learned[0] is None else None,
+        unigram_loss=unigram_loss(train, validation, vocab) if baseline and marks[0] is None else None,
         reused=all(part.reused for part in parts),
         name=" + ".join(part.name for part in parts),
         sources=tuple(parts),
@@ -144,11 +144,11 @@ def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = 
     )
 
 
-def _join_learned(parts: Sequence[Dataset], split: str) -> TokenArray | None:
-    found = [getattr(part, f"{split}_learned") for part in parts]
+def _join_marks(parts: Sequence[Dataset], split: str) -> TokenArray | None:
+    found = [getattr(part, f"{split}_marks") for part in parts]
     if all(one is None for one in found):
         return None
-    every = [np.broadcast_to(np.True_, len(getattr(part, split))) for part in parts]
+    every = [np.broadcast_to(np.uint8(0), len(getattr(part, split))) for part in parts]
     return join([all_of if one is None else one for one, all_of in zip(found, every, strict=True)])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.config import DataConfig, SourceConfig
+from ironlaw.data.config import CHATS, DataConfig, SourceConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.mixture import prepare_mixture
 from ironlaw.data.mock import mock
@@ -51,15 +51,13 @@ def folders_of(config: DataConfig, vocab: int) -> list[Path]:
 def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[tuple[SourceConfig, corpora.Corpus]]:
     """The sources with their files; conversations with what tokenises them."""
     sources = [(source, corpora.find(source, config.maximum_file_bytes)) for source in config.all_sources]
-    chats = [corpus for source, corpus in sources if source.format == "chat"]
+    chats = [corpus for source, corpus in sources if source.format in CHATS]
     if chats and given is None:
-        raise UserError(
-            'data.format = "chat" needs the tokenizer of the model that learns: give data.tokenizer, or model.from'
-        )
+        raise UserError("conversations need the tokenizer of the model that learns: give data.tokenizer, or model.from")
     if chats and given is not None:
         from ironlaw.data.chat import text_for_training
 
-        text = text_for_training(given.path, given.end_of_text_token, config.chat_template)
+        text = text_for_training(given.path, given.end_of_text_token, config.chat_template, config.pairs)
         for corpus in chats:
             corpus.chat = text
     return sources

@@ -22,15 +22,19 @@ from ironlaw.data import megatron
 from ironlaw.errors import UserError
 
 Content = str | np.ndarray
-"""Text, or token ids of a source that is tokenised already: int64 (N,), where a token that is not learned is ~id."""
+"""Text, or token ids of a source that is tokenised already; those of conversations carry marks in their high bits."""
+MARKS = 40
+UNLEARNED, REJECTED, IDS = 1 << MARKS, 2 << MARKS, (1 << MARKS) - 1
 Messages = list[dict[str, Any]]  # a conversation before it is tokenised
+Preference = dict[str, str | Messages]  # prompt, chosen, rejected
+Raw = Content | Messages | Preference
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One document of a file, or a place where there should have been one."""
 
-    content: Content | Messages | None  # None: left out, for `reason`
+    content: Raw | None  # None: left out, for `reason`
     next: int  # where the next one begins
     done_bytes: int  # of the file, on disk, read so far
     reason: str = ""
@@ -62,6 +66,7 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
     readers: dict[str, Callable[[Path, str, int], Iterator[Record]]] = {
         "jsonl": _read_jsonl,
         "chat": partial(_read_jsonl, take=_conversation),
+        "pairs": partial(_read_jsonl, take=_preference),
         "parquet": _read_parquet,
         "arrow": _read_arrow,
         "megatron": _read_megatron,
@@ -71,7 +76,7 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
 
 def spots(kind: str, path: Path, number: int) -> list[int]:
     """Up to `number` positions spread over a file, to sample it without reading all of it."""
-    if kind in ("jsonl", "chat"):
+    if kind in ("jsonl", "chat", "pairs"):
         if path.suffix.lower() in _COMPRESSED:
             return [0]  # cannot be entered in the middle
         size = path.stat().st_size
@@ -93,26 +98,40 @@ def usable(text: str) -> str:
 # -- JSONL -----------------------------------------------------------------------------------------------------------
 
 
-def _text(found: Any) -> tuple[Content | Messages | None, str]:
-    """What a document holds, or what it lacks."""
+Take = Callable[[dict[str, Any], str], tuple[Raw | None, str]]
+"""What the fields of a line hold in the one that is asked for, or None and what they lack; "": it is empty."""
+
+
+def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
+    found = fields.get(field)
     if not isinstance(found, str):
         return None, "text"
     return (usable(found) if found.strip() else None), ""
 
 
-def _conversation(found: Any) -> tuple[Content | Messages | None, str]:
+def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
+    found = fields.get(field)
     if not isinstance(found, list) or not found:
         return None, "a list of messages"
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
         return None, 'a "role" in every message'
     if not all(isinstance(m.get("content"), str) for m in found):
         return None, 'text as "content" of every message'
-    if not any(m["role"] == "assistant" and m["content"].strip() for m in found):
+    if field != "prompt" and not any(m["role"] == "assistant" and m["content"].strip() for m in found):
         return None, "an answer of the assistant"
     return [m | {"content": usable(m["content"])} for m in found], ""
 
 
-Take = Callable[[Any], tuple[Content | Messages | None, str]]
+def _preference(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
+    """A prompt and two answers to it, all as text or all as messages."""
+    take = _conversation if isinstance(fields.get("prompt"), list) else _text
+    parts: Preference = {}
+    for name in ("prompt", "chosen", "rejected"):
+        found, lacks = take(fields, name)
+        if not isinstance(found, str | list):
+            return None, f'{lacks or "text"} as "{name}"'
+        parts[name] = found
+    return parts, ""
 
 
 def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Iterator[Record]:
@@ -145,7 +164,7 @@ def _from_line(line: bytes, path: Path, field: str, position: int, done: int, fi
     if first and not isinstance(document, dict):
         raise UserError(f"{path} is not JSONL: its first line is no JSON object")
     fields = document if isinstance(document, dict) else {}
-    content, lacks = take(fields.get(field))
+    content, lacks = take(fields, field)
     if content is None and first and lacks:
         what = (
             f'the field "{field}" of {path} is without {lacks}' if field in fields else f'{path} has no field "{field}"'

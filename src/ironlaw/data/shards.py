@@ -2,7 +2,7 @@
 
 A folder holds `index.json`, `tokenizer.json` and, for shard NNNNN and each split, `SPLIT-NNNNN.bin` (token ids,
 little-endian, nothing else) and `SPLIT-NNNNN_documents.npy` (int64, one more than documents: where each begins in the
-shard, and the end). Of conversations `SPLIT-NNNNN_learned.bin` says which tokens are learned, in a byte each. Schema 1
+shard, and the end). Of conversations `SPLIT-NNNNN_marks.bin` has a byte per token (`open_marks`). Schema 1
 had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it is still read.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from ironlaw.cores import usable_cores
 from ironlaw.data.corpus import START, Cursor
+from ironlaw.data.readers import IDS, MARKS, UNLEARNED
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import Piece
 from ironlaw.data.tokenizer import file_sha256
@@ -40,28 +41,28 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
 
 def files_of(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, checksum) of the files that a split has in a shard; the tokens' first."""
-    return [(entry[f"{what}file"], entry[f"{what}sha256"]) for what in ("", "documents_", "learned_")
+    return [(entry[f"{what}file"], entry[f"{what}sha256"]) for what in ("", "documents_", "marks_")
             if f"{what}file" in entry]  # fmt: skip
 
 
 class SplitWriter:
-    """Appends documents to one split's files of one shard; `chat`: and which of their tokens are learned."""
+    """Appends documents to one split's files of one shard; `marked`: and what their tokens are marked with."""
 
-    def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any], chat: bool = False):
+    def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any], marked: bool = False):
         self._folder = folder
         self._dtype = dtype
         self._name = f"{split}-{number:05d}"
         self._file: BinaryIO = open(folder / f"{self._name}.bin", "wb")  # noqa: SIM115 closed by `finish` and `close`
         self._digest = hashlib.sha256()
         self._ends = [0]
-        self._learned: list[np.ndarray] | None = [] if chat else None
+        self._marks: list[np.ndarray] | None = [] if marked else None
         self.tokens = 0
         self.bytes = 0
 
     def write(self, ids: np.ndarray, text_bytes: int) -> None:
-        if self._learned is not None:
-            self._learned.append(ids >= 0)
-            ids = np.where(ids < 0, ~ids, ids)
+        if self._marks is not None:
+            self._marks.append((ids >> MARKS).astype(np.uint8))
+            ids = ids & IDS
         data = ids.astype(self._dtype).tobytes()
         # Written, not mapped: a full disk is then an error, where a mapping would kill the process.
         self._file.write(data)
@@ -82,12 +83,12 @@ class SplitWriter:
             np.save(file, np.array(self._ends, dtype=np.int64))
             file.flush()
             os.fsync(file.fileno())
-        learned = {}
-        if self._learned is not None:
-            beside = self._folder / f"{self._name}_learned.bin"
-            beside.write_bytes(np.concatenate([np.empty(0, bool), *self._learned]).tobytes())
-            learned = {"learned_file": beside.name, "learned_sha256": file_sha256(beside)}
-        return learned | {
+        marks = {}
+        if self._marks is not None:
+            beside = self._folder / f"{self._name}_marks.bin"
+            beside.write_bytes(np.concatenate([np.empty(0, np.uint8), *self._marks]).tobytes())
+            marks = {"marks_file": beside.name, "marks_sha256": file_sha256(beside)}
+        return marks | {
             "file": f"{self._name}.bin",
             "documents_file": boundaries.name,
             "documents": len(self._ends) - 1,
@@ -104,11 +105,11 @@ class SplitWriter:
 class ShardWriter:
     """One shard of both splits. `finish` gives its entry of the index."""
 
-    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int, chat: bool = False):
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int, marked: bool = False):
         self.number = number
         self._end_of_text = end_of_text
-        self._chat = chat
-        self._writers = {split: SplitWriter(folder, split, number, dtype, chat) for split in SPLITS}
+        self._marked = marked
+        self._writers = {split: SplitWriter(folder, split, number, dtype, marked) for split in SPLITS}
         self._skipped: Counter[str] = Counter()
         self._last = -1
         self.next: Cursor = START  # where the documents of the next shard begin
@@ -127,9 +128,9 @@ class ShardWriter:
                 self._last = int(ids[-1])
             if piece.last:
                 # Text never ends in the separator; tokens made elsewhere usually do.
-                if isinstance(piece.content, str) or self._last not in (self._end_of_text, ~self._end_of_text):
+                if isinstance(piece.content, str) or self._last & IDS != self._end_of_text:
                     # Of a conversation it is not learned: the template says what ends an answer.
-                    writer.write(np.array([~self._end_of_text if self._chat else self._end_of_text]), 0)
+                    writer.write(np.array([self._end_of_text | self._marked * UNLEARNED]), 0)
                 writer.end_document()
         if piece.next is not None:
             self.next = piece.next
@@ -264,12 +265,12 @@ def open_tokens(folder: Path, index: dict[str, Any], split: Split) -> TokenArray
     return join([_map(folder / shard[split]["file"], dtype) for shard in index["shards"]])
 
 
-def open_learned(folder: Path, index: dict[str, Any], split: Split) -> TokenArray | None:
-    """(tokens,) bool: which are learned; None: all."""
+def open_marks(folder: Path, index: dict[str, Any], split: Split) -> TokenArray | None:
+    """(tokens,) uint8: 1 is not learned, 2 belongs to the answer that was rejected; None: all are 0."""
     shards = index["shards"]
-    if "learned_file" not in shards[0][split]:
+    if "marks_file" not in shards[0][split]:
         return None
-    return join([_map(folder / shard[split]["learned_file"], np.dtype(bool)) for shard in shards])
+    return join([_map(folder / shard[split]["marks_file"], np.dtype(np.uint8)) for shard in shards])
 
 
 def open_documents(folder: Path, index: dict[str, Any], split: Split) -> np.ndarray:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ironlaw import units
 from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
@@ -108,7 +110,9 @@ def _loop(run: Ledger) -> Loop | None:
         return None
     clips = any(line.phase is Phase.OPTIMIZER and line.operation == "clip" and line.count for line in run.lines)
     gradients = str(run.facts.get("gradients_found") or "none")
-    return Loop(tuple(Update.from_json(u) for u in updates), clips, run.facts["device"] != "cpu", gradients)
+    return Loop(
+        TypeAdapter(tuple[Update, ...]).validate_python(updates), clips, run.facts["device"] != "cpu", gradients
+    )
 
 
 def _add_shapes(document: dict[str, Any], run: Ledger) -> None:

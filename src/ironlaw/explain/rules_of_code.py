@@ -251,6 +251,15 @@ def _by_hand_figures(e: Evidence) -> list[str]:
     return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
 
 
+def _share_of(fact: str, phase: Phase) -> Callable[[Evidence], float | None]:
+    """Of the step: the phase, by the share of the gradients' elements that a fact has."""
+
+    def measure(e: Evidence) -> float | None:
+        return e.fact(fact)["part"] * (e.phase_share(phase) or 0.0) if e.fact(fact) else None
+
+    return measure
+
+
 def _copies_figures(e: Evidence) -> list[str]:
     lines = (e.fact("lines") or {}).get(str(Phase.FORWARD), [])
     return [f"{place}: {percent(share, 0)} of the forward pass" for place, share in lines if place != "?"]
@@ -300,6 +309,20 @@ CODE_RULES: tuple[Rule, ...] = (
         "update_unfused", Axis.ALGORITHM, 0.05, _gain("fused_update"),
         "The optimizer's update is not fused: {share} of the step goes to passing over the weights again and again.",
         "fused=True in the optimizer's constructor", "both timed at the end of the run; 5% is above their noise",
+    ),
+    Rule(
+        "gradients_idle", Axis.ALGORITHM, 0.05, _share_of("idle_gradients", Phase.BACKWARD),
+        "Gradients are computed for weights that no optimizer updates: about {share} of the step.",
+        "requires_grad_(False) on what is frozen, or torch.no_grad() around its part of the forward pass",
+        "the backward pass, by the share of such weights; 5% as for forward passes that nothing reads",
+        placed="idle_gradients",
+    ),
+    Rule(
+        "rows_untouched", Axis.ALGORITHM, 0.10, _share_of("untouched_rows", Phase.OPTIMIZER),
+        "Rows of embeddings that no token of the batch was are updated all the same: {share} of the step.",
+        "nn.Embedding(..., sparse=True) with torch.optim.SparseAdam of its own; moments of untouched rows then rest",
+        "the update, by their share of all gradients; models of a few thousand words stay under 10%",
+        placed="untouched_rows",
     ),
     Rule(
         "update_by_hand", Axis.ALGORITHM, 0.10, _by_hand,
@@ -445,7 +468,7 @@ CODE_RULES: tuple[Rule, ...] = (
     Rule(
         "graphs_retained", Axis.ALGORITHM, NOTICED, _found("retained_graphs"),
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
-        "loss.backward() without retain_graph", "only a second backward pass through the same graph needs it",
+        "loss.backward() without retain_graph and create_graph", "only a second pass through the same graph needs it",
         placed="retained_graphs", fault=False, notice=True,
     ),
     Rule(

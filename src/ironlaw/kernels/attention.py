@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ironlaw.files import cache_folder
-from ironlaw.kernels.native import FORMATS, library
+from ironlaw.kernels.library import FORMATS, library
 
-SOURCE = Path(__file__).with_name("attention.c")
 TENSORS = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
 
 
@@ -60,7 +57,7 @@ def available(dtype: torch.dtype) -> bool:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
-    found = library(SOURCE, {"ACTIVATION": FORMATS[dtype]}, cache_folder() / "kernels")
+    found = library("attention.c", {"ACTIVATION": FORMATS[dtype]})
     if found is None:
         return None
     found.causal.argtypes, found.causal.restype = (ctypes.c_void_p, ctypes.c_int32), ctypes.c_int32

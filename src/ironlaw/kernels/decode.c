@@ -4,25 +4,10 @@
    tokens a page, the formats STORE and ACTIVATION. A row of a part of the cache is (page x SHARED + head) x PAGE + place
    (`model/cached.py`, `Pages`). The softmax is taken page by page with a running maximum (arXiv 1805.02867). */
 
-#include <stdint.h>
+#include "product.c"
 
-#define FP32 0
-#define BF16 1
-#define INT8 2
 #define FP8 3
 #define GROUP (HEADS / SHARED)
-
-typedef uint16_t bf16;
-
-static inline float widened(bf16 x) {
-    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
-    return u.value;
-}
-
-static inline bf16 narrowed(float x) { /* to the nearest, ties to even */
-    union { float value; uint32_t bits; } u = {x};
-    return (bf16)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
-}
 
 #if STORE == FP32
 typedef float stored;
@@ -72,21 +57,6 @@ void prepare(const float *values) {
 #else
     (void)values;
 #endif
-}
-
-/* e^x for x <= 0: 2^n times a polynomial of the rest (the terms of its series, up to 1e-7 of the value). */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    int32_t n = (int32_t)(x * 1.44269504f - 0.5f);
-    float r = x - n * 0.693145752f - n * 1.42860677e-6f;
-    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
-    union { int32_t bits; float value; } u = {(n + 127) << 23};
-    return p * u.value;
-}
-
-static inline float hyperbolic_tangent(float x) {
-    float e = exponential(x < 0 ? 2 * x : -2 * x), t = (1 - e) / (1 + e);
-    return x < 0 ? -t : t;
 }
 
 static inline long row_of(const Step *step, int token, int place, int head) {
@@ -210,3 +180,58 @@ void attend(const Layer *layer, const Step *step, const activation *query, long 
         attend_one(layer, step, query + n * query_stride, out + (long)n * HEADS * VALUE, n, i % SHARED);
     }
 }
+
+#if (STORE == FP32 || STORE == BF16) && KEY == VALUE && defined(__AVX512F__) && defined(__AVX512BW__)
+typedef struct {
+    const Layer *layer;
+    Linear qkv, out, gate, up, down; /* no gate: its weight is NULL */
+    const float *attention_norm, *ffn_norm;
+    float attention_eps, ffn_eps, factor; /* factor: of what a branch adds to the residual stream */
+    int32_t hidden, activation;
+} Block;
+
+/* A product of rows in fp32, which become what the weight multiplies in `codes`. */
+static void multiply(const Linear *l, const float *x, const Result *to, const Step *step, void *codes, float *scales) {
+    long rows = step->tokens, count = rows * l->inputs;
+    if (l->format == BF16)
+        for (long i = 0; i < count; i++) ((bf16 *)codes)[i] = narrowed(x[i]);
+    if (l->format == INT8) quantize(x, codes, scales, rows, l->inputs);
+    product(l, l->format == FP32 ? (const void *)x : codes, scales, to, rows, step->threads);
+}
+
+#if ACTIVATION == FP32
+#define MULTIPLY(l, x, to) multiply(l, x, to, step, codes, scales)
+#else /* of which the weights are too */
+#define MULTIPLY(l, x, to) product(l, x, 0, to, rows, step->threads)
+#endif
+
+/* Tokens `x` (tokens, hidden), in place, through one block. `cosines`: NULL where nothing turns. `scratch`: for each
+   token, 4 bytes for each element of hidden, qkv, out's inputs, down's inputs twice, the longest input, and one more. */
+void block(const Block *b, const Step *step, float *x, const activation *cosines, const activation *sines, int turned,
+           float *scratch) {
+    long rows = step->tokens, stride = (HEADS + 2 * SHARED) * KEY;
+    float *read = scratch, *scales;
+    activation *together = (activation *)(read + rows * b->hidden), *mixed = together + rows * stride;
+    activation *gated = mixed + rows * HEADS * VALUE, *wide = gated + rows * b->down.inputs;
+    scales = (float *)(wide + rows * b->down.inputs);
+    void *codes = scales + rows;
+    Result adds = {.sum = x, .factor = b->factor}, stores = {.is_bf16 = ACTIVATION == BF16};
+
+    norm(x, b->attention_norm, read, rows, b->hidden, b->attention_eps);
+    stores.out = together;
+    multiply(&b->qkv, read, &stores, step, codes, scales);
+    if (cosines) turn(together, stride, HEADS + SHARED, cosines, sines, rows, turned);
+    keep(b->layer, step, together + HEADS * KEY, stride, together + (HEADS + SHARED) * KEY, stride);
+    attend(b->layer, step, together, stride, mixed);
+    MULTIPLY(&b->out, mixed, &adds);
+
+    norm(x, b->ffn_norm, read, rows, b->hidden, b->ffn_eps);
+    stores.out = gated, stores.activation = b->activation;
+    multiply(b->gate.weight ? &b->gate : &b->up, read, &stores, step, codes, scales);
+    if (b->gate.weight) {
+        stores.out = wide, stores.times = gated, stores.activation = NONE;
+        multiply(&b->up, read, &stores, step, codes, scales);
+    }
+    MULTIPLY(&b->down, (b->gate.weight ? wide : gated), &adds);
+}
+#endif

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from ironlaw.cores import group_limits
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
@@ -35,12 +37,15 @@ def is_virtual() -> bool | None:
 
 def memory_bytes() -> int:
     """Memory this process may use: the machine's, or its control group's limit when that is lower."""
-    total = int(psutil.virtual_memory().total)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        return min(total, int(limit)) if limit.isdigit() else total
-    except OSError:
-        return total
+    limits = [int(limit) for (limit,) in group_limits("memory.max") if limit != "max"]
+    return min([int(psutil.virtual_memory().total), *limits])
+
+
+def available_bytes() -> int:
+    """Memory that is free to take, on the machine and within the control group."""
+    held = zip(group_limits("memory.max"), group_limits("memory.current"), strict=False)
+    free = [int(limit) - int(used) for (limit,), (used,) in held if limit != "max"]
+    return max(0, min([int(psutil.virtual_memory().available), *free]))
 
 
 def resident_bytes() -> int:

@@ -28,7 +28,7 @@ from ironlaw import files
 from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
 from ironlaw.machine import host
-from ironlaw.machine.interference import OTHERS
+from ironlaw.machine.interference import OTHERS, middle, undisturbed
 from ironlaw.machine.kernels import (
     Call,
     Pool,
@@ -365,6 +365,14 @@ class Probe:
                 times.append(time.perf_counter() - start)
             result[kind] = float(np.median(times[1:]))
         return result
+
+    def now(self, profile: Profile, seconds: float) -> dict[str, float] | None:
+        """As `ratios`, the middle of looks for so long; None while other programs use the cores: they come and go."""
+        until = time.perf_counter() + seconds
+        looks = [self.ratios(profile)]
+        while time.perf_counter() < until:
+            looks.append(self.ratios(profile))
+        return middle(looks[1:] or looks) if undisturbed(looks[-1:]) else None  # the first one wakes the threads
 
     def ratios(self, profile: Profile) -> dict[str, float]:
         """Kind -> time now over the best when the machine was measured: 1.0 is undisturbed.

@@ -48,6 +48,7 @@ class AdaptedLinear(Linear):
     """A frozen `Linear` with adapters. `product` and `frozen` say how its matrix is held."""
 
     adapters: nn.ModuleDict
+    adapting = True  # False: as if there were none
 
     def frozen(self) -> Tensor:
         """The matrix (N, K)."""
@@ -59,7 +60,7 @@ class AdaptedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):  # once, for all products
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        adapters = list(self.each())
+        adapters = list(self.each()) if self.adapting else []
         stretched = any(adapter.magnitude is not None for adapter in adapters)
         y = self.product(x, None if stretched else self.bias)
         if adapters:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ironlaw.kernels.native import Layer, Native, Step, address
+from ironlaw.kernels.library import address
+from ironlaw.kernels.native import Layer, Native, Step
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.rotary import turn
 from ironlaw.model.scores import alibi_slopes, capped
@@ -143,6 +144,7 @@ class Few:
     table: Tensor  # (P, pages of the longest), int32
     sequence: Tensor  # (count,), int32: row of the table
     positions: Tensor  # (count,), int32
+    scratch: Tensor | None = None  # of `compiled.py`
 
     def __post_init__(self) -> None:
         at = (address(self.table), address(self.sequence), address(self.positions))
@@ -174,10 +176,11 @@ class LayerCache:
             self.sinks, self.slopes = None if sinks is None else sinks.detach().float().contiguous(), slopes
             window = config.sliding_window if windowed else None
             scales = [address(scale) for scale in pages.scales] or [None]
-            self.layer = ctypes.byref(Layer(
+            self.struct = Layer(
                 address(pages.parts[0]), address(pages.parts[-1]), scales[0], scales[-1], address(slopes),
                 address(self.sinks), self.scale, config.attention_cap or 0.0, window or 0,
-            ))  # fmt: skip
+            )  # fmt: skip
+            self.layer = ctypes.byref(self.struct)
 
     def attend(
         self, heads: Tensor, value: Tensor, rotary: tuple[Tensor, Tensor] | None, sinks: Tensor | None

@@ -1,7 +1,8 @@
 """Weights as the processor's products read them fastest, of a model that is only ever read.
 
-oneDNN reorders a weight matrix before it multiplies; packed once, products of a few rows were 1.2 to 30 times faster
-(AMD EPYC, two threads, fp32, 2 to 16 rows of 768 x 2304). On CUDA nothing is. Norms stay in fp32, as in training.
+By our own products where they are compiled (`kernels/product.c`), else by oneDNN's, which reorders a weight matrix
+before it multiplies: packed once, products of a few rows were 1.2 to 30 times faster (AMD EPYC, two threads, fp32, 2 to
+16 rows of 768 x 2304). On CUDA nothing is. Norms stay in fp32, as in training.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.kernels.native import Native
+from ironlaw.kernels.product import Weight, multiplies
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.linear import Linear
 from ironlaw.model.moe import ExpertLinear
@@ -17,7 +19,13 @@ from ironlaw.model.transformer import Transformer
 
 _ROWS = 16  # that the packed layout is chosen for
 # Activations that oneDNN computes on a product's result, by its names.
-_FUSED = {"silu": ("swish", ""), "relu": ("relu", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}
+_FUSED = {
+    "none": ("none", ""),
+    "silu": ("swish", ""),
+    "relu": ("relu", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+}
 
 
 class ReadOnlyLinear(nn.Module):
@@ -27,6 +35,18 @@ class ReadOnlyLinear(nn.Module):
     """
 
     bytes: int
+
+
+class NativeLinear(ReadOnlyLinear):
+    """Its weight is ours."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.held = Weight(linear.weight.to(dtype), linear.bias)
+        self.bytes = self.held.bytes
+
+    def forward(self, x: Tensor, activation: str = "none", times: Tensor | None = None) -> Tensor:
+        return self.held(x, self.held.dtype, activation, times)
 
 
 class PackedLinear(ReadOnlyLinear):
@@ -41,30 +61,34 @@ class PackedLinear(ReadOnlyLinear):
         self.bytes = _bytes(self.packed)
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
 
-    def forward(self, x: Tensor, name: str = "none", algorithm: str = "", times: Tensor | None = None) -> Tensor:
-        """`name`, `algorithm`: an activation of the result, by oneDNN's names; `times`: what the result is multiplied
-        by."""
+    def forward(self, x: Tensor, activation: str = "none", times: Tensor | None = None) -> Tensor:
+        """`times`: what the result is multiplied by, then without an activation."""
         x = x if x.dtype is self.dtype else x.to(self.dtype)
         if times is not None:
             return self.product_times(x, times, self.packed, self.bias, "mul")
+        name, algorithm = _FUSED[activation]
         return self.product(x, self.packed, self.bias, name, [], algorithm)
 
 
 class PackedFeedForward(nn.Module):
     """A dense network whose activation, and the product with its gate, are part of the matrix products."""
 
-    def __init__(self, dense: FeedForward, dtype: torch.dtype) -> None:
+    def __init__(self, dense: FeedForward, dtype: torch.dtype, compiled: bool) -> None:
         super().__init__()
-        self.up = PackedLinear(dense.up, dtype)
-        self.gate = None if dense.gate is None else PackedLinear(dense.gate, dtype)
-        self.down = PackedLinear(dense.down, dtype)
-        self.fused = _FUSED[dense.activation]
+        self.up = packed(dense.up, dtype, compiled)
+        self.gate = None if dense.gate is None else packed(dense.gate, dtype, compiled)
+        self.down = packed(dense.down, dtype, compiled)
+        self.activation = dense.activation
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(self.up(x, *self.fused))
-        x = x if x.dtype is self.up.dtype else x.to(self.up.dtype)
-        return self.down(self.up(x, times=self.gate(x, *self.fused)))
+            return self.down(self.up(x, self.activation))
+        return self.down(self.up(x, times=self.gate(x, self.activation)))
+
+
+def packed(linear: nn.Linear, dtype: torch.dtype, compiled: bool) -> NativeLinear | PackedLinear:
+    own = compiled and multiplies(dtype, linear.in_features)
+    return (NativeLinear if own else PackedLinear)(linear, dtype)
 
 
 class PackedNorm(nn.Module):
@@ -92,8 +116,10 @@ class PackedNorm(nn.Module):
         return x if self.weight is None else x.mul_(self.weight)
 
 
-def pack(model: Transformer, weights: str) -> int:
+def pack(model: Transformer, weights: str, compiled: bool = True) -> int:
     """Replace the linear layers of a model in place; `weights`: fp32 or bf16. Returns the bytes it holds then.
+
+    compiled: our own products, where there are such.
 
     Layers that are packed or quantised already are left as they are.
     """
@@ -110,11 +136,11 @@ def pack(model: Transformer, weights: str) -> int:
                 setattr(parent, name, PackedNorm(child))
             if packs and _fuses(child):
                 assert isinstance(child, FeedForward)
-                setattr(parent, name, PackedFeedForward(child, dtype))
+                setattr(parent, name, PackedFeedForward(child, dtype, compiled))
             if not isinstance(child, nn.Linear) or name == "latent_up":  # whose weight is read by parts
                 continue
             if packs and isinstance(child, Linear):
-                setattr(parent, name, PackedLinear(child, dtype))
+                setattr(parent, name, packed(child, dtype, compiled))
             else:
                 child.to(dtype)
     if weights == "bf16":

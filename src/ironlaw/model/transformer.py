@@ -250,16 +250,18 @@ class Transformer(nn.Module):
 
     def continued(
         self, tokens: Tensor, positions: Tensor, caches: Sequence[LayerCache], rows: Tensor | None = None,
-        long: Tensor | None = None,
+        long: Tensor | None = None, blocks: Sequence[Callable[..., Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits (rows, V) after `tokens` (N,) of any number of sequences, each at its place `positions` (N,), whose
         earlier tokens are in `caches`, one for each block. `rows`: which tokens need logits; all unless given.
-        `long` (N,): tokens of sequences beyond the original context (`rope_long`)."""
+        `long` (N,): tokens of sequences beyond the original context (`rope_long`). `blocks`: what stands for the
+        blocks (`compiled.py`)."""
         assert self.embedding is not None and self.final_norm is not None
         x = self.embed(tokens[None], 0, at=positions)  # (1, N, H): the blocks see one sequence
         kinds = self.kinds()
         rotary = {kind: self.rotary_at(positions, *kind, long) for kind in set(kinds)}
-        for block, kind, cache in zip(self.blocks, kinds, caches, strict=True):
+        through: Sequence[Callable[..., Tensor]] = blocks or list(self.blocks)
+        for block, kind, cache in zip(through, kinds, caches, strict=True):
             x = block(x, rotary[kind], cache)
         x = self.final_norm(x[0] if rows is None else x[0].index_select(0, rows))
         return self.logits(x * self.config.logit_scale if self.config.logit_scale != 1.0 else x)

@@ -1,6 +1,7 @@
 """Linear layers that are only read, whose weights stay in codes: the kernel is chosen by format and device.
 
-    int8, a scale a row    fbgemm's integer products; inputs in 8 bits too, with a scale a token
+    int8, a scale a row    our own integer products (`kernels/product.c`), or fbgemm's; inputs in 8 bits too, with a
+                           scale a token
     int4, a scale per 32   PyTorch's kernel that widens the weights in registers; inputs in bf16, and a bf16 scale
 
 Where no kernel has a format, `quantized_linear` gives None: the layer is dequantised when it is read, and multiplies as
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ironlaw.kernels.product import Weight, multiplies
 from ironlaw.model.packed import ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
@@ -48,6 +50,23 @@ class QuantizedLinear(ReadOnlyLinear):
     def forward(self, x: Tensor) -> Tensor:
         product = self.product(x.reshape(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], -1)
         return product if self.bias is None else product + self.bias.to(x.dtype)
+
+
+class NativeInt8Linear(QuantizedLinear):
+    kernel, format = "own int8", "int8"
+
+    @classmethod
+    def takes(cls, held: Quantized, device: torch.device) -> bool:
+        return _is_rowwise_int8(held) and device.type == "cpu" and multiplies(torch.int8, held.matrix_shape[1])
+
+    def __init__(self, held: Quantized, bias: Tensor | None) -> None:
+        super().__init__(held, bias)
+        assert held.scales is not None
+        self.held = Weight(held.codes.view(torch.int8), bias, held.scales.flatten())
+        self.bytes = self.held.bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held(x, torch.float32).to(x.dtype)
 
 
 class Int8Linear(QuantizedLinear):
@@ -151,7 +170,7 @@ class Int4Linear(QuantizedLinear):
         return product
 
 
-KERNELS = (Int8Linear, WideInt8Linear, Int4Linear)
+KERNELS = (NativeInt8Linear, Int8Linear, WideInt8Linear, Int4Linear)
 
 
 def quantized_linear(held: Held, bias: Tensor | None, device: torch.device) -> QuantizedLinear | None:

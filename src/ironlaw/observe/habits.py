@@ -25,6 +25,7 @@ from ironlaw.observe.user_code import files_of, growing_line, holder_of, line_ca
 
 TURNS = 7
 LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
+LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
 SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
 
@@ -75,6 +76,7 @@ class Habits:
     """`look()` in every backward pass, `stepped()` after every step, `facts()` at the end; calls count by line."""
 
     module: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer] = ()
     on: set[str] = field(default_factory=set)
     resident: list[int] = field(default_factory=list)
     zeroed: Counter[str] = field(default_factory=Counter)  # zero_grad(set_to_none=False)
@@ -87,6 +89,7 @@ class Habits:
     loaders: Counter[str] = field(default_factory=Counter)  # iterators made of DataLoaders
     lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # rule -> where it begins
     compiled: list[int] = field(default_factory=list)  # steps in which the compiler ran
+    gradients: dict[str, Any] | None = None  # what one backward pass computed that no update is for
     profiled: bool = False  # by a profiler that is not ours
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ class Habits:
     def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if keeps_graph(args, kwargs):
             self.retained[user_line() or "?"] += 1
+        if self.gradients is None and len(self.resident) == LOOKED_AT:
+            self.gradients = self._look_into_gradients()
         self.look()
 
     def finds_gradients(self) -> None:
@@ -139,6 +144,23 @@ class Habits:
     def look(self) -> None:
         self.on |= {mode.name for mode in MODES if mode.is_on()}
 
+    def _look_into_gradients(self) -> dict[str, Any]:
+        """Parts of the elements of all gradients: of weights that no optimizer has, and of rows of embeddings that no
+        token of the batch was, which are zeros that an optimizer goes through all the same."""
+        updated = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        graded = [p for p in self.module.parameters() if p.grad is not None]
+        tables = {id(m.weight): m.weight.grad for m in self.module.modules()
+                  if isinstance(m, nn.Embedding | nn.EmbeddingBag)}  # fmt: skip
+        rows = [g for p, g in tables.items() if type(g) is torch.Tensor and not g.is_sparse and p in updated]
+        untouched = sum(float((g == 0).all(dim=1).sum()) * g.shape[1] for g in rows)
+        whole = max(1, sum(p.numel() for p in graded))
+        names = tuple(type(optimizer).__name__ for optimizer in self.optimizers)
+        return {
+            "idle": {"part": sum(p.numel() for p in graded if id(p) not in updated) / whole,
+                     "place": line_calling(names, self._files)},
+            "untouched": {"part": untouched / whole, "place": line_calling(("Embedding", "EmbeddingBag"), self._files)},
+        }  # fmt: skip
+
     def stepped(self) -> None:
         self.look()
         self.resident.append(host.resident_bytes())
@@ -159,6 +181,8 @@ class Habits:
             "zeroed_gradients": most_calls(self.zeroed, steps),
             "retained_graphs": most_calls(self.retained, steps),
             "added_gradients": most_calls(self.added_to, steps),
+            "idle_gradients": self.gradients and self.gradients["idle"],
+            "untouched_rows": self.gradients and self.gradients["untouched"],
             "places": self._places(),
             "forwards_per_step": self.forwards / steps,
             "read_forwards_per_step": self.read / steps,
@@ -278,8 +302,9 @@ def _median_saved(now: Callable[[], None], then: Callable[[], None]) -> float:
 
 
 def keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Of a call of `torch.autograd.backward`."""
-    return bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else None))
+    """Of a call of `torch.autograd.backward`; a graph of the backward pass itself keeps the forward's."""
+    given = dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
+    return bool(given.get("retain_graph") or given.get("create_graph"))
 
 
 def zeroes(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

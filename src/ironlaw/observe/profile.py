@@ -42,6 +42,7 @@ _KINDS = {
         "_int_mm",
         "_scaled_mm",
         "_linear_pointwise",
+        "product",
         "linear_dynamic",
         "_weight_int4pack_mm_for_cpu",
     ),

@@ -18,6 +18,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,7 +38,7 @@ from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import recorded_allocations, recorded_events
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
-from ironlaw.observe.habits import Habits, most_calls
+from ironlaw.observe.habits import LOOKED_AT, Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
@@ -51,7 +52,6 @@ from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_wei
 from ironlaw.observe.updates import updates_of
 
 RECORD_AT = 6  # steps done before the recording: the first ones allocate what later ones reuse
-LOOKED_AT = 2  # steps done when the gradients are looked at: once, for it takes time
 SAMPLE_EVERY_SECONDS = 0.5
 PROBE_EVERY_SECONDS = 2.0  # a probe takes some 10 ms: half a percent of the loop, and in no step
 Item = TypeVar("Item")
@@ -125,7 +125,7 @@ class Watch:
     # -- the loop's side -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._habits = Habits(_inner(self.model))
+        self._habits = Habits(_inner(self.model), self.optimizers)
         listener = Listener(
             self._forward_begins, self._habits.forward_ended, self._backward_begins, self._backward_ended,
             self._habits.updates, self._stepped, self._cleared, self._skipped, self._loader_asked,
@@ -401,7 +401,7 @@ class Watch:
             **{key: value for key, value in self.inputs.items() if key != "signature"},
             "model": {"name": self.name, **describe_model(_inner(self.model))},
             **self._habits.facts(self.inputs.get("tokens_per_micro_batch"), self.inputs.get("precision")),
-            "updates": [update.to_json() for update in updates_of(self.optimizers)],
+            "updates": [asdict(update) for update in updates_of(self.optimizers)],
             "gradients_found": self.gradients_found,
             "fused_update": fused_update_saves(self.optimizers) if self.device.type == "cpu" else None,
             "lines": self.sampler.lines() if self.sampler is not None else None,

@@ -17,7 +17,7 @@ from ironlaw.plan.module import accelerator_target, ledger_on
 from ironlaw.plan.module_timing import CataloguedAccelerator
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options, PlanOutcome, RequestedModel
-from ironlaw.plan.step import finetuning, with_adapters
+from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import fits
 from ironlaw.plan.work import Assumption
 from ironlaw.workload.layout import Layout
@@ -67,6 +67,7 @@ def _ledger(config: RunConfig, on: str, precision: str) -> Ledger:
     target = replace(target, machine=replace(target.machine, precision=target.precision))
     recipe = with_adapters(recipe_of(config, target.precision, cuda=True, gloo=False), config)
     program = step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe)
+    program = with_objective(program, config)
     ledger = ledger_on(target, program, config.model.parameters, {
         "model": config.model.model_dump(mode="json", exclude_none=True), "sequence": config.sequence,
         "global_batch": config.train.global_batch, "micro_batch": config.micro_batch,

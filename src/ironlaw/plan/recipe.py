@@ -64,7 +64,7 @@ def loss_chunk(config: RunConfig) -> int:
     An eighth of the micro-batch, but at most 128 MiB of logits; fewer than 64 tokens make a poor product. None where
     logits are more than a product.
     """
-    if not config.model.logits_are_a_product:
+    if not config.model.logits_are_a_product or config.objective.needs_logits:
         return 0
     tokens, row = config.micro_batch * config.sequence, config.model.vocab * FP32
     wanted = config.train.loss == "chunked" or (config.train.loss == "auto" and tokens * row > FULL_LOGITS_BYTES)

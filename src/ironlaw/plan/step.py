@@ -15,13 +15,13 @@ pipeline is played pass by pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, model_in
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
 from ironlaw.machine import interference
@@ -43,6 +43,7 @@ from ironlaw.workload.mesh import aliases_of
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.program import Program, micro_batch_shape, step
 from ironlaw.workload.recipe import Recipe
+from ironlaw.workload.second_model import with_second_model
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class StepPlan:
     fabric: Fabric | None = None
     offload: Offload | None = None
     attention: AttentionChoice | None = None  # None: ranks, whose kernel is the fused one
+    now: Mapping[str, float] | None = None  # as `interference.expected`
     composition: float = 1.0  # a whole step over the sum of its kernels timed alone
 
     @property
@@ -115,12 +117,20 @@ class StepPlan:
         system = PlannedOn.measured(self.profile, measured, self.hosts)
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
+        pace = {}
+        if self.now is not None:
+            pace = {"pace": self.now["compute"] / interference.typical(self.profile)["compute"]}
+            system = system.at_pace(pace["pace"])
         ledger.decisions = self.decisions
-        ledger.facts = self._facts() | {
-            "peak_at": fullest.memory.where,
-            "matmul_peak_flops_per_second": system.peak_flops_per_second,
-            "planned_as": measured,
-        }
+        ledger.facts = (
+            self._facts()
+            | pace
+            | {
+                "peak_at": fullest.memory.where,
+                "matmul_peak_flops_per_second": system.peak_flops_per_second,
+                "planned_as": measured,
+            }
+        )
         add_totals(ledger, system, self.config.model.parameters, fullest.memory.where)
         add_run_totals(ledger, self.config, self.profile)
         supply = data_supply(self.config, self.profile, ledger.totals["tokens_per_second"].value)
@@ -159,7 +169,7 @@ class StepPlan:
             "versions": profile.versions,
             "precision": self.precision.value,
             "precision_reason": self.precision.reason,
-            "slowdown": interference.typical(profile),
+            "slowdown": interference.expected(profile, self.now),
             "composition": self.composition,
             "copy_bytes_per_second": profile.copy_bytes_per_second,
             "memory_bytes": profile.memory_bytes,
@@ -193,9 +203,22 @@ def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
     """The recipe of a config that trains adapters, where that is planned."""
     if not config.finetune.adapts or config.model.latent is not None:
         return recipe
+    if config.model.moe is not None:
+        raise UserError("adapters of experts are not planned: give a dense model")
     names = names_of(Path(config.train.start_from or ""), config.model)
     targets = targets_of(config.model, names, config.finetune)
     return replace(recipe, adapters=Adapters(config.finetune, tuple(targets)))
+
+
+def with_objective(program: Program, config: RunConfig) -> Program:
+    """With the second model that the objective asks, if any."""
+    objective = config.objective
+    if objective.kind == "distillation":
+        teacher = Path(objective.teacher or "").expanduser()
+        return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
+    if objective.kind == "dpo":  # of adapters the reference is the base, which is there
+        return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
+    return program
 
 
 def finetuning(config: RunConfig, program: Program) -> str:
@@ -223,9 +246,10 @@ def stage_document(plan: StepPlan, stage: StagePlan) -> dict[str, object]:
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def plan_run(config: RunConfig, profile: Profile) -> Ledger:
+def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | None = None) -> Ledger:
     """Parameters, FLOPs, memory, time and energy of `config` as one process on the measured machine. No torch needed.
 
+    `now`: what was seen of the machine right before (`Probe.now`); it changes times, and no decision.
     UserError for what the machine cannot do, or was not measured with.
     """
     if config.train.threads not in (None, profile.threads):
@@ -233,12 +257,12 @@ def plan_run(config: RunConfig, profile: Profile) -> Ledger:
             f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
-    return plan_step(config, profile).ledger()
+    return plan_step(config, profile, now=now).ledger()
 
 
 def plan_step(
     config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: Fabric | None = None, ranks: int = 0,
-    precision: PrecisionChoice | None = None,
+    precision: PrecisionChoice | None = None, now: Mapping[str, float] | None = None,
 ) -> StepPlan:  # fmt: skip
     """The plan of `config` in a layout, on `ranks` processes where that is said. UserError when it cannot run so.
 
@@ -250,7 +274,7 @@ def plan_step(
     machine = MeasuredMachine(profile, interference.typical(profile))
     if layout is None:
         fabric, layout = None, Layout(micro_batch=config.micro_batch)
-        here = SharedMachine(machine, measured)
+        here = SharedMachine(MeasuredMachine(profile, interference.expected(profile, now)), measured)
     else:
         assert fabric is not None
         batch, sequence = config.train.global_batch, config.sequence
@@ -266,6 +290,7 @@ def plan_step(
     if fabric is None:
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
+    program = with_objective(program, config)
     costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     if fabric is None:
@@ -286,7 +311,8 @@ def plan_step(
         stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
     seconds = max(sum(phase.values()) for phase in phases)
     return StepPlan(
-        config, program, precision, seconds, stages, profile, fabric, offload, kernel, machine.composition[measured]
+        config, program, precision, seconds, stages, profile, fabric, offload, kernel, now,
+        machine.composition[measured],
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from ironlaw.catalog import cpu_power
 from ironlaw.config import RunConfig
 from ironlaw.data.supply import recall
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
+from ironlaw.machine.interference import NOW_COUNTS
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.machines import AS_MATMUL, COPY_RATE
 from ironlaw.plan.record import time_interval
@@ -55,6 +56,15 @@ class PlannedOn:
             hosts * profile.matmul_peak(precision), f"the measured {precision} matmul rate of {machines}",
             (low, high), f"sum of the operations' measured curves; {basis}",
         )  # fmt: skip
+
+    def at_pace(self, pace: float) -> PlannedOn:
+        """The same, planned for the speed seen just now; the interval holds that it stays so, and that it passes.
+
+        `pace`: how much longer kernels took than they typically do.
+        """
+        (low, high), ends = self.time_factors, (1.0, pace**-NOW_COUNTS, pace ** (1 - NOW_COUNTS))
+        basis = f"{self.time_basis}; just now this machine runs at {1 / pace:.2f} of its usual speed"
+        return replace(self, time_factors=(low * min(ends), high * max(ends)), time_basis=basis)
 
     def emulating(self) -> PlannedOn:
         """The same, for a run whose products are emulated."""

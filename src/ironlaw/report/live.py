@@ -17,6 +17,7 @@ from ironlaw.ledger import Ledger, relative_error
 from ironlaw.report.dashboard import Dashboard
 
 PLAIN_EVERY_SECONDS = 5.0
+PACE_SAID = 0.03  # a change of the machine's speed that is worth a line
 SMOOTHING = 0.9  # of the step time shown: single steps jitter
 
 
@@ -156,7 +157,9 @@ class LiveRun:
         if plan.facts.get("finetune"):
             self.say(f"Fine-tuning {plan.facts['finetune']}")
         self.say(f"Precision  {plan.facts['precision']} ({plan.facts['precision_reason']})")
-        step = totals["step_seconds"]
+        step, pace = totals["step_seconds"], plan.facts.get("pace", 1.0)
+        if abs(pace - 1) > PACE_SAID:
+            self.say(f"Machine    runs at {1 / pace:.2f} of its usual speed just now, and is planned so in part")
         self.say(
             f"Plan       {units.seconds(step.value)} per step "
             f"({units.seconds(step.low)} to {units.seconds(step.high)}), "

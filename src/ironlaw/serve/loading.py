@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ironlaw.cores import usable_cores
 from ironlaw.data.chat import template_of
 from ironlaw.errors import UserError
+from ironlaw.machine import host
 from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
@@ -57,7 +57,7 @@ class Served:
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             return int(0.9 * free)
-        return int(_KV_SHARE * psutil.virtual_memory().available)
+        return int(_KV_SHARE * host.available_bytes())
 
 
 def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Served:
@@ -100,7 +100,7 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     weights = "+".join(formats) if kernels else wide
     note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
     kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
-    size = pack(model, wide)
+    size = pack(model, wide, config.compiled)
     return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ironlaw.kernels.native import Native
+from ironlaw.kernels.product import Weight
 from ironlaw.ledger import Kind, Line, Phase
 from ironlaw.model.cached import LayerCache, Pages
 from ironlaw.observe.profile import (
@@ -50,6 +51,7 @@ class Recording:
             stack.enter_context(named_modules_recorded(model))
             for name in _OPERATIONS:
                 _scoped(stack, Native, name, partial(native_scope, name))
+            _scoped(stack, Weight, "__call__", partial(native_scope, "product"))
             for owner, name, scope in _SCOPES:
                 _scoped(stack, owner, name, partial(operation_scope, True, scope))
             stack.enter_context(step_scope(True))

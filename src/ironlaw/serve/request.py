@@ -68,7 +68,7 @@ class Piece:
     finish: Finish | None
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself: queues are searched for it
 class Request:
     """`tokens` grow from the prompt to prompt and answer; keys and values of the first `computed` are in pages."""
 

@@ -17,7 +17,7 @@ from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.request import Request
 
 
-@dataclass
+@dataclass(eq=False)
 class Scheduled:
     """One request's part of a step: `count` tokens from `request.computed` on, drafted ones included."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -29,7 +30,15 @@ def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[st
     words += ["--max-num-seqs", str(config.batch), "--max-num-batched-tokens", str(config.token_budget)]
     words += ["--block-size", str(config.block), "--scheduling-policy", config.policy, "--seed", str(config.seed)]
     words += ["--enable-prefix-caching" if config.share_prefixes else "--no-enable-prefix-caching"]
-    for flag, value in (("--max-model-len", config.context), ("--num-gpu-blocks-override", config.blocks)):
+    proposes: dict[str, object] | None = None
+    if config.speculation == "ngram":
+        proposes = {"method": "ngram", "num_speculative_tokens": config.drafted, "prompt_lookup_max": config.ngram}
+    elif config.speculation == "draft":
+        proposes = {"method": "draft_model", "num_speculative_tokens": config.drafted, "model": config.draft}
+    for flag, value in (
+        ("--max-model-len", config.context), ("--num-gpu-blocks-override", config.blocks),
+        ("--kv-cache-memory-bytes", config.kv_memory), ("--speculative-config", proposes and json.dumps(proposes)),
+    ):  # fmt: skip
         words += [flag, str(value)] if value is not None else []
     return words + (["--api-key", *config.api_keys] if config.api_keys else [])  # once: the last flag would win
 

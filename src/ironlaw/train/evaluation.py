@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.model.transformer import Transformer
 
 
-def sum_of_losses(model: Transformer, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
+def sum_of_losses(model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
     """Over the targets of a batch that count, nats, and their number. The model is in evaluation mode."""
     counted = int((batch.targets != IGNORED).sum())
     if not counted:

@@ -37,7 +37,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor
-from ironlaw.observe.measured import Observations, held_bytes, measured_ledger, warmup_steps
+from ironlaw.observe.measured import Observations, measured_ledger, warmup_steps
 from ironlaw.observe.profile import copy_scope, named_modules_recorded, read_profile, silent_stderr, step_scope
 from ironlaw.plan.recipe import batch_of
 from ironlaw.train import checkpoint
@@ -330,7 +330,8 @@ class Trainer:
         began = time.perf_counter()
         self.validation_loss = self._validate()
         found = {"validation_loss": self.validation_loss}
-        found |= in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
+        if self.one_step.objective.per_token:
+            found |= in_other_units(self.validation_loss, self.dataset.bits_per_byte(self.validation_loss))
         if self.one_step.average is not None:
             with self.one_step.average.applied():
                 found["average_validation_loss"] = self._validate()
@@ -467,8 +468,7 @@ class Trainer:
         ledger = measured_ledger(
             observed,
             planned=self.plan,
-            held=held_bytes(step.model, step.optimizer, step.average.tensors if step.average else ())
-            | observed.copies(),
+            held=step.held() | observed.copies(),
             batch_bytes=batch_bytes(batch_of(config)),
             tokens_per_step=config.tokens_per_step,
             facts=facts,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
-from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.data.batch import Batch
 from ironlaw.ledger import Decisions, Phase
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load, update_routing
 from ironlaw.model.transformer import Transformer, use_native_attention
 from ironlaw.observe.clock import StepClock
-from ironlaw.observe.measured import held_bytes
+from ironlaw.observe.measured import held_bytes, tree_bytes
 from ironlaw.observe.profile import operation_scope, phase_scope
 from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.train import precision
@@ -29,11 +29,11 @@ from ironlaw.train.attention import attention_kernel
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
 from ironlaw.train.compile import compile_blocks
-from ironlaw.train.evaluation import sum_of_losses
 from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Agreed, Mesh
 from ironlaw.train.noise_scale import NoiseScale
+from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.recompute import recompute_blocks
@@ -41,6 +41,7 @@ from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
 from ironlaw.train.transfer_stream import stream_to_host
+from ironlaw.workload.objective import FROZEN
 
 
 class Step:
@@ -48,6 +49,7 @@ class Step:
 
     optimizer: torch.optim.Optimizer
     store: Store
+    objective = CrossEntropy()
     attention: str | None = None  # the kernel that computes it, where that is known
     offload: ActivationOffload | None = None
     moment: Any = None  # where rounding is drawn by step and micro-batch
@@ -99,6 +101,7 @@ class Step:
             self.offload = ActivationOffload(self.model, device, stream, plan.offload_ahead_bytes)
             self.model.around = self.offload.around
         self.attention = attention_kernel(self.model, config, device, self.precision)
+        self.objective = objective_of(config, device)
         self.store = AdapterFiles() if adapts else WholeFiles()
         self.writers: Any = self.mesh  # who write a checkpoint together
 
@@ -154,7 +157,8 @@ class Step:
     def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
         # Padding and the ends of documents are no targets; without them every micro-batch has as many as any other.
         uneven = batch.documents is not None or self.config.data.packing == "best_fit"
-        counted = (batch.targets != IGNORED).sum().clamp(min=1) if uneven else None
+        uneven = uneven or self.config.objective.needs_logits
+        counted = self.objective.count(batch).clamp(min=1) if uneven else None
         samples = self._samples(number)
 
         def loss_of(rows: slice) -> Tensor:
@@ -210,12 +214,10 @@ class Step:
     ) -> Tensor:
         """Shares add up to the mean over the whole batch, however unevenly its targets are spread."""
         if counted is not None and self.config.model.moe:  # balance losses belong to a mean
-            loss = self.model(micro.inputs, micro.targets, samples, micro.documents)
-            return loss * (micro.targets != IGNORED).sum() / counted
+            return self.objective(self.model, micro, samples) * self.objective.count(micro) / counted
         if counted is not None:
-            loss = self.model(micro.inputs, micro.targets, samples, micro.documents, reduction="sum")
-            return loss / counted
-        loss = self.model(micro.inputs, micro.targets, samples)
+            return self.objective(self.model, micro, samples, "sum") / counted
+        loss = self.objective(self.model, micro, samples)
         if len(batch.inputs) % self.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.micro_batches
@@ -293,14 +295,20 @@ class Step:
         self.model.train()
 
     def evaluate(self, batch: Batch[Tensor]) -> tuple[float, int]:
-        """Sum of the losses of this rank's targets that count, and their number."""
-        return sum_of_losses(self.model, batch, self.autocast)
+        """Sum of the losses of what counts in this rank's part, and its number."""
+        return self.objective.held_out(self.model, batch, self.autocast)
 
     # -- what is known of it ---------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> int:
         """Of tensors that are held between steps."""
-        return sum(held_bytes(self.model, self.optimizer, self.average.tensors if self.average else ()).values())
+        return sum(self.held().values())
+
+    def held(self) -> dict[str, int]:
+        """Of them, by what they are."""
+        found = held_bytes(self.model, self.optimizer, self.average.tensors if self.average else ())
+        second = self.objective.second
+        return found if second is None else found | {FROZEN: tree_bytes([*second.parameters(), *second.buffers()])}
 
     def host_bytes(self) -> int | None:
         """What offloading holds in the host's memory, None where nothing is offloaded."""

@@ -13,12 +13,16 @@ from ironlaw.data.dataset import Dataset
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
+from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.plan.totals import fits
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.step import Step
+
+LOOK_SECONDS = 0.6  # at the machine's speed before a run, where that is under so much of it
+WORTH_A_LOOK = 0.02
 
 
 class Strategy:
@@ -30,6 +34,11 @@ class Strategy:
     def plan(self, config: RunConfig, profile: Profile) -> Ledger:
         """UserError for a config that cannot run."""
         plan = plan_run(config, profile)
+        worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
+        if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
+            torch.set_num_threads(self.mesh.threads(profile))
+            now = Probe(profile.fp32_products).now(profile, LOOK_SECONDS)
+            plan = plan_run(config, profile, now) if now is not None else plan
         if not fits(plan):
             raise UserError(
                 "the plan does not fit this machine's memory: lower train.micro_batch; "

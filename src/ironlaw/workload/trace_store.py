@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
-from ironlaw.ledger import Kind, Phase
+from pydantic import TypeAdapter
+
 from ironlaw.workload.trace import Trace
 from ironlaw.workload.trace_table import TracedOperation
 
@@ -21,15 +22,6 @@ def trace_to_json(trace: Trace) -> dict[str, Any]:
 
 
 def trace_from_json(document: dict[str, Any]) -> Trace:
-    values = dict(document)
-    values.pop("variants", None)
-    columns = values.pop("columns")
-    values["operations"] = [_operation(dict(zip(columns, row, strict=True))) for row in values["operations"]]
-    values["assumptions"] = tuple(tuple(one) for one in values.get("assumptions", ()))
-    values["output_shapes"] = tuple(tuple(shape) for shape in values["output_shapes"])
-    return Trace(**values)
-
-
-def _operation(row: dict[str, Any]) -> TracedOperation:
-    shapes = {name: tuple(row[name]) if row[name] is not None else None for name in ("matmul", "attention")}
-    return TracedOperation(**(row | shapes | {"kind": Kind(row["kind"]), "phase": Phase(row["phase"])}))
+    values = {key: value for key, value in document.items() if key not in ("variants", "columns")}
+    values["operations"] = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
+    return TypeAdapter(Trace).validate_python(values)

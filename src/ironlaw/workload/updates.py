@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import (
@@ -116,14 +115,6 @@ class Update:
         if self.like is None:
             return f"{self.optimizer}: state as it was held, every tensor passed over once (assumed)"
         return f"{self.optimizer}{', fused' if self.fused else ''}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(document: dict[str, Any]) -> Update:
-        shapes = tuple((tuple(shape), count) for shape, count in document["shapes"])
-        return Update(**(document | {"shapes": shapes}))
 
 
 @dataclass(frozen=True)

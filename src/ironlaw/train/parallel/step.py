@@ -22,7 +22,6 @@ from ironlaw.ledger import Phase
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load
 from ironlaw.observe.clock import StepClock
-from ironlaw.observe.measured import held_bytes
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
@@ -401,7 +400,7 @@ class LayoutStep(Step):
 
     def persistent_bytes(self) -> int:
         """Of tensors this rank holds between steps, a batch included."""
-        held = sum(held_bytes(self.model, self.optimizer, self.average.tensors if self.average else ()).values())
+        held = super().persistent_bytes()
         batch = 2 * 8 * self.share * self.config.sequence
         return held + batch + beside_weights(self.applied, self.schedule, self.outer)
 
@@ -416,6 +415,7 @@ def _check_supported(config: RunConfig, layout: LayoutConfig, precision: str) ->
     """One process does these; several do not yet."""
     train = config.train
     unsupported = {
+        f'objective.kind = "{config.objective.kind}"': config.objective.needs_logits,
         'train.compile = "graphs"': train.compile == "graphs",
         f'train.precision = "{precision}"': precision not in ("fp32", "tf32", "bf16", "fp16"),
         f'train.offload = "{train.offload}"': train.offload != "none",

@@ -1,0 +1,76 @@
+"""C compiled when it is needed, kept in the user's cache directory, and called through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ironlaw.files import cache_folder
+
+log = logging.getLogger("ironlaw.kernels")
+_HERE = Path(__file__).parent
+# Of -ffast-math what needs no start-up code: that would change the arithmetic of the whole process.
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+          "-fassociative-math", "-freciprocal-math", "-fno-semantic-interposition")  # fmt: skip
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}  # by their numbers in C
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_long, ctypes.c_float
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def function(found: Any, *arguments: Any) -> Any:
+    found.argtypes, found.restype = arguments, None
+    return found
+
+
+def library(source: str, defines: Mapping[str, int] | None = None, folder: Path | None = None) -> Any:
+    """A source of this directory as a library, from `folder` or compiled into it; None where that cannot be."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or sys.platform != "linux":
+        return None
+    folder = folder or cache_folder() / "kernels"
+    words = [f"-D{name}={number}" for name, number in (defines or {}).items()]
+    texts = [file.read_text() for file in sorted(_HERE.glob("*.c"))]
+    about = repr((source, texts, _FLAGS, words, _processor(), compiler))
+    file = folder / f"{Path(source).stem}-{hashlib.blake2b(about.encode(), digest_size=10).hexdigest()}.so"
+    try:
+        if not file.is_file():
+            _build([compiler, *_FLAGS, *words, "-c", str(_HERE / source)], file)
+        return ctypes.CDLL(str(file))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning("%s is not compiled: %s", source, (said.strip().splitlines() or ["the compiler failed"])[0])
+        return None
+
+
+def _build(compiles: list[str], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as place:
+        made, linked = f"{place}/made.o", f"{place}/made.so"
+        # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would take turns at the cores.
+        for words in ([*compiles, "-o", made], [compiles[0], "-shared", made, "-o", linked]):
+            subprocess.run(words, check=True, capture_output=True, text=True, timeout=120)
+        os.replace(linked, file)
+
+
+def _processor() -> str:
+    """What -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

@@ -1,0 +1,202 @@
+/* Products of a few or many rows with weights that are only read, for AVX-512: fp32, bf16 and int8 alike.
+
+   A weight (outputs, inputs) lies as (outputs / TILE, inputs / PACK, TILE, PACK), padded with zeros to whole tiles: PACK
+   elements fill 4 bytes, and every step of the inner loop reads two vectors of weights, one after the other through
+   memory, and 4 bytes of each row. Sums are fp32, of int8 int32. Inputs of int8 are codes + 128, with a scale a row. */
+
+#include <stdint.h>
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#endif
+
+#define FP32 0
+#define BF16 1
+#define INT8 2
+#define TILE 32 /* outputs whose sums stay in registers */
+#define ROWS 12 /* rows of which they do */
+
+enum { NONE, RELU, SQUARED_RELU, SILU, GELU, GELU_TANH };
+
+typedef uint16_t bf16;
+
+static inline float widened(bf16 x) {
+    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
+    return u.value;
+}
+
+static inline bf16 narrowed(float x) { /* to the nearest, ties to even */
+    union { float value; uint32_t bits; } u = {x};
+    return (bf16)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
+}
+
+/* e^x for x <= 0: 2^n times a polynomial of the rest (the terms of its series, up to 1e-7 of the value). */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    int32_t n = (int32_t)(x * 1.44269504f - 0.5f);
+    float r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
+    union { int32_t bits; float value; } u = {(n + 127) << 23};
+    return p * u.value;
+}
+
+static inline float hyperbolic_tangent(float x) {
+    float e = exponential(x < 0 ? 2 * x : -2 * x), t = (1 - e) / (1 + e);
+    return x < 0 ? -t : t;
+}
+
+static inline float error_function(float x) { /* Abramowitz and Stegun 7.1.26, up to 1.5e-7 */
+    float a = x < 0 ? -x : x, t = 1 / (1 + 0.3275911f * a);
+    float p = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+    float e = 1 - p * exponential(-a * a);
+    return x < 0 ? -e : e;
+}
+
+static inline float activated(float x, int how) {
+    float positive = x > 0 ? x : 0;
+    if (how == RELU) return positive;
+    if (how == SQUARED_RELU) return positive * positive;
+    if (how == SILU) {
+        float e = exponential(x < 0 ? x : -x);
+        return x * (x < 0 ? e : 1) / (1 + e);
+    }
+    if (how == GELU) return 0.5f * x * (1 + error_function(x * 0.707106781f));
+    if (how == GELU_TANH) return 0.5f * x * (1 + hyperbolic_tangent(0.797884561f * (x + 0.044715f * x * x * x)));
+    return x;
+}
+
+typedef struct {
+    const void *weight;
+    const float *bias, *scales; /* of outputs, or NULL; scales of int8 */
+    const int32_t *sums;        /* of int8: each output's codes times -128 added up */
+    int32_t inputs, outputs, format;
+} Linear;
+
+typedef struct { /* where the rows of a product go, (rows, outputs): added up in fp32, or stored */
+    float *sum;
+    void *out;
+    const void *times; /* what the activated product is multiplied by, of the type of `out`; or NULL */
+    float factor;      /* of what is added to `sum` */
+    int32_t activation, is_bf16;
+} Result;
+
+int formats(void) { /* that this processor multiplies: a bit each */
+    int known = 0;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    known |= 1 << FP32;
+#ifdef __AVX512BF16__
+    known |= 1 << BF16;
+#endif
+#ifdef __AVX512VNNI__
+    known |= 1 << INT8;
+#endif
+#endif
+    return known;
+}
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE __m512 multiplied(__m512 sum, __m512i weight, __m512i x, int format) {
+#ifdef __AVX512BF16__
+    if (format == BF16) return _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)x);
+#endif
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(weight), _mm512_castsi512_ps(x), sum);
+}
+
+INLINE __m512i multiplied_codes(__m512i sum, __m512i weight, __m512i x) {
+#ifdef __AVX512VNNI__
+    /* GCC 12 copies the sums around its own intrinsic, which took twice as long. */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+#endif
+    return sum;
+}
+
+/* Sums of one tile's outputs for `rows` rows of `steps` times 4 bytes. */
+INLINE void tile(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
+                 float out[ROWS][TILE]) {
+    __m512 sums[ROWS][2];
+    __m512i whole[ROWS][2]; /* sums of int8 */
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            if (format == INT8) whole[r][half] = _mm512_loadu_si512(first + 16 * half);
+            else sums[r][half] = _mm512_setzero_ps();
+    for (long k = 0; k < steps; k++, weight += 4 * TILE) {
+        __m512i parts[2] = {_mm512_loadu_si512(weight), _mm512_loadu_si512(weight + 64)};
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            __m512i here = _mm512_set1_epi32(x[r * steps + k]);
+            for (int half = 0; half < 2; half++)
+                if (format == INT8) whole[r][half] = multiplied_codes(whole[r][half], parts[half], here);
+                else sums[r][half] = multiplied(sums[r][half], parts[half], here, format);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            _mm512_storeu_ps(out[r] + 16 * half, format == INT8 ? _mm512_cvtepi32_ps(whole[r][half]) : sums[r][half]);
+}
+
+#define CASE(n) case n: tile(weight, x, first, steps, n, format, out); break;
+INLINE void tiles(const char *weight, const int32_t *x, const int32_t *first, long steps, int rows, int format,
+                  float out[ROWS][TILE]) {
+    switch (rows) { /* constants: all sums stay in registers */
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+    }
+}
+
+static void finish(const Linear *l, const Result *to, const float *scale, long row, long first, float *sums) {
+    int count = l->outputs - first < TILE ? l->outputs - first : TILE;
+    long at = row * l->outputs + first;
+    if (l->scales)
+        for (int n = 0; n < count; n++) sums[n] *= *scale * l->scales[first + n];
+    if (l->bias)
+        for (int n = 0; n < count; n++) sums[n] += l->bias[first + n];
+    if (to->activation)
+        for (int n = 0; n < count; n++) sums[n] = activated(sums[n], to->activation);
+    if (to->times && to->is_bf16)
+        for (int n = 0; n < count; n++) sums[n] *= widened(((const bf16 *)to->times)[at + n]);
+    else if (to->times)
+        for (int n = 0; n < count; n++) sums[n] *= ((const float *)to->times)[at + n];
+    if (to->sum)
+        for (int n = 0; n < count; n++) to->sum[at + n] += to->factor * sums[n];
+    else if (to->is_bf16)
+        for (int n = 0; n < count; n++) ((bf16 *)to->out)[at + n] = narrowed(sums[n]);
+    else
+        for (int n = 0; n < count; n++) ((float *)to->out)[at + n] = sums[n];
+}
+
+/* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. */
+void product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
+    long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + ROWS - 1) / ROWS;
+    long each = (rows + parts - 1) / parts;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (long first = 0; first < l->outputs; first += TILE) {
+        const char *weight = (const char *)l->weight + first * steps * 4;
+        const int32_t *start = l->sums ? l->sums + first : 0;
+        float out[ROWS][TILE];
+        for (long row = 0; row < rows; row += each) {
+            int count = rows - row < each ? rows - row : each;
+            const int32_t *here = (const int32_t *)x + row * steps;
+            if (l->format == FP32) tiles(weight, here, start, steps, count, FP32, out);
+            else if (l->format == BF16) tiles(weight, here, start, steps, count, BF16, out);
+            else tiles(weight, here, start, steps, count, INT8, out);
+            for (int r = 0; r < count; r++) finish(l, to, scales + row + r, row + r, first, out[r]);
+        }
+    }
+}
+
+/* Rows in 8 bits: the largest magnitude becomes 127. */
+void quantize(const float *x, uint8_t *codes, float *scales, long rows, long inputs) {
+    for (long r = 0; r < rows; r++, x += inputs, codes += inputs) {
+        float most = 1e-30f;
+        for (long k = 0; k < inputs; k++) {
+            float magnitude = x[k] < 0 ? -x[k] : x[k];
+            most = magnitude > most ? magnitude : most;
+        }
+        float factor = 127 / most;
+        for (long k = 0; k < inputs; k++) codes[k] = (uint8_t)(int32_t)(x[k] * factor + 128.5f);
+        scales[r] = most / 127;
+    }
+}
+#endif

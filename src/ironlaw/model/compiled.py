@@ -1,0 +1,78 @@
+"""Blocks of a decoder as one compiled call each, for steps of few tokens: where Python and PyTorch's operations take
+longer than what they compute. Blocks of other forms go through their modules."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ironlaw.kernels.native import Block, Native
+from ironlaw.kernels.product import ACTIVATIONS, Linear, Weight
+from ironlaw.model.cached import LayerCache
+from ironlaw.model.feed_forward import FeedForward
+from ironlaw.model.packed import PackedFeedForward, PackedNorm
+from ironlaw.model.transformer import Attention, Transformer
+
+
+class CompiledBlock:
+    """Called as the module is, with a cache whose tokens are all `few`."""
+
+    def __init__(self, block: Any, native: Native, cache: LayerCache) -> None:
+        weights = [_weight(m) for m in (block.attention.qkv, block.attention.out, block.ffn.gate, block.ffn.up,
+                                        block.ffn.down)]  # fmt: skip
+        norms = [block.attention_norm, block.ffn_norm]
+        self.kept = weights, norms, cache  # to which the struct points
+        qkv, out, _, _, down = structs = [Linear() if w is None else w.struct for w in weights]
+        config = cache.config
+        self.struct = Block(
+            ctypes.addressof(cache.struct), *structs,
+            *(None if norm.weight is None else norm.weight.data_ptr() for norm in norms),
+            *(norm.eps_value for norm in norms), block.residual_scale, config.hidden, ACTIVATIONS[block.ffn.activation],
+        )  # fmt: skip
+        self.turned = config.size_of_rotary
+        longest = max(config.hidden, out.inputs, down.inputs)
+        self.scratch = config.hidden + qkv.outputs + out.inputs + 2 * down.inputs + longest + 1  # floats a token
+        self.call: Any = native.block
+        self.at = ctypes.byref(self.struct)
+
+    def __call__(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: LayerCache) -> Tensor:
+        """Of x (1, N, H), which may be changed."""
+        few = cache.now.few
+        assert few is not None
+        x = x.float().contiguous()
+        if few.scratch is None or len(few.scratch) < few.count * self.scratch:
+            few.scratch = torch.empty(few.count * self.scratch)
+        cos, sin = (None, None) if rotary is None else (table.data_ptr() for table in rotary)
+        self.call(self.at, few.step, x.data_ptr(), cos, sin, self.turned, few.scratch.data_ptr())
+        return x
+
+
+def compiled_blocks(
+    model: Transformer, native: Native | None, caches: Sequence[LayerCache]
+) -> list[CompiledBlock] | None:
+    """None unless every block has the form that `decode.c` knows."""
+    if native is None or native.block is None or not all(_is_known(block, native) for block in model.blocks):
+        return None
+    return [CompiledBlock(block, native, cache) for block, cache in zip(model.blocks, caches, strict=True)]
+
+
+def _is_known(block: Any, native: Native) -> bool:
+    attention, ffn = block.attention, block.ffn
+    if type(attention) is not Attention or not isinstance(ffn, FeedForward | PackedFeedForward):
+        return False
+    norms = (block.attention_norm, block.ffn_norm)
+    if attention.config.qk_norm or attention.config.qkv_clip or block.attention_after or block.parallel:
+        return False
+    weights = [_weight(m) for m in (attention.qkv, attention.out, ffn.up, ffn.down)]
+    weights += [] if ffn.gate is None else [_weight(ffn.gate)]
+    # Formats of 8 bits multiply fp32; in bf16 all is bf16.
+    fits = all(w is not None and (w.dtype is torch.bfloat16) == (native.activation is torch.bfloat16) for w in weights)
+    return fits and all(isinstance(norm, PackedNorm) for norm in norms) and ffn.activation in ACTIVATIONS
+
+
+def _weight(module: nn.Module | None) -> Weight | None:
+    return getattr(module, "held", None)

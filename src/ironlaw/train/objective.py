@@ -1,0 +1,191 @@
+"""What a step minimises. An objective gives the loss of a micro-batch and counts what the loss is a mean over.
+
+objective = objective_of(config, device)
+objective(model, batch, samples, "sum") / objective.count(batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ironlaw.config import RunConfig
+from ironlaw.data.batch import IGNORED, Batch
+from ironlaw.errors import UserError
+from ironlaw.model.adapters import adapted_layers
+from ironlaw.model.transformer import Transformer
+from ironlaw.observe.profile import operation_scope
+from ironlaw.train.evaluation import sum_of_losses
+from ironlaw.train.restore import load_first_weights, load_trained
+from ironlaw.workload.objective import FROZEN, ObjectiveConfig
+
+
+class CrossEntropy:
+    """Of the next token, where it counts."""
+
+    per_token = True  # what it says of held-out text is nats per token
+    second: Transformer | None = None  # a model beside the one that is trained
+
+    def __call__(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        loss: Tensor = model(batch.inputs, batch.targets, samples, batch.documents, reduction)
+        return loss
+
+    def count(self, batch: Batch[Tensor]) -> Tensor:
+        """Targets."""
+        return (batch.targets != IGNORED).sum()
+
+    def held_out(self, model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
+        """Sum over a batch of held-out text, nats, and of how many. The model is in evaluation mode."""
+        return sum_of_losses(model, batch, autocast)
+
+
+class Distillation(CrossEntropy):
+    """(1 - w) cross-entropy + w T^2 KL(teacher || student) of logits divided by T (arXiv 1503.02531, section 2), and
+    `hidden` times 1 - cosine of the last hidden states. On held-out text it is the student's cross-entropy alone."""
+
+    def __init__(self, config: ObjectiveConfig, teacher: Transformer) -> None:
+        self.config, self.second, self.teacher = config, teacher, teacher
+
+    def __call__(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        with torch.no_grad(), operation_scope(True, FROZEN):
+            taught_hidden, taught = outputs(self.teacher, batch)
+        hidden, logits = outputs(model, batch, samples)
+        learned = (batch.targets != IGNORED).flatten()
+        student, teacher = (x.flatten(0, 1)[learned].float() for x in (logits, taught))
+        loss = (1 - self.config.weight) * F.cross_entropy(student, batch.targets.flatten()[learned], reduction="sum")
+        t = self.config.temperature
+        ours, theirs = (F.log_softmax(x / t, dim=-1) for x in (student, teacher))
+        loss = loss + self.config.weight * t * t * F.kl_div(ours, theirs, reduction="sum", log_target=True)
+        if self.config.hidden:
+            ours, theirs = (x.flatten(0, 1)[learned].float() for x in (hidden, taught_hidden))
+            loss = loss + self.config.hidden * (1 - F.cosine_similarity(ours, theirs, dim=-1)).sum()
+        return loss if reduction == "sum" else loss / learned.sum()
+
+
+class Preference(CrossEntropy):
+    """DPO (arXiv 2305.18290, equation 7): -log sigmoid(beta (m - m_reference)), where m is the log-probability of the
+    chosen answer less that of the rejected one. Documents 2 i and 2 i + 1 of a row are a pair's answers."""
+
+    per_token = False
+
+    def __init__(self, beta: float, reference: Transformer | None) -> None:
+        """`reference` None: the model without its adapters."""
+        self.beta, self.second = beta, reference
+
+    def __call__(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
+        other = _without_adapters(model) if self.second is None else nullcontext(self.second)
+        with torch.no_grad(), operation_scope(True, FROZEN), other as frozen:
+            reference = margins(frozen, batch)
+        losses = -F.logsigmoid(self.beta * (margins(model, batch, samples) - reference))
+        return losses.sum() if reduction == "sum" else losses.mean()
+
+    def count(self, batch: Batch[Tensor]) -> Tensor:
+        """Pairs."""
+        return _pairs(batch).sum()
+
+    def held_out(self, model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
+        with autocast():
+            return float(self(model, batch, reduction="sum")), int(self.count(batch))
+
+
+def outputs(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Hidden states (B, S, H) before the output layer, and logits (B, S, V)."""
+    kept: list[Tensor] = []
+    hook = model.get_submodule("final_norm").register_forward_hook(lambda module, inputs, output: kept.append(output))
+    try:
+        logits = model(batch.inputs, None, samples, batch.documents)
+    finally:
+        hook.remove()
+    return kept[0], logits
+
+
+def margins(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None) -> Tensor:
+    """(pairs,): log-probability of the chosen answer less that of the rejected one, nats."""
+    logits = model(batch.inputs, None, samples, batch.documents)
+    logs = -F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="none")
+    sums = _by_answer(batch, logs.view_as(batch.targets))
+    return (sums[..., 0] - sums[..., 1])[_pairs(batch)]
+
+
+def _by_answer(batch: Batch[Tensor], values: Tensor) -> Tensor:
+    """(B, pairs, 2): sums of values (B, S) over each answer's targets."""
+    assert batch.documents is not None
+    documents = batch.documents.long()
+    pairs = int(documents.max()) // 2 + 1
+    counted = values * (batch.targets != IGNORED)
+    return values.new_zeros(len(values), 2 * pairs).scatter_add(1, documents, counted).view(len(values), pairs, 2)
+
+
+def _pairs(batch: Batch[Tensor]) -> Tensor:
+    """(B, pairs) bool: both answers are there, which padding has not."""
+    return (_by_answer(batch, torch.ones_like(batch.targets)) > 0).all(-1)
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[nn.Module]:
+    """The base, without dropout."""
+    layers, training = list(adapted_layers(model).values()), model.training
+    model.eval()
+    for layer in layers:
+        layer.adapting = False
+    try:
+        yield model
+    finally:
+        for layer in layers:
+            layer.adapting = True
+        model.train(training)
+
+
+def _frozen(model: Transformer, device: torch.device) -> Transformer:
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
+    path = Path(config.objective.teacher or "").expanduser()
+    teacher = load_trained(path, needs_text=False).model
+    if teacher.config.vocab != config.model.vocab:
+        raise UserError(
+            f"the teacher {path} has a vocabulary of {teacher.config.vocab:,}, model.vocab = {config.model.vocab:,}: a "
+            "student has its teacher's tokenizer, so set model.vocab and data.tokenizer to its"
+        )
+    if teacher.config.context < config.sequence:
+        raise UserError(f"the teacher reads {teacher.config.context:,} tokens: use train.sequence of that or less")
+    if config.objective.hidden and teacher.config.hidden != config.model.hidden:
+        raise UserError(
+            f"objective.hidden compares states of one width, the teacher's is {teacher.config.hidden:,}: use "
+            f"model.hidden = {teacher.config.hidden} or objective.hidden = 0"
+        )
+    return Distillation(config.objective, _frozen(teacher, device))
+
+
+def _preference(config: RunConfig, device: torch.device) -> CrossEntropy:
+    if config.finetune.adapts:
+        return Preference(config.objective.beta, None)
+    reference = Transformer(config.model)
+    load_first_weights(config.train.start_from or "", reference, config.model)
+    return Preference(config.objective.beta, _frozen(reference, device))
+
+
+OBJECTIVES: dict[str, Callable[[RunConfig, torch.device], CrossEntropy]] = {
+    "cross_entropy": lambda config, device: CrossEntropy(),
+    "distillation": _distillation,
+    "dpo": _preference,
+}
+
+
+def objective_of(config: RunConfig, device: torch.device) -> CrossEntropy:
+    """UserError where what it needs beside the model is not there."""
+    with torch.random.fork_rng(devices=[]):  # a second model is drawn before it is read
+        return OBJECTIVES[config.objective.kind](config, device)
