@@ -283,7 +283,11 @@ def main() -> None:
         collected = left_out(problem, problem.groups)
         print("left out:")
         show(collected)
-        stated["unseen"] = intervals(collected)
+        ends = {"low": min, "high": max}  # what nobody measured is not known better than the rest
+        stated["unseen"] = {
+            kind: {end: pick(found[end], stated["known"][kind][end]) for end, pick in ends.items()}
+            for kind, found in intervals(collected).items()
+        }
     write(problem, best, stated)
     print(stated)
 

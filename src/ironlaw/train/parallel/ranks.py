@@ -173,8 +173,6 @@ def _check_communication(config: RunConfig, layout: LayoutConfig) -> None:
 
 def check(config: RunConfig, size: int) -> LayoutConfig:
     """The settled layout of a run on `size` ranks. UserError for what cannot run, with what to write instead."""
-    if config.finetune.adapts:
-        raise UserError(f'finetune.method = "{config.finetune.method}" is trained by one process: start it alone')
     layout = settled(config.layout or LayoutConfig(), size)
     assert layout.dp is not None
     model, share = config.model, config.train.global_batch // layout.dp
