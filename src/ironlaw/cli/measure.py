@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ironlaw.cli.console import messages, print_json, progress, show
+from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def measure(
     from ironlaw.machine.profile import profile_path
     from ironlaw.report.profile_view import profile_view
 
+    if threads is not None and threads > usable_cores():
+        raise UserError(f"--threads {threads} is more than the {usable_cores()} cores that this process may use")
     started = time.perf_counter()
     profile = measure_and_keep(threads)
     if json:
