@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 from ironlaw.plan.measured.inference import ServingRun, read_serving
 from ironlaw.plan.serving import rates as serving_rates
 from ironlaw.plan.serving.demand import Demand
-from ironlaw.plan.serving.rates import NAMES, Rates, effect_names, generation_group, link
+from ironlaw.plan.serving.rates import NAMES, Rates, device_class, effect_names, link
 from ironlaw.plan.serving.steady import at_concurrency, unlimited
 from ironlaw.plan.serving.timing import System, decode_seconds, prompt_seconds, room_tokens
 
@@ -46,6 +46,8 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "throughput": (("engine", "age", "mixture"), 0.3, -0.1),
 }
 UNIT, LOSS_SCALE, GROUP_ROWS = 0.15, 1.5, 60
+LARGEST = 3.0  # error (natural logarithm) beyond which a row is a mistake
+DIFFERENCE = 1e-5
 WEIGHTS = {"decode": 1.0, "prompt": 0.8, "first": 0.5, "requests": 0.8, "unlimited": 0.6}
 NONE = -1  # place of what has no effect
 KNOWN_FACTOR = 1.6
@@ -75,7 +77,7 @@ class Problem:
         named = [
             effect_names(
                 r.engine,
-                generation_group(r.device.generation),
+                device_class(r.device),
                 r.formats.weights,
                 r.backend,
                 r.year,
@@ -101,18 +103,16 @@ class Problem:
         counted = {g: int((self.groups == g).sum()) for g in set(self.groups)}
         self.weight = np.array([1 / np.sqrt(max(counted[g] / GROUP_ROWS, 1.0)) for g in self.groups])
 
-    def rates(self, x: np.ndarray) -> Rates:
-        found: dict[str, Any] = {}
+    def totals(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """Of each constant, base and effects of each row."""
         x = np.append(x, 0.0)  # where an effect has no name
+        found = {}
         for constant, (kinds, _, _) in EFFECTS.items():
-            total = np.full(len(self.runs), x[self.base[constant]])
-            for kind in kinds:
-                total = total + x[self.index[constant, kind][1]]
-            found[constant] = link(constant, total)
-        return Rates(**found)
+            found[constant] = x[self.base[constant]] + sum(x[self.index[constant, kind][1]] for kind in kinds)
+        return found
 
-    def predicted(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        s = replace(self.system, rates=self.rates(x))
+    def predicted(self, totals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        s = replace(self.system, rates=Rates(**{name: link(name, total) for name, total in totals.items()}))
         inputs, outputs, requests = np.maximum(self.inputs, 1.0), self.outputs, self.requests
         prompt = prompt_seconds(s, np.where(self.together, requests, 1.0), inputs)
         steady = [at_concurrency(s, requests, self.inputs, outputs, which) for which in (True, False)]
@@ -154,22 +154,45 @@ class Problem:
 
     def residuals(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
         parts = []
-        planned = self.predicted(x)
+        planned = self.predicted(self.totals(x))
         for kind, weight in WEIGHTS.items():
             rows = used & ~np.isnan(self.targets[kind])
             error = np.log(planned[kind][rows] / self.targets[kind][rows])
-            parts.append(weight * self.weight[rows] * np.clip(error, -3, 3) / UNIT)
+            parts.append(weight * self.weight[rows] * np.clip(error, -LARGEST, LARGEST) / UNIT)
         return np.concatenate([*parts, (x - self.start) / self.spread])
+
+    def jacobian(self, x: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """A row's prediction hangs on the sum of a constant's effects alone: one difference for each constant."""
+        totals = self.totals(x)
+        planned = self.predicted(totals)
+        rows = {kind: np.flatnonzero(used & ~np.isnan(self.targets[kind])) for kind in WEIGHTS}
+        found = [np.zeros((len(rows[kind]), len(x) + 1)) for kind in WEIGHTS]
+        for constant, (kinds, _, _) in EFFECTS.items():
+            moved = self.predicted(totals | {constant: totals[constant] + DIFFERENCE})
+            for part, (kind, weight) in zip(found, WEIGHTS.items(), strict=True):
+                at = rows[kind]
+                slope = np.log(moved[kind][at] / planned[kind][at]) / DIFFERENCE * weight * self.weight[at] / UNIT
+                slope *= np.abs(np.log(planned[kind][at] / self.targets[kind][at])) < LARGEST
+                part[:, self.base[constant]] += slope
+                for effect in kinds:
+                    part[np.arange(len(at)), self.index[constant, effect][1][at]] += slope
+        return np.concatenate([*(part[:, :-1] for part in found), np.diag(1 / self.spread)])
 
     def fit(self, used: np.ndarray, start: np.ndarray | None = None, evaluations: int = 30) -> np.ndarray:
         first = self.start if start is None else start
         return least_squares(
-            self.residuals, first, args=(used,), loss="soft_l1", f_scale=LOSS_SCALE, max_nfev=evaluations
+            self.residuals,
+            first,
+            self.jacobian,
+            args=(used,),
+            loss="soft_l1",
+            f_scale=LOSS_SCALE,
+            max_nfev=evaluations,
         ).x
 
     def errors(self, x: np.ndarray, used: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
         """kind -> group -> ln(measured / planned)."""
-        planned = self.predicted(x)
+        planned = self.predicted(self.totals(x))
         found: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in WEIGHTS}
         for kind, values in planned.items():
             for group in sorted(set(self.groups[used])):
@@ -184,7 +207,8 @@ def _stack(values: list[Any]) -> np.ndarray:
 
 
 def left_out(problem: Problem, parts: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-    """Errors of each part by constants fitted without it: kind -> group -> ln(measured / planned)."""
+    """Errors of each part by constants fitted without it: kind -> group -> ln(measured / planned). Every fit starts
+    afresh: a few steps from constants that knew the part would not forget it."""
     collected: dict[str, dict[str, list[np.ndarray]]] = {kind: {} for kind in WEIGHTS}
     for part in sorted(set(parts)):
         there = parts == part
@@ -259,7 +283,11 @@ def main() -> None:
         collected = left_out(problem, problem.groups)
         print("left out:")
         show(collected)
-        stated["unseen"] = intervals(collected)
+        ends = {"low": min, "high": max}  # what nobody measured is not known better than the rest
+        stated["unseen"] = {
+            kind: {end: pick(found[end], stated["known"][kind][end]) for end, pick in ends.items()}
+            for kind, found in intervals(collected).items()
+        }
     write(problem, best, stated)
     print(stated)
 

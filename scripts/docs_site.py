@@ -80,7 +80,12 @@ def options(function: Any) -> str:
         default = defaults[name].default
         shown = "" if default in (None, False, inspect.Parameter.empty) else f"`{default}`"
         rows.append(
-            (f"`{given if is_option else info.metavar or name.upper()}`", f"`{spelt(kind)}`", shown, info.help or "")
+            (
+                f"`{given if is_option else info.metavar or name.upper()}`",
+                f"`{unless_given(kind)}`",
+                shown,
+                info.help or "",
+            )
         )
     return table(("argument or option", "type", "default", "meaning"), rows)
 
@@ -96,18 +101,23 @@ def keys() -> str:
     text += "Unknown keys are errors. Empty default: absent, and what that means is said.\n\n"
     for name, field in RunConfig.model_fields.items():
         model = model_of(field.annotation)
-        text += of_model(name, model) if model else f"## {name}\n\n`{spelt(field.annotation)}`, {default_of(field)}\n\n"
+        text += (
+            of_model(name, model)
+            if model
+            else f"## {name}\n\n`{unless_given(field.annotation)}`, {default_of(field)}\n\n"
+        )
     return text + of_model("serve", ServeConfig)
 
 
 def of_model(name: str, model: Any) -> str:
     notes = comments(model)
     rows, below = [], ""
-    for key, field in model.model_fields.items():
+    own = sorted(model.model_fields.items(), key=lambda item: item[0] not in model.__annotations__)  # inherited: last
+    for key, field in own:
         inner = model_of(field.annotation)
         if inner is not None:
             below += of_model(f"{name}.{key}", inner)
-        rows.append((f"`{name}.{key}`", f"`{spelt(field.annotation)}`", default_of(field), notes.get(key, "")))
+        rows.append((f"`{name}.{key}`", f"`{unless_given(field.annotation)}`", default_of(field), notes.get(key, "")))
     doc = " ".join((inspect.getdoc(model) or "").split())
     return f"## {name}\n\n{doc}\n\n" + table(("key", "type", "default", "meaning"), rows) + "\n" + below
 
@@ -125,9 +135,13 @@ def spelt(annotation: Any) -> str:
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
     )
     text = re.sub(r"Literal\[(.*?)\]", r"\1", text)
-    return re.sub(r"typing\.|ironlaw(\.\w+)*\.|pathlib\.|collections\.abc\.|<class '|'>", "", text).replace(
-        "NoneType", "None"
-    )
+    text = re.sub(r"typing\.|ironlaw(\.\w+)*\.|pathlib\.|collections\.abc\.|<class '|'>", "", text)
+    return text.replace("NoneType", "None").replace(" | ", " or ")
+
+
+def unless_given(annotation: Any) -> str:
+    """Of what may be left out: an empty default says so."""
+    return spelt(annotation).removesuffix(" or None")
 
 
 def default_of(field: Any) -> str:

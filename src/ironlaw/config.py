@@ -255,8 +255,13 @@ class RunConfig(Section):
         optimizer, precision = self.optimizer.name, self.train.precision
         if self.model.moe is not None:
             raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
-        if layout is not None and layout.ranks > 1:
-            raise ValueError(f"{asked} is trained by one process: leave out [layout]")
+        if layout is not None and (layout.tp * layout.pp * layout.ep > 1 or layout.zero):
+            raise ValueError(
+                f"{asked} trains little, so ranks hold the whole base and share sequences and tokens: use dp and cp of "
+                "[layout] alone"
+            )
+        if layout is not None and layout.ranks > 1 and self.finetune.dropout:
+            raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:
             raise ValueError(f'{asked} multiplies in 16 bits or more: use train.precision = "bf16"')
         if optimizer in MATRIX_OPTIMIZERS:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +31,17 @@ def cache_folder() -> Path:
     """Ironlaw's folder in the user's cache directory."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "ironlaw"
+
+
+def cache_problem() -> str | None:
+    """Why nothing can be kept there, and what to do about it."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror}): set XDG_CACHE_HOME to a folder of yours"
+    return None
 
 
 def open_file(path: Path) -> IO[bytes]:

@@ -409,6 +409,40 @@ def of_serving() -> Iterator[Case]:
         yield f"compress {' '.join(words)}", ["compress", "RUN", "--out", "smaller", *words], {}
 
 
+FINETUNE_SETTINGS = (
+    "method=lorra", "method=", "method=1", "rank=0", "rank=-1", "rank=1.5", "rank=inf", f"rank={HUGE}", "rank=true", "rank=[1]",
+    "alpha=0", "alpha=-1", "alpha=nan", "alpha=inf", "alpha=text", "dropout=1", "dropout=-0.1", "dropout=nan", "targets=[]",
+    'targets=["nowhere"]', "targets=[1]", "targets=c_attn", "targets=", 'targets=["../../x"]', 'targets=["[bold]"]', "start_from=",
+    "start_from=nowhere", "start_from=/dev/null", "start_from=RUN", "rnk=4",
+)  # fmt: skip
+ADAPTER_FIELDS: dict[str, object] = {
+    "a list": [], "no fields": {}, "no type": {"r": 16}, "another type": {"peft_type": "IA3"},
+    "a rank in words": {"peft_type": "LORA", "r": "many"}, "a rank of nothing": {"peft_type": "LORA", "r": None},
+    "another rank": {"peft_type": "LORA", "r": 4, "lora_alpha": 32}, "a list as rank": {"peft_type": "LORA", "r": [16]},
+    "ranks of nothing": {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "rank_pattern": {"c_attn": 0}},
+    "ranks in a list": {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "rank_pattern": ["c_attn"]},
+    "good fields": {"peft_type": "LORA", "r": 16, "lora_alpha": 32},
+}  # fmt: skip
+
+
+def of_finetuning() -> Iterator[Case]:
+    lora = ["train", "CONFIG", *NEW, "--set", "finetune.method=lora", "--set"]
+    for setting in FINETUNE_SETTINGS:
+        yield f"adapters: {setting}", [*lora, "model.from=RUN", "--set", f"finetune.{setting}"], {}
+    for place in ("nowhere", "/dev/null", "[1]", "1", "hf:", "https://x/y", "corpus"):
+        yield f"adapters of {place}", [*lora, f"model.from={place}"], {"corpus/a.txt": b"text"}
+    for setting in ("model.layers=3", "model.vocab=10", "model.moe.experts=4", "train.precision=fp8", "layout.tp=2"):
+        yield f"adapters and {setting}", [*lora, "model.from=RUN", "--set", setting], {}
+    start = [*lora, "model.from=RUN", "--set", "finetune.start_from=adapter"]
+    fields = {what: json.dumps(table).encode() for what, table in ADAPTER_FIELDS.items()}
+    for what, content in (DAMAGE | fields).items():
+        there: dict[str, Content] = {"adapter/adapter_config.json": content, "adapter/adapter_model.safetensors": b"zz"}
+        yield f"adapter_config.json: {what}", start, there
+    yield "measure --threads: more than cores", ["measure", "--threads", "99999"], {}
+    for prefix in ("", ".", "/"):
+        yield f"data export to '{prefix}'", ["data", "export", "CONFIG", prefix], {}
+
+
 def may_answer(name: str) -> bool:
     """Whether a verb may do without what is wrong: a row of many runs, a key that its family does not have, a file
     that it does not read."""
@@ -427,6 +461,6 @@ COPY_OF_THE_RUN = _copied
 def cases() -> list[Case]:
     made = (
         of_config_files, of_paths, of_tables, of_settings, of_number_options, of_words, of_hugging_face, of_csv, of_traces,
-        of_texts, of_outputs, of_runs, of_serving,
+        of_texts, of_outputs, of_runs, of_serving, of_finetuning,
     )  # fmt: skip
     return [case for make in made for case in make()]

@@ -60,7 +60,8 @@ def test_wrong_input_gets_one_line(
         for path in tmp_path.glob(place) if "*" in place else [tmp_path / place]:
             put(path, content, world)
     stand_ins = {"CONFIG": str(world / "config.toml"), "MODEL": "gpt2", "RUN": str(world / "run")}
-    monkeypatch.setattr(sys, "argv", ["ironlaw", *(stand_ins.get(word, word) for word in arguments)])
+    given = [stand_ins.get(word) or word.replace("=RUN", f"={world / 'run'}") for word in arguments]
+    monkeypatch.setattr(sys, "argv", ["ironlaw", *given])
     capfd.readouterr()
     with pytest.raises(SystemExit) as stopped:
         main()

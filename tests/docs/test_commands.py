@@ -84,7 +84,7 @@ BEGIN = (
     "ironlaw train gpt2.toml --out runs/gpt2",
     "ironlaw export runs/gpt2 ./gpt2-hf --to hf",
 )
-ORDER = ("train", "serve", "bench", "validate", "calibrate", "plan", "compress", "generate", "export", "explain")
+ORDER = ("train", "serve", "bench", "calibrate", "validate", "plan", "compress", "generate", "export", "explain")
 # Shorter, or what a placeholder stands for; the rest of a command is run as it is printed.
 STANDS_FOR = (
     ("CONFIG", "examples/gpt-tiny.toml"), ("explain A B", "explain runs/demo runs/wide"),
@@ -131,6 +131,7 @@ def test_commands_run_as_printed(reader: Path, ironlaw_here: Here) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_ironlaw: Any) -> None:
     """One after another, as a reader would; none is left out."""
     pytest.importorskip("uvicorn")

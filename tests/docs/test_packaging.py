@@ -101,6 +101,17 @@ def test_a_broken_profile_is_a_problem(ironlaw_here: Callable[..., tuple[int, st
     assert code == 0 and "not measured" in text
 
 
+def test_a_cache_that_cannot_be_written_is_said_before_measuring(
+    ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, text, _ = ironlaw_here("doctor", "--json")
+    assert code == 1 and "set XDG_CACHE_HOME" in json.loads(text)["problems"][0]
+    code, _, messages = ironlaw_here("measure")
+    assert code == 2 and "set XDG_CACHE_HOME" in messages and "Measuring" not in messages
+
+
 def test_examples_come_with_the_package(ironlaw_here: Callable[..., tuple[int, str, str]], user_cache: Path) -> None:
     code, text, _ = ironlaw_here("plan", "examples/gpt-tiny.toml", "--json")
     assert code == 0 and json.loads(text)["parameters"]["value"] > 4e6

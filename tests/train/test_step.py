@@ -27,7 +27,7 @@ from ironlaw.train.average import WeightAverage
 from ironlaw.train.loop import Outcome
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import NoiseScale
-from ironlaw.train.precision import LossScale
+from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.train.step import Step
 
@@ -172,6 +172,35 @@ def test_a_step_that_overflows_is_skipped_counted_and_halves_the_scale() -> None
     other = LossScale(torch.device("cpu"), "fp16", ScalerConfig())
     other.load_state_dict(scale.state_dict())
     assert (other.skipped_steps, other.scaler.get_scale()) == (1, 1024.0)
+
+
+def test_fp16_without_a_loss_scale_loses_the_gradient_of_most_words() -> None:
+    """Of 256 micro-batches that are added up: what a wrong word's logit gets is below fp16's smallest number."""
+
+    def trained(precision: str, initial: float) -> tuple[float, Tensor]:
+        torch.manual_seed(0)
+        model = Transformer(ModelConfig(name="t", layers=1, hidden=32, heads=1, vocab=2048, context=64))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        scale = LossScale(torch.device("cpu"), precision, ScalerConfig(initial=initial))
+        generator, first = torch.Generator().manual_seed(1), None
+        for _ in range(40):
+            inputs, targets = (torch.randint(0, 40, (2, 64), generator=generator) for _ in range(2))
+            with autocast(torch.device("cpu"), precision):
+                loss = model(inputs, targets)
+            scale.scale(loss / 256).backward()
+            scale.unscale(optimizer)
+            first = model.head.weight.grad.clone() if first is None else first
+            scale.step(optimizer)
+            optimizer.zero_grad()
+        assert first is not None
+        return float(loss.detach()), first
+
+    loss, gradient = trained("fp32", 1.0)
+    for initial, lost, off in ((2.0**16, 0.0, 1e-3), (1.0, 0.98, 0.03)):
+        found, there = trained("fp16", initial)
+        assert float((there == 0).float().mean()) == pytest.approx(lost, abs=0.01) and (gradient != 0).all()
+        assert abs(found - loss) < off
+    assert found - loss > 0.01  # nats, after 40 steps
 
 
 def test_fp16_trains_on_a_cpu_and_its_scale_is_in_the_metrics(

@@ -126,6 +126,8 @@ def export(
     from ironlaw.data.megatron import write_indexed
     from ironlaw.data.splits import SPLITS
 
+    if not prefix.name:
+        raise UserError(f"'{prefix}' is no beginning of file names: write for example corpus/mine")
     dataset = _prepared(load_config(config, set_ or []))
     if dataset.train_marks is not None:
         raise UserError("Megatron-LM's files cannot say which tokens are learned: conversations are not exported")

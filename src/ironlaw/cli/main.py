@@ -21,29 +21,41 @@ from ironlaw import __version__
 from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly, silence
 from ironlaw.errors import LARGEST, UserError
 
-# verb -> one line of help; each verb is the function `ironlaw.cli.<verb>.<verb>`, or a group of verbs of that name.
-VERBS = {
-    "measure": "Find this machine's real ceilings: matmul, memory, attention, storage, tokenizer.",
-    "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
-    "validate": "The planner's record on measured runs, yours or anybody's.",
-    "calibrate": "Fit the planner's constants to a handful of your own runs.",
-    "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
-    "train": "Train a config into a run directory, beside its plan.",
-    "distil": "Train a config on what a larger model says: its probabilities, and its hidden states.",
-    "rehearse": "A cluster layout's ranks, schedule and collectives with tiny shapes, here, against its plan.",
-    "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
-    "explain": "Put a run beside its plan: where time and memory went, and what to change.",
-    "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",
-    "compress": "A run or a Hugging Face model in fewer bits or weights: bytes, speed, loss before and after.",
-    "export": "Write a run's model as Hugging Face safetensors, or as GGUF for llama.cpp.",
-    "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
-    "serve": "Serve a run or a Hugging Face directory: an OpenAI-compatible server.",
-    "bench": "Load any OpenAI-compatible server: times to first token and per token, throughput, goodput.",
-    "generate": "Continue a prompt with a trained run.",
-    "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
-    "doctor": "Versions, devices, what is measured, optional parts and what each missing one would give.",
-    "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
+# As `ironlaw --help` shows them: verb -> one line of help. Each verb is the function `ironlaw.cli.<verb>.<verb>`, or a
+# group of verbs of that name.
+PANELS = {
+    "Plan": {
+        "plan": "Parameters, FLOPs, memory, time and energy of a run before it starts; fits or not.",
+        "measure": "Find this machine's real ceilings: matmul, memory, attention, storage, tokenizer.",
+        "catalog": "List and show accelerators, nodes, models, grids and prices, with their sources.",
+        "formats": "Number formats: bits, range, spacing, scales, bytes of a model, what multiplies them.",
+        "validate": "The planner's record on measured runs, yours or anybody's.",
+        "calibrate": "Fit the planner's constants to a handful of your own runs.",
+        "rehearse": "A cluster layout's ranks, schedule and collectives with tiny shapes, here, against its plan.",
+    },
+    "Train": {
+        "data": "Your own text: tokenise it once, look at it, check it, hand it on.",
+        "train": "Train a config into a run directory, beside its plan.",
+        "distil": "Train a config on what a larger model says: its probabilities, and its hidden states.",
+        "launch": "Write, and submit, the job of a run on a cluster: slurm, kubernetes, ssh.",
+        "runs": "List the runs of a folder with their key figures; compare two with `explain A B`.",
+    },
+    "Explain": {
+        "explain": "Put a run beside its plan: where time and memory went, and what to change.",
+        "tune": "Measure, change what is planned to pay, measure again, until nothing pays.",
+    },
+    "Serve and hand on": {
+        "serve": "Serve a run or a Hugging Face directory: an OpenAI-compatible server.",
+        "bench": "Load any OpenAI-compatible server: times to first token and per token, throughput, goodput.",
+        "generate": "Continue a prompt with a trained run.",
+        "compress": "A run or a Hugging Face model in fewer bits or weights: bytes, speed, loss before and after.",
+        "export": "Write a run's model as Hugging Face safetensors, or as GGUF for llama.cpp.",
+    },
+    "This installation": {
+        "doctor": "Versions, devices, what is measured, optional parts and what each missing one would give.",
+    },
 }
+VERBS = {verb: about for panel in PANELS.values() for verb, about in panel.items()}
 
 
 class Verbs(TyperGroup):
@@ -76,18 +88,22 @@ def build_app(called: str | None) -> typer.Typer:
     def ironlaw(
         version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
     ) -> None:
-        """Where do the memory, the time and the money of a training run go, and what should I change?"""
+        """Where do the memory, the time and the money of a run go, and what should I change?
 
-    for verb, help_line in VERBS.items():
+        Begin with `ironlaw plan llama3-8b --on 8xh100-sxm-80gb --tokens 160B` or
+        `ironlaw train examples/gpt-tiny.toml`.
+        """
+
+    for panel, verb in ((panel, verb) for panel, verbs in PANELS.items() for verb in verbs):
         function: Callable[..., None] | typer.Typer = _not_loaded
         if verb == called:
             function = getattr(importlib.import_module(f"ironlaw.cli.{verb}"), verb)
         if isinstance(function, typer.Typer):
             for command in function.registered_commands:
                 command.cls = Verb
-            app.add_typer(function, name=verb, help=help_line)
+            app.add_typer(function, name=verb, help=VERBS[verb], rich_help_panel=panel)
         else:
-            app.command(verb, help=help_line, cls=Verb)(function)
+            app.command(verb, help=VERBS[verb], cls=Verb, rich_help_panel=panel)(function)
     return app
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ironlaw.cli.console import messages, print_json, progress, show
+from ironlaw.cores import usable_cores
+from ironlaw.errors import UserError
 
 if TYPE_CHECKING:
     from ironlaw.machine.profile import Profile
@@ -21,6 +23,8 @@ def measure(
     from ironlaw.machine.profile import profile_path
     from ironlaw.report.profile_view import profile_view
 
+    if threads is not None and threads > usable_cores():
+        raise UserError(f"--threads {threads} is more than the {usable_cores()} cores that this process may use")
     started = time.perf_counter()
     profile = measure_and_keep(threads)
     if json:
@@ -33,11 +37,15 @@ def measure(
 def measure_and_keep(threads: int | None = None) -> Profile:
     """Measure with a progress bar, and keep the profile. `train` does it too."""
     from ironlaw.data.tokenizer import rate as tokenizer_rate
+    from ironlaw.files import cache_problem
     from ironlaw.machine.links import save_costs
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links
     from ironlaw.machine.profile import earlier_profile
 
+    problem = cache_problem()
+    if problem is not None:  # known before half a minute of measuring
+        raise UserError(problem)
     earlier = earlier_profile()
     with progress("Measuring this machine") as update:
         profile = measure_machine(

@@ -23,6 +23,6 @@ def runs(
         print_json({"schema_version": 1, "runs": found})
         return
     if not found:
-        output().print(f"No runs in {folder}.")
+        output().print(f"{folder} holds no runs.")
         return
     show(runs_view(found, {run["run"]: losses(Path(run["run"]))[1] for run in found}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 from collections.abc import Sequence
@@ -54,9 +53,7 @@ def examine() -> dict[str, Any]:
             problems.append(str(error))
     if shutil.which("c++") is None and shutil.which("g++") is None:
         advice.append('no C++ compiler: train.compile = "on" needs one on a CPU')
-    cache = files.cache_folder()
-    if not os.access(next(folder for folder in (cache, *cache.parents) if folder.exists()), os.W_OK):
-        problems.append(f"{cache} cannot be written: set XDG_CACHE_HOME to a folder of yours")
+    problems += filter(None, [files.cache_problem()])
     extras = []
     for name, (parts, gives) in EXTRAS.items():
         have = _versions(parts)

@@ -316,10 +316,13 @@ def plan_step(
     )  # fmt: skip
 
 
-def step_operations(config: RunConfig, precision: str, *, cuda: bool = False) -> list[tuple[Operation, int]]:
-    """All operations of an optimizer step of one process with how often each runs in it."""
-    layout = Layout(micro_batch=config.micro_batch)
-    return list(step(config.model, batch_of(config), layout, recipe_of(config, precision, cuda=cuda)).operations())
+def step_operations(config: RunConfig, precision: str, profile: Profile | None = None) -> list[tuple[Operation, int]]:
+    """All operations of an optimizer step of one process with how often each runs in it; of a machine that is measured,
+    with the attention kernel that it would take."""
+    recipe = recipe_of(config, precision)
+    if profile is not None:
+        recipe, _ = choose_attention(config, recipe, profile)
+    return list(step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe).operations())
 
 
 def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
@@ -333,7 +336,7 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         return PrecisionChoice(wanted, f"train.precision in the config{as_other}")
     machine = MeasuredMachine(profile, interference.typical(profile))
     seconds = {
-        p: sum(line.seconds or 0.0 for line in fold(_chosen_operations(config, p, profile), SharedMachine(machine, p)))
+        p: sum(line.seconds or 0.0 for line in fold(step_operations(config, p, profile), SharedMachine(machine, p)))
         for p in profile.matmul
     }
     # Reduced precision must earn its rounding: a gain inside the plan's own error is none.
@@ -342,12 +345,6 @@ def choose_precision(config: RunConfig, profile: Profile) -> PrecisionChoice:
         best = "fp32"
     shown = ", ".join(f"{p} {units.seconds(s)}" for p, s in sorted(seconds.items(), key=lambda item: item[1]))
     return PrecisionChoice(best, f"shortest planned step on this machine by at least 10%, else fp32: {shown}")
-
-
-def _chosen_operations(config: RunConfig, precision: str, profile: Profile) -> list[tuple[Operation, int]]:
-    """As `step_operations`, with the attention kernel that this machine would take."""
-    recipe, _ = choose_attention(config, recipe_of(config, precision), profile)
-    return list(step(config.model, batch_of(config), Layout(micro_batch=config.micro_batch), recipe).operations())
 
 
 def solved(config: RunConfig, recipe: Recipe, machine: MeasuredMachine) -> Recipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,18 @@ def check_adapter(folder: Path, finetune: FinetuneConfig) -> None:
     """UserError unless `folder` holds an adapter of this rank, alpha and method."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise UserError(f"no adapter in {folder}: give a directory with {CONFIG} and {WEIGHTS}")
-    fields = read_json(folder / CONFIG)
+    try:
+        _check_fields(folder, read_json(folder / CONFIG), finetune)
+    except (TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder / CONFIG} has a value of another type than PEFT writes: {error}") from None
+
+
+def _check_fields(folder: Path, fields: dict[str, Any], finetune: FinetuneConfig) -> None:
     for key, value in _ONLY.items():
         if (fields.get(key) or None) != (value or None):
-            raise UserError(f"{folder / CONFIG} has {key} = {fields[key]!r}, which is not read here")
+            raise UserError(f"{folder / CONFIG} has {key} = {fields.get(key)!r}, which is not read here")
     method = "dora" if fields.get("use_dora") else "lora"
     if (method == "dora") != (finetune.method == "dora"):
         raise UserError(f'the adapter in {folder} is of another method: use finetune.method = "{method}"')
@@ -142,7 +151,9 @@ def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Nam
             if name not in there:
                 raise UserError(f"the adapter in {folder} has no {name}: give finetune.targets the modules it has")
             known.add(name)
-            tensor = _ours(target, there[name], finetune.rank, rows=part != "lora_A.weight")
+            tensor = there[name]
+            with suppress(IndexError):  # of another shape, which is said below
+                tensor = _ours(target, tensor, finetune.rank, rows=part != "lora_A.weight")
             if tensor.shape != ours.shape:
                 raise UserError(f"{name} in {folder} has shape {list(there[name].shape)}, of another rank or model")
             ours.copy_(tensor)

@@ -188,7 +188,8 @@ class _Stage:
         self.last_stage = layout.pp * layout.virtual_stages - 1
         self.first, self.last = stage == 0, stage == self.last_stage
         self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[stage]
-        self.parameters = stage_parameters(model, layout, stage)
+        trained = recipe.adapters.trained(self.layers) if recipe.adapters else None
+        self.parameters = stage_parameters(model, layout, stage) if trained is None else trained
         self.ranks, self.copies = replicas_of(layout)
         self.gradient_bytes = BF16 if recipe.communication.gradients == "bf16" else FP32
         self.product_bytes = FP32 if recipe.precision == "fp32" else BF16

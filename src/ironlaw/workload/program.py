@@ -125,7 +125,7 @@ def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe:
         first, last = [embedded] * (stage == 0), [output] * (stage == count - 1)
         parameters, shards = (of(model, per_site, stage) for of in (stage_parameters, local_parameters))
         if recipe.adapters:
-            shards = recipe.adapters.trained(numbers)
+            parameters = shards = recipe.adapters.trained(numbers)
         update = update_operations(
             shards, recipe.optimizer, accumulation=micro_batches + bool(rest), cuda=recipe.cuda
         )  # fmt: skip

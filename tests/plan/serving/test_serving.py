@@ -16,11 +16,11 @@ from ironlaw.plan.serving.disaggregated import transfer_seconds
 from ironlaw.plan.serving.emit import emit_serving
 from ironlaw.plan.serving.estimate import Served, Speculation, plan_serving
 from ironlaw.plan.serving.files import read
-from ironlaw.plan.serving.rates import serving_engine
+from ironlaw.plan.serving.rates import device_class, serving_engine
 from ironlaw.plan.serving.request import parse_request
 from ironlaw.plan.serving.search import search_serving
 from ironlaw.plan.serving.simulate import play
-from ironlaw.plan.serving.steady import at_concurrency
+from ironlaw.plan.serving.steady import at_concurrency, unlimited
 from ironlaw.plan.serving.systems import Formats, ServingLayout, system_of
 from ironlaw.plan.serving.timing import (
     decode_parts,
@@ -133,6 +133,23 @@ def test_prompts_apart_from_answers_do_not_delay_them_and_their_cache_is_sent() 
     ]
     with pytest.raises(UserError, match="rate="):
         plan_serving(replace(one, layout=ServingLayout(4, 4, prefill=1)), parse_request("input=2048 output=256"))
+
+
+def test_parts_of_a_pipeline_work_on_different_requests_and_copies_share_what_comes() -> None:
+    """Four parts pass a token no sooner than one device does, and four times as many at once."""
+    layouts = (ServingLayout(), ServingLayout(devices=4, tp=1, pp=4))
+    one, four = (replace(served(), layout=layout).system for layout in layouts)
+    assert decode_seconds(four, 8.0, 100.0) == decode_seconds(one, 8.0, 100.0)
+    rates = [float(unlimited(system, n, 128.0, 128.0)) for system, n in ((one, 16.0), (four, 64.0))]
+    assert rates[1] == pytest.approx(4 * rates[0])
+    request = parse_request("input=128 output=128 concurrency=64")
+    apart = plan_serving(replace(served(), layout=ServingLayout(replicas=4)), request)
+    assert 14 < apart.totals["decode_batch"].value <= 16
+
+
+def test_chips_of_one_generation_with_other_memory_have_effects_of_their_own() -> None:
+    classes = {name: device_class(accelerator(name)) for name in ("b200-sxm", "rtx-pro-6000-blackwell", "h200", "a10g")}
+    assert list(classes.values()) == ["blackwell", "blackwell-gddr", "hopper", "ampere-gddr"]
 
 
 def test_a_small_cache_sends_requests_back_and_all_of_them_end() -> None:

@@ -7,8 +7,9 @@ those of all accelerators together: of the whole model, before a layout divides 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -74,19 +75,25 @@ def block_seconds(candidates: Candidates, system: System, costs: StepCosts) -> I
     """Every operation of a block and what it takes of one block and micro-batch in a run; the mean over all blocks."""
     factors = part_factors(candidates.flash, system.engine)
     found = list(operation_costs(candidates, system))
-    moved: dict[tuple[str, Phase], float] = {}
-    for cost in found:
-        if cost.seconds is None:
-            key = cost.part, cost.operation.phase
-            moved[key] = moved.get(key, 0.0) + _at(cost.share * cost.operation.bytes_moved)
-    for cost in found:
-        key = cost.part, cost.operation.phase
-        if cost.seconds is not None:
-            seconds = _at(cost.share * cost.seconds)
-        else:
-            seconds = _at(costs.block[key]) * _at(cost.share * cost.operation.bytes_moved) / moved[key]
+    together = {key: _at(seconds) for key, seconds in costs.block.items()}
+    for cost, seconds in _timed(found, together, lambda cost: (cost.part, cost.operation.phase)):
         if seconds:
             yield cost, seconds * factors[cost.part]
+
+
+def _timed(
+    found: list[OperationCost], together: Mapping[Any, float], key: Callable[[OperationCost], Any]
+) -> Iterator[tuple[OperationCost, float]]:
+    """Seconds of each; those that are timed `together` share that time by the bytes they move."""
+    moved: dict[Any, float] = {}
+    for cost in found:
+        if cost.seconds is None:
+            moved[key(cost)] = moved.get(key(cost), 0.0) + _at(cost.share * cost.operation.bytes_moved)
+    for cost in found:
+        if cost.seconds is not None:
+            yield cost, _at(cost.share * cost.seconds)
+        else:
+            yield cost, together[key(cost)] * _at(cost.share * cost.operation.bytes_moved) / moved[key(cost)]
 
 
 def _times_again(cost: OperationCost, candidates: Candidates) -> float:
@@ -99,15 +106,11 @@ def _times_again(cost: OperationCost, candidates: Candidates) -> float:
 
 def _ends(candidates: Candidates, system: System, times: Times) -> Iterator[tuple[Operation, float, str]]:
     """Operations of the embedding and of the output layer, where the busiest stage has them; seconds of a step."""
-    engine, found = system.engine, list(end_costs(candidates, system))
-    moved = {part: sum(_at(c.operation.bytes_moved) for c in found if c.part == part) for part in ("loss", "stream")}
-    seconds = {"loss": times.loss, "stream": times.embedding}
-    for cost in found:
-        if cost.seconds is None:
-            took = _at(seconds[cost.part]) * _at(cost.operation.bytes_moved) / moved[cost.part]
-        else:
-            took = _at(times.heads) * _at(cost.seconds) * engine.matmul_slowdown
-        yield cost.operation, took, BOUND.get(cost.part, "memory")  # zero on another stage than the busiest
+    together = {"loss": _at(times.loss), "stream": _at(times.embedding)}
+    for cost, seconds in _timed(list(end_costs(candidates, system)), together, lambda cost: cost.part):
+        if cost.seconds is not None:
+            seconds = _at(times.heads) * seconds * system.engine.matmul_slowdown
+        yield cost.operation, seconds, BOUND.get(cost.part, "memory")  # zero on another stage than the busiest
 
 
 def exposed_collectives(

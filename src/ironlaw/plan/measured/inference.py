@@ -143,7 +143,7 @@ def _run(row: Row, number: int, demands: dict[str, Demand]) -> ServingRun:
     backend = _backend(row, engine)
     year = _year(row)
     demand = _demand(row, demands, assumed)
-    rates = rates_of(engine, device.generation, formats.weights, backend, year, demand.experts > 0)
+    rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
     varied = VARIED if "lengths vary" in notes.lower() else 1.0
     measured = {key: value for key in MEASURES if (value := parsing.number(row, key, 0)) is not None}
     together = scenario in ("prefill", "decode") or "static batch" in notes.lower() or "whole batch" in notes.lower()

@@ -62,7 +62,7 @@ def _between(value: float, name: str, run: ServingRun) -> list[float]:
             kind = "unlimited"
     if kind == "prompt" and not run.together:
         kind = "first"
-    ends = sorted(value * math.exp(sign * end) for end in interval_of(run.engine, run.device.generation, kind))
+    ends = sorted(value * math.exp(sign * end) for end in interval_of(run.engine, run.device, kind))
     return [float(end) for end in ends]
 
 

@@ -82,6 +82,11 @@ class Served:
     def devices(self) -> int:
         return self.layout.devices * (self.layout.replicas + self.layout.prefill)
 
+    @property
+    def lanes(self) -> int:
+        """Batches under way at once: of each copy, and of each part of a pipeline. llama.cpp has one through all."""
+        return self.layout.replicas * (self.layout.pp if self.engine.family == "gpu" else 1)
+
     def most_requests(self, request: ServeRequest) -> int:
         """Whose caches fit at full length, and no more than the engine decodes at once. Contiguous caches reserve the
         longest; pages are handed out as they are needed, and only the last is partly empty."""
@@ -102,17 +107,22 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
     ledger.facts["fits"] = served.fits_request(request)
     if not ledger.facts["fits"]:
         return ledger
-    layout, most = served.layout, served.most_requests(request)
-    one = replace(request, rate=request.rate / layout.replicas if request.rate else None)
+    layout, most, lanes = served.layout, served.most_requests(request), served.lanes
+    one = replace(
+        request,
+        rate=request.rate / lanes if request.rate else None,
+        concurrency=math.ceil(request.concurrency / lanes) if request.concurrency else None,
+    )
     if layout.prefill:
         played = play_apart(served.system, layout, request, served.kv_tokens, most, budget=served.budget, seed=seed)
     else:
-        played = play(served.system, one, served.kv_tokens, most, budget=served.budget, seed=seed)
+        pp = lanes // layout.replicas
+        played = play(served.system, one, served.kv_tokens / pp, most // pp, budget=served.budget, seed=seed)
     _times(ledger, served, one, played)
     _lines(ledger, served, one, played)
     ledger.facts["keeps_up"] = played.keeps_up
     ledger.facts["preemptions"] = played.preemptions
-    ledger.facts["limits"] = _limits(played, request, served.layout.replicas)
+    ledger.facts["limits"] = _limits(played, request, lanes)
     ledger.facts["binds"] = _binds(played, served, one)
     return ledger
 
@@ -120,7 +130,7 @@ def plan_serving(served: Served, request: ServeRequest, seed: int = 0) -> Ledger
 def interval(kind: str, served: Served) -> tuple[float, float]:
     """Factors on seconds between which 80% of what was measured lies; `kind`: decode, prompt, first (token, under
     load), requests, unlimited."""
-    low, high = interval_of(served.engine, served.device.generation, kind)
+    low, high = interval_of(served.engine, served.device, kind)
     return math.exp(low), math.exp(high)
 
 
@@ -132,7 +142,9 @@ def _estimate(value: float, kind: str, served: Served, basis: str, rate: bool = 
 
 
 def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played) -> None:
-    system, totals, copies = served.system, ledger.totals, served.layout.replicas
+    system, totals, lanes = served.system, ledger.totals, served.lanes
+    if served.layout.prefill:
+        lanes = served.layout.replicas
     ttft, tpot = played.ttft_seconds, played.tpot_seconds
     played_as = "continuous batching, played step by step"
     totals["ttft_seconds"] = _estimate(ttft["p50"], "first", served, f"median, {played_as}")
@@ -140,7 +152,7 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
     totals["ttft_p99_seconds"] = _estimate(ttft["p99"], "first", served, f"99th percentile, {played_as}")
     totals["tpot_seconds"] = _estimate(tpot["mean"], "decode", served, f"mean, {played_as}")
     totals["tpot_p99_seconds"] = _estimate(tpot["p99"], "decode", served, f"99th percentile, {played_as}")
-    rate = played.output_tokens_per_second * copies
+    rate = played.output_tokens_per_second * lanes
     totals["output_tokens_per_second"] = _estimate(rate, "requests", served, f"{played_as}, all copies", rate=True)
     totals["requests_per_second"] = _estimate(rate / request.output, "requests", served, "output / length", rate=True)
     totals["decode_batch"] = Estimate(played.decode_batch, Origin.CALCULATED, "mean of the steps that decode")
@@ -168,7 +180,7 @@ def _times(ledger: Ledger, served: Served, request: ServeRequest, played: Played
         moved, of = transfer_seconds(system, request.input), "all layers' keys and values over each rank's link"
         totals["kv_transfer_seconds"] = Estimate(moved, Origin.CALCULATED, of)
     else:
-        rate = float(unlimited(system, most, request.input, request.output)) * copies
+        rate = float(unlimited(system, most, request.input, request.output)) * served.layout.replicas
     totals["most_tokens_per_second"] = _estimate(rate, "unlimited", served, "as many at once as fit", rate=True)
 
 
@@ -245,7 +257,7 @@ def _facts(served: Served, request: ServeRequest) -> dict[str, Any]:
         "kv": served.formats.cache,
         "token_budget": served.budget,
         "request": {key: value for key, value in vars(request).items() if value is not None},
-        "measured": is_measured(served.engine, served.device.generation),
+        "measured": is_measured(served.engine, served.device),
     }
 
 

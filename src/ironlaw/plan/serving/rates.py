@@ -1,6 +1,6 @@
 """What engines attain on devices: a base constant and the effects of engine, generation and format on it.
 
-    rates = rates_of("vllm", "hopper", "bf16")
+    rates = rates_of(serving_engine("vllm"), accelerator("h200"), "bf16")
     rates.weights        # of the memory's nominal rate, while weights are read
     rates.layer_seconds  # launches and small kernels of a layer
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.figures import unknown
 from ironlaw.plan.serving.demand import Number
 from ironlaw.plan.serving.files import read
@@ -130,34 +131,44 @@ def format_family(weights: str) -> str:
     return "fp8" if name in ("fp6", "mxfp8", "mxfp6") else "int4"
 
 
-GENERATIONS = {"rdna": "rdna", "gaudi": "gaudi", "apple": "apple"}
+TOGETHER = ("rdna", "gaudi", "apple")
 """Generations that share their effects, by how their names begin."""
 
+APART = ("ampere", "blackwell")
+"""Generations of two kinds of chips: those with HBM have other matrix units and kernels than those without."""
 
-def generation_group(generation: str) -> str:
-    return next((group for start, group in GENERATIONS.items() if generation.startswith(start)), generation)
+
+def device_class(device: Accelerator) -> str:
+    """Devices that share their effects: a generation, several of them, or a part of one."""
+    generation = device.generation
+    if generation in APART and not (device.memory_kind or "").startswith("HBM"):
+        return f"{generation}-gddr"
+    return next((start for start in TOGETHER if generation.startswith(start)), generation)
 
 
 def rates_of(
-    engine: ServingEngine, generation: str, weights: str, backend: str = "", year: int = LATEST, experts: bool = False
-) -> Rates:
-    """The constants of one engine on one generation, weights in one format."""
-    names = effect_names(engine, generation_group(generation), weights, backend, year, experts)
+    engine: ServingEngine, device: Accelerator, weights: str, backend: str = "", year: int = LATEST,
+    experts: bool = False,
+) -> Rates:  # fmt: skip
+    """The constants of one engine on one device, weights in one format."""
+    names = effect_names(engine, device_class(device), weights, backend, year, experts)
     table = read("constants.toml")
     return Rates(**{name: _value(name, _sum(table[name], names)) for name in NAMES})
 
 
-def is_measured(engine: ServingEngine, generation: str) -> bool:
-    """Whether constants of this engine, on this generation, were learned from measurements."""
+def is_measured(engine: ServingEngine, device: Accelerator) -> bool:
+    """Whether constants of this engine, on such devices, were learned from measurements."""
     known = read("constants.toml")["evidence"]
-    pair = effect_names(engine, generation_group(generation), "bf16")["pair"]
-    return engine.key in known["engines"] and any(name.startswith(pair) for name in known["pairs"])
+    pair = effect_names(engine, device_class(device), "bf16")["pair"]
+    return engine.key in known["engines"] and any(
+        name == pair or name.startswith(f"{pair}/") for name in known["pairs"]
+    )
 
 
-def interval_of(engine: ServingEngine, generation: str, kind: str) -> tuple[float, float]:
+def interval_of(engine: ServingEngine, device: Accelerator, kind: str) -> tuple[float, float]:
     """Natural logarithms of measured over planned seconds between which 80% lie; `kind`: decode, prompt, first (token,
     under load), requests, unlimited."""
-    seen = "known" if is_measured(engine, generation) else "unseen"
+    seen = "known" if is_measured(engine, device) else "unseen"
     stated = read("constants.toml")["interval"][seen][kind]
     return stated["low"], stated["high"]
 

@@ -4,7 +4,8 @@ Over the life of C requests every one brings a prompt and `outputs` tokens, and 
 
     seconds = C x prompt + outputs x decode(C)
 
-whether the prompts come first or between. `simulate.py` plays the passes one by one where waiting matters.
+whether the prompts come first or between. Parts of a pipeline work on different requests at the same time: C is then
+those of one of `pp` lanes. `simulate.py` plays the passes one by one where waiting matters.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ class Steady:
 
 def at_concurrency(system: System, requests: Number, inputs: Number, outputs: Number, together: bool) -> Steady:
     """`requests` at once. `together`: they start as one batch; else one follows the end of another."""
-    decode = decode_seconds(system, requests, inputs + outputs / 2)
     new = np.maximum(outputs, 1.0)
     if together:
+        decode = decode_seconds(system, requests, inputs + outputs / 2)
         prompts = prompt_seconds(system, requests, np.maximum(inputs, 1.0))
         return Steady(prompts, decode, requests * new / (prompts + new * decode))
+    lane = np.maximum(requests / system.pp, 1.0)
+    decode = decode_seconds(system, lane, inputs + outputs / 2)
     prompt = prompt_seconds(system, 1.0, np.maximum(inputs, 1.0))
-    seconds = requests * prompt + new * decode
-    busy = requests * prompt / seconds  # share of the time that other prompts hold the machine
+    seconds = lane * prompt + new * decode
+    busy = lane * prompt / seconds  # share of the time that other prompts hold the machine
     waiting = decode / 2 + prompt * busy / (2 * np.maximum(1.0 - busy, 0.1))
     return Steady(prompt + waiting, (seconds - prompt) / new, requests * new / seconds)
 
@@ -54,5 +57,6 @@ def unlimited(system: System, requests: Number, inputs: Number, outputs: Number)
     side = np.maximum(1.0, BUDGET_TOKENS / np.maximum(inputs, 1.0))
     prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0)) / side
     new = np.maximum(outputs, 1.0)
-    seconds = requests * prompt + new * decode_seconds(system, requests, inputs + outputs / 2)
+    lane = np.maximum(requests / system.pp, 1.0)
+    seconds = lane * prompt + new * decode_seconds(system, lane, inputs + outputs / 2)
     return requests * new / seconds * np.minimum(system.rates.throughput, 1.2)

@@ -73,7 +73,7 @@ def system_of(
     wide = wide_peak(device)
     return System(
         demand=demand,
-        rates=rates or rates_of(engine, device.generation, formats.weights, backend, experts=demand.experts > 0),
+        rates=rates or rates_of(engine, device, formats.weights, backend, experts=demand.experts > 0),
         devices=float(layout.devices),
         tp=float(layout.tp),
         pp=float(layout.pp),

@@ -21,10 +21,13 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import Load
+from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
+from ironlaw.train.finetune import about_base, add_adapters
+from ironlaw.train.mesh import Agreed
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import communication, experts, pipeline
 from ironlaw.train.parallel.apply import apply, build
@@ -34,9 +37,10 @@ from ironlaw.train.parallel.outer import Outer
 from ironlaw.train.parallel.partition import SharedPlace
 from ironlaw.train.parallel.persistent import beside_weights
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.store import Gatherer, ShardedFiles
+from ironlaw.train.parallel.store import Gatherer, ShardedFiles, SharedAdapterFiles
+from ironlaw.train.restore import load_first_weights
 from ironlaw.train.state import Stateful
-from ironlaw.train.step import Agreed, Step
+from ironlaw.train.step import Step
 from ironlaw.workload.pipeline import V_SHAPED, rank_of_last
 
 
@@ -48,7 +52,8 @@ class LayoutStep(Step):
         _check_supported(config, ranks.config, self.precision)
         self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
-        model = shapes(config.model)
+        adapts = config.finetune.adapts
+        model = self._adapted(config) if adapts else shapes(config.model)
         mark_fused(model)
         if precision.prepare(model, model.blocks, self.device, self.precision) is not None:
             raise UserError(
@@ -64,8 +69,9 @@ class LayoutStep(Step):
         # Of the layers that dividing has made, too: projections apart, a pipeline's copy of a tied head.
         use_onednn(self.model, onednn)
         group = dist.new_group(backend="gloo")
-        self.writers, self.store = Gatherer(group), ShardedFiles(group, config.optimizer)
-        if fresh and config.train.start_from:
+        self.writers = Gatherer(group)
+        self.store = SharedAdapterFiles(ranks.first) if adapts else ShardedFiles(group, config.optimizer)
+        if fresh and config.train.start_from and isinstance(self.store, ShardedFiles):
             read_first_weights(config.train.start_from, self.applied.plain.values(), self.model, self.store)
         self.optimizer = build(self.applied, config.optimizer)
         self.schedule = self._schedule_of(self.micro_batches) if ranks.config.pp > 1 else None
@@ -80,6 +86,16 @@ class LayoutStep(Step):
             self.applied.compressor.settle(part, self.local(tokens), self.local(tokens))  # type: ignore[arg-type]
         self._copies = {id(p): self._copies_of(p) for p in self.applied.parameters()}
         self.outer = Outer(self.applied, config) if ranks.sites > 1 else None
+
+    def _adapted(self, config: RunConfig) -> Transformer:
+        """The base with adapters, whole on every rank: what is trained is too little to divide."""
+        source = config.train.start_from
+        assert source is not None
+        model = Transformer(config.model)
+        load_first_weights(source, model, config.model)
+        add_adapters(model, config.model, config.finetune, source, self.precision)
+        self.about = about_base(config.finetune, source)
+        return model
 
     def _can_compile(self) -> bool:
         """On every rank or on none, or they would wait for each other: a small function shows whether there is a

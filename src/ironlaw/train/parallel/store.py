@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ironlaw.errors import UserError
-from ironlaw.train.checkpoint import STATE, sha256
+from ironlaw.train.checkpoint import STATE, AdapterFiles, sha256
 from ironlaw.train.parallel.materialize import read_checkpoint
 from ironlaw.train.parallel.names import COPY, named_tensors
 from ironlaw.train.state import Stateful, host_copy
@@ -55,6 +55,16 @@ class Gatherer:
         values: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+class SharedAdapterFiles(AdapterFiles):
+    """Of ranks that all hold the same adapters: the first one writes."""
+
+    def __init__(self, first: bool) -> None:
+        self.first = first
+
+    def write(self, folder: Path, taken: Any) -> dict[str, str]:
+        return super().write(folder, taken) if self.first else {}
 
 
 class ShardedFiles:

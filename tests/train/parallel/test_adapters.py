@@ -1,0 +1,80 @@
+"""Adapters on ranks: those of one process within fp32's rounding, PEFT's files, and a killed run that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ironlaw.config import build_config, load_config
+from ironlaw.errors import UserError
+from ironlaw.ledger import Ledger
+from ironlaw.machine.profile import Profile
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.huggingface.weights import write_model
+from ironlaw.model.transformer import Transformer
+from ironlaw.train.session import run_training
+
+LLAMA: dict[str, Any] = {
+    "name": "tiny-llama", "layers": 2, "hidden": 32, "vocab": 300, "context": 16, "heads": 4, "kv_heads": 2, "ffn": 48,
+    "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False,
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_adapters_on_ranks_are_those_of_one_process(
+    tiny_file: Callable[..., Path], tmp_path: Path, known_links: None, machine_profile: Profile, on_ranks: Any,
+    read_metrics: Any,
+) -> None:  # fmt: skip
+    config = ModelConfig(**LLAMA)
+    torch.manual_seed(0)
+    write_model(tmp_path / "base", config, Transformer(config).state_dict())
+    cases, names = [], []
+    for method, layout in (("lora", {"dp": 2}), ("qlora", {"dp": 2}), ("dora", {"dp": 2}), ("lora", {"cp": 2})):
+        sections: dict[str, Any] = {
+            "finetune": {"method": method, "rank": 4}, "checkpoint": {"every": 4}, "evaluation": {"every": 0},
+            "train": {"start_from": str(tmp_path / "base"), "steps": 8, "micro_batch": 4},
+        }  # fmt: skip
+        name = f"{method}-{next(iter(layout))}"
+        file = tiny_file(LLAMA, **sections).rename(tmp_path / f"{name}.toml")
+        run_training(load_config(file), tmp_path / f"{name}-one", machine_profile)
+        names.append(name)
+        settings = {f"layout.{key}": value for key, value in layout.items()}
+        case = {"task": "run", "config": str(file), "out": str(tmp_path / name), "set": settings}
+        # A signal ends it after the fourth step, and it goes on.
+        cases += [case | {"fault": "signal", "rank": 1, "batches": [3]}, case | {"resume": True}]
+    steps = []
+    for found in on_ranks(2, cases):
+        assert "stopped" not in found[0], found[0]["stopped"]
+        steps.append(found[0]["step"])
+    assert steps == [4, 8] * len(names)
+    for name in names:
+        ours, one = (read_metrics(tmp_path / run) for run in (name, f"{name}-one"))
+        assert [e["loss"] for e in ours] == pytest.approx([e["loss"] for e in one], rel=1e-5)
+        sent = [
+            {
+                line.key: line.bytes_moved
+                for line in Ledger.load(tmp_path / name / f).lines
+                if line.phase == "communication"
+            }
+            for f in ("plan.json", "ledger.json")
+        ]
+        assert sent[0] == sent[1] and sent[0]  # gradients of adapters only
+        files = [load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in (name, f"{name}-one")]
+        assert files[0].keys() == files[1].keys()
+        for key, tensor in files[1].items():
+            torch.testing.assert_close(files[0][key], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("layout", "finetune", "message"), [
+    ({"tp": 2}, {}, "use dp and cp"),
+    ({"dp": 2, "zero": 3}, {}, "use dp and cp"),
+    ({"dp": 2}, {"dropout": 0.1}, "use finetune.dropout = 0"),
+])  # fmt: skip
+def test_what_does_not_go_with_ranks_says_why(layout: Any, finetune: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build_config({"model": LLAMA, "layout": layout, "finetune": {"method": "lora"} | finetune})
