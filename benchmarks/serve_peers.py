@@ -141,7 +141,7 @@ ENGINES: dict[str, Callable[[Path, str, int], Generate]] = {
 # -- one process per engine, taking turns ----------------------------------------------------------------------------
 
 
-def worker(peer: str, folder: Path, form: str, threads: int) -> None:
+def worker(peer: str, folder: Path, form: str, threads: int, clock: str) -> None:
     """Lines of a concurrency on stdin, lines of JSON on the real stdout; what libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -150,18 +150,19 @@ def worker(peer: str, folder: Path, form: str, threads: int) -> None:
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         prompts = [[draws.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(int(line))]
-        began = time.perf_counter()
+        read = time.process_time if clock == "cpu" else time.perf_counter
+        began = read()
         count = generate(prompts)
-        print(json.dumps({"tokens": count, "seconds": time.perf_counter() - began}), file=answers)
+        print(json.dumps({"tokens": count, "seconds": read() - began}), file=answers)
 
 
 class Peer:
-    def __init__(self, name: str, python: str, folder: Path, form: str, threads: int) -> None:
+    def __init__(self, name: str, python: str, folder: Path, form: str, threads: int, clock: str) -> None:
         self.name = name
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         if name != "ironlaw":
             environment.pop("PYTHONPATH", None)
-        words = [python, __file__, "--worker", name, str(folder), form, str(threads)]
+        words = [python, __file__, "--worker", name, str(folder), form, str(threads), clock]
         self.said = tempfile.TemporaryFile("w+")  # noqa: SIM115, as long as the process
         self.process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, text=True, env=environment
@@ -198,7 +199,8 @@ def measure(model: str, form: str, names: list[str], arguments: argparse.Namespa
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / model
         write_model(model, folder, form if "llama.cpp" in names else None)
-        peers = [Peer(name, pythons.get(name) or sys.executable, folder, form, arguments.threads) for name in names]
+        threads, clock = arguments.threads, arguments.clock
+        peers = [Peer(name, pythons.get(name) or sys.executable, folder, form, threads, clock) for name in names]
         found: dict[tuple[str, int], list[float]] = {}
         for number in range(arguments.rounds + 1):
             for concurrency in arguments.concurrency:
@@ -225,8 +227,9 @@ def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
     lines = [
         "# Serving beside others", "",
         f"`python benchmarks/serve_peers.py --peers {','.join(p for p in peers if p != 'ironlaw')} --threads "
-        f"{arguments.threads} --rounds {arguments.rounds}` on {platform.machine()}, {os.cpu_count()} cores: output "
-        f"tokens per second, {PROMPT} tokens in, {OUTPUT} out, greedy, medians over rounds in turns.", "",
+        f"{arguments.threads} --rounds {arguments.rounds} --clock {arguments.clock}` on "
+        f"{platform.machine()}, {os.cpu_count()} cores: output tokens per second, {PROMPT} tokens in, {OUTPUT} out, "
+        "greedy, medians over rounds in turns.", "",
         "| model | format | at once | " + " | ".join(peers) + " |", "|---|---|---:|" + "---:|" * len(peers),
     ]  # fmt: skip
     keys = dict.fromkeys((row["model"], row["format"], row["concurrency"]) for row in rows)
@@ -241,7 +244,7 @@ def table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+        worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", default="transformers", help="transformers, vllm, llama.cpp")
@@ -250,6 +253,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall",
+        help="cpu: seconds of the processor, for a machine shared with other work; with --threads 1",
+    )  # fmt: skip
     parser.add_argument("--vllm-python", help="of the environment that has vLLM")
     parser.add_argument("--llama-python", help="of the environment that has llama-cpp-python and gguf")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

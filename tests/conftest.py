@@ -50,6 +50,7 @@ def _not_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         # Every process that a test starts would compile all it imports again: 0.3 s each, and no user lives like that.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("session-cache")))
+        patch.setenv("PYTHONPATH", str(SOURCE), prepend=os.pathsep)  # wherever the processes are that tests start
         yield
 
 
@@ -142,9 +143,20 @@ def tiny_tables(corpus: Path) -> Callable[..., dict[str, Any]]:
     return build
 
 
+@pytest.fixture(scope="session")
+def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where those prepare the corpus that do not look at how: once for all of them."""
+    return tmp_path_factory.mktemp("shared-data")
+
+
 @pytest.fixture
-def tiny_document(tiny_tables: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    return partial(tiny_tables, tmp_path / "data-cache")
+def data_cache(tmp_path: Path) -> Path:
+    return tmp_path / "data-cache"
+
+
+@pytest.fixture
+def tiny_document(tiny_tables: Callable[..., dict[str, Any]], data_cache: Path) -> Callable[..., dict[str, Any]]:
+    return partial(tiny_tables, data_cache)
 
 
 @pytest.fixture

@@ -51,17 +51,17 @@ EXPERTS = {
 )
 def ledgers(
     request: pytest.FixtureRequest, tiny_tables: Callable[..., dict[str, Any]], machine_profile: Profile,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared_data: Path, tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Ledger, Ledger]:  # fmt: skip
     """Plan and run of one family in one precision."""
-    folder = tmp_path_factory.mktemp("observed")
     family, precision = request.param
     train = {"steps": 14, "profile_steps": 3, "precision": precision, "attention": "auto"}
     if family.endswith("native"):
         train["attention"] = "native"
-    config = build_config(tiny_tables(folder / "data-cache", (FAMILIES | EXPERTS)[family], train=train))
+    config = build_config(tiny_tables(shared_data, (FAMILIES | EXPERTS)[family], train=train))
     plans: list[Ledger] = []
-    outcome = run_training(config, folder / "run", machine_profile, planned=lambda plan, data: plans.append(plan))
+    run = tmp_path_factory.mktemp("observed") / "run"
+    outcome = run_training(config, run, machine_profile, planned=lambda plan, data: plans.append(plan))
     return plans[0], outcome.ledger
 
 

@@ -24,6 +24,11 @@ def train(user_cache: Path, machine_profile: Profile) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.fixture
+def data_cache(shared_data: Path) -> Path:
+    return shared_data
+
+
 class Interruption(Exception):
     """Stands for whatever ends a process."""
 

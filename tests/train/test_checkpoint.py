@@ -136,8 +136,9 @@ DAMAGES = [(name, damage) for name in FILES for damage in (truncate, flip, empty
 
 @pytest.fixture(scope="module")
 def stopped(
-    tiny_tables: Callable[..., dict[str, Any]], machine_profile: Profile, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunConfig, Path]:
+    tiny_tables: Callable[..., dict[str, Any]], machine_profile: Profile, shared_data: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[RunConfig, Path]:  # fmt: skip
     """A run of 14 steps that ended after the 12th: checkpoints of steps 8 and 12."""
     folder = tmp_path_factory.mktemp("stopped")
 
@@ -145,7 +146,7 @@ def stopped(
         if report.step == 12:
             raise InterruptedError
 
-    config = build_config(tiny_tables(folder / "data-cache", train={"steps": 14}))
+    config = build_config(tiny_tables(shared_data, train={"steps": 14}))
     with pytest.raises(InterruptedError):
         run_training(config, folder / "run", machine_profile, watch=stop)
     return config, folder / "run"

@@ -108,7 +108,7 @@ def test_a_host_that_really_has_no_more_memory(
     assert done.returncode == 2, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ironlaw: the host is out of memory in step 1; the plan expected "), done.stderr
-    assert "--set train.micro_batch=" in last and "no checkpoint yet" in last
+    assert "train.micro_batch" in last and "no checkpoint yet" in last
     assert "Traceback" not in done.stderr
 
 

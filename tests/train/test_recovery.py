@@ -17,8 +17,9 @@ from ironlaw.config import RecoveryConfig, RunConfig, ScalerConfig
 from ironlaw.errors import UserError
 from ironlaw.train import rollback
 from ironlaw.train.loop import Outcome, StepReport, Trainer
+from ironlaw.train.mesh import Agreed
 from ironlaw.train.recovery import Measured, Recovery, Skips, Spike, find_spike
-from ironlaw.train.step import Agreed, Step
+from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

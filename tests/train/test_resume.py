@@ -151,7 +151,8 @@ def test_ctrl_c_before_the_first_step(
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(LiveRun, "data_progress", progress)
-    code, _, messages = ironlaw_here("train", tiny_file(), "--out", "run")
+    config = tiny_file(data={"cache": str(tmp_path / "data-cache")})
+    code, _, messages = ironlaw_here("train", config, "--out", "run")
     assert code == 130 and "Traceback" not in messages, messages
     assert not (tmp_path / "run").exists()
     assert not [path for path in (tmp_path / "data-cache").iterdir() if not path.name.startswith(".")]

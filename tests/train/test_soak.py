@@ -1,4 +1,4 @@
-"""The short version of `make soak`: a few runs killed at random moments, resumed, and compared to the bit."""
+"""The short version of `make soak`: a run killed at random moments, resumed, and compared to the bit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_runs_killed_at_random_and_resumed_are_the_run_that_nobody_killed(user_c
     if not hasattr(sys, "platform") or sys.platform == "win32":
         pytest.skip("needs fork")
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(REPOSITORY / "benchmarks"), str(tmp_path), "2", "7"],
+        [sys.executable, "-c", SCRIPT, str(REPOSITORY / "benchmarks"), str(tmp_path), "1", "7"],
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["wrong"] == []
-    assert result["counts"]["identical to the uninterrupted run"] == 2
-    assert result["counts"]["kills"] >= 2
+    assert result["counts"]["identical to the uninterrupted run"] == 1
+    assert result["counts"]["kills"] >= 1

@@ -198,7 +198,9 @@ def all_mixtures(shape: Shape) -> Iterator[Shape]:
         yield replace(shape, recompute=mixed)
 
 
-@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    "fraction", [pytest.param(0.2, marks=pytest.mark.long), 0.5, pytest.param(0.8, marks=pytest.mark.long)]
+)
 def test_a_budget_is_met_with_hardly_more_time_than_the_best_of_all_mixtures(fraction: float) -> None:
     shape = Shape(ModelConfig(**LLAMA), BATCH, SEQUENCE)
     most, least = peak_bytes(shape), peak_bytes(replace(shape, recompute=(frozenset(),) * 3))

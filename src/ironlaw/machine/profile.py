@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,16 +77,17 @@ class MatmulFit:
 
     def _correction(self, m: int, n: int, k: int, leave_out: int | None = None) -> float:
         """Shepard's inverse-distance weighting in log dimensions; far from every shape it fades to none."""
-        weights, total = 1 / 16.0, 0.0  # the law itself counts like a shape at distance 4
-        for index, (shape, value) in enumerate(zip(self.shapes, self.corrections, strict=True)):
-            if index != leave_out:
-                distance = sum(math.log2(a / b) ** 2 for a, b in zip((m, n, k), shape, strict=True))
-                weight = 1 / (distance + 0.01)
-                weights += weight
-                total += weight * value
-        return total / weights
+        weights = 1 / (((np.log2((m, n, k)) - self._logs) ** 2).sum(axis=1) + 0.01)
+        if leave_out is not None:
+            weights[leave_out] = 0.0
+        # The law itself counts like a shape at distance 4.
+        return float(weights @ np.array(self.corrections)) / (1 / 16.0 + float(weights.sum()))
 
-    @property
+    @cached_property
+    def _logs(self) -> np.ndarray:
+        return np.log2(np.array(self.shapes, dtype=float)).reshape(-1, 3)
+
+    @cached_property
     def peak_flops_per_second(self) -> float:
         """The best rate among the measured shapes."""
         return max(2.0 * m * n * k / self.at(m, n, k) for m, n, k in self.shapes)

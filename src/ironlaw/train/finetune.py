@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.linear import Linear
 from ironlaw.numerics.frozen_linear import hold_quantized
-from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, newest_of
-from ironlaw.train.peft import check_adapter, read_adapter, write_adapter
+from ironlaw.train.checkpoint import newest_of
+from ironlaw.train.peft import read_adapter, write_adapter
 from ironlaw.train.precision import AUTOCAST
-from ironlaw.train.restore import check_first_weights, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
 from ironlaw.workload.finetune import FinetuneConfig, targets_of
 
@@ -101,29 +97,3 @@ def base_digest(source: str) -> str:
 def about_base(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
     """For the index of a checkpoint."""
     return {"base": {"path": source, "sha256": base_digest(source)}, "finetune": finetune.model_dump(mode="json")}
-
-
-def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None) -> None:
-    """UserError, before anything is written, when there is no base, or not the one that `start` was trained on."""
-    if source is None:
-        raise UserError(
-            f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
-        )
-    check_first_weights(source, config)
-    targets_of(config, names_of(Path(source), config), finetune)
-    if start is not None and base_digest(source) != start.index["base"]["sha256"]:
-        raise UserError(f"{source} has changed since {start.path} was trained on it: put its old weights back")
-    if start is None and finetune.start_from:
-        check_adapter(Path(finetune.start_from), finetune)
-
-
-def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> FinetuneConfig:
-    """The base and the adapters of a checkpoint into a plain `model`."""
-    index: Mapping[str, Any] = checkpoint.index
-    finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
-    check_base(finetune, source, config, checkpoint)
-    load_first_weights(source, model, config)
-    with torch.random.fork_rng(devices=[]):  # adapters are drawn, and then read
-        add_adapters(model, config, finetune, source)
-    AdapterFiles().read(checkpoint.path, model, {})
-    return finetune

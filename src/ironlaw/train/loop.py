@@ -1,6 +1,6 @@
 """The training loop of one rank, read from top to bottom; a single process is a mesh of one (`mesh.py`).
 
-    trainer = Trainer(config, run, plan, dataset, profile, mesh)
+    trainer = Trainer(config, run, plan, dataset, profile, strategy)
     outcome = trainer.train()
 
 A step is: wait for the batch, forward and backward over its micro-batches, clip, update. Everything else
@@ -47,11 +47,12 @@ from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import earlier_profile, keep_profile, now
 from ironlaw.train.journal import Digested, Journal, Silent
 from ironlaw.train.jsonl import read_lines
-from ironlaw.train.mesh import Mesh, Observer
+from ironlaw.train.mesh import Observer
 from ironlaw.train.recovery import Recovery, SkippingBatches, Spike
 from ironlaw.train.rollback import GoBack, answer
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
+from ironlaw.train.strategy import Strategy
 from ironlaw.train.transfer import Transfer
 from ironlaw.workload.tensors import batch_bytes
 
@@ -96,7 +97,7 @@ class Trainer:
         plan: Ledger,
         dataset: Dataset,
         profile: Profile,
-        mesh: Mesh,
+        strategy: Strategy,
         *,
         observer: Observer | None = None,
         start: checkpoint.Checkpoint | None = None,
@@ -105,7 +106,8 @@ class Trainer:
     ) -> None:
         self.started = time.perf_counter()
         self.config, self.run, self.plan, self.dataset, self.profile = config, run, plan, dataset, profile
-        self.mesh, self.observer, self.device = mesh, observer or Observer(), mesh.device
+        mesh = strategy.mesh
+        self.strategy, self.mesh, self.observer, self.device = strategy, mesh, observer or Observer(), mesh.device
         self.watch = watch or (lambda report: None)
         self.say = say or (lambda message: None)
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
@@ -131,7 +133,7 @@ class Trainer:
         self.batches = self.loader.training(config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.dp)
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
-        self.one_step = mesh.step(config, self.plan, self.profile, fresh=start is None, say=self.say)
+        self.one_step = self.strategy.step(config, self.plan, self.profile, fresh=start is None, say=self.say)
         # Whatever must be as it was when a run goes on; every part is saved and restored under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(

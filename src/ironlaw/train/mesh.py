@@ -1,7 +1,7 @@
 """The ranks that train one model. One process is a mesh of one: what many ranks agree on, it knows by itself.
 
-The trainer talks to a `Mesh`, a `Step` and an `Observer`, and does not ask how many processes there are. Those of a job
-of many are in `train/parallel`: `Ranks`, `LayoutStep` and `RankObserver`.
+The trainer talks to a `Mesh`, a `Step` and an `Observer`, which a `Strategy` makes, and does not ask how many processes
+there are. Those of a job of many are in `train/parallel`: `Ranks`, `LayoutStep`, `RankObserver` and `RankStrategy`.
 """
 
 from __future__ import annotations
@@ -9,27 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.config import LayoutConfig
 from ironlaw.cores import usable_threads
-from ironlaw.data.dataset import Dataset
-from ironlaw.data.prepare import prepare
-from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
-from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.profile import StepProfile
-from ironlaw.plan.step import plan_run
-from ironlaw.plan.totals import fits
-from ironlaw.train.step import Agreed, Step
 
-LOOK_SECONDS = 0.6  # at the machine's speed before a run, where that is under so much of it
-WORTH_A_LOOK = 0.02
 Result = TypeVar("Result")
 
 
@@ -75,34 +66,18 @@ class Mesh:
     def barrier(self) -> None:
         """No rank goes on before all have come."""
 
-    # -- what a trainer is made of ---------------------------------------------------------------------------
-
     def threads(self, profile: Profile) -> int:
         return min(profile.threads, usable_threads())
 
-    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        """UserError for a config that cannot run."""
-        plan = plan_run(config, profile)
-        worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
-        if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
-            torch.set_num_threads(self.threads(profile))
-            now = Probe(profile.fp32_products).now(profile, LOOK_SECONDS)
-            plan = plan_run(config, profile, now) if now is not None else plan
-        if not fits(plan):
-            raise UserError(
-                "the plan does not fit this machine's memory: lower train.micro_batch; "
-                "`ironlaw plan` shows what holds it"
-            )
-        return plan
 
-    def prepare(
-        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
-    ) -> Dataset:
-        return prepare(config.data, config.model.vocab, progress, say)
+class Agreed(NamedTuple):
+    """The same on every rank: loss over the global batch, norm of the whole gradient before clipping, whether any rank
+    wants to stop, and the sums of what each had to add."""
 
-    def step(self, config: RunConfig, plan: Ledger, profile: Profile, **named: Any) -> Step:
-        """The model and what trains it, as this rank holds it."""
-        return Step(config, plan.decided, self, onednn=profile.fp32_products == "onednn", **named)
+    loss: float
+    norm: float
+    stop: bool
+    added: list[float]
 
 
 class Observer:

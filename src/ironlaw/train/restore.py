@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ironlaw.config import load_config
@@ -17,14 +18,17 @@ from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.configs import is_config_file, read_config
+from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import Held
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
+from ironlaw.train.finetune import add_adapters, base_digest, merge
+from ironlaw.train.peft import check_adapter
 from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import Stateful
+from ironlaw.workload.finetune import FinetuneConfig, targets_of
 
 STORES: dict[str, Store] = {
     store.name: store for store in (WholeFiles(), AdapterFiles(), QuantizedFiles({}))
@@ -50,8 +54,6 @@ def load(
         mark_fused(model)
         return ShardedFiles().read(checkpoint.path, model, states or {})
     if name == AdapterFiles.name and not adapted_layers(model):
-        from ironlaw.train.finetune import load_adapted, merge
-
         load_adapted(checkpoint, model, config)
         merge(model)
         return []
@@ -79,6 +81,32 @@ def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> No
         load(newest_of(folder), model, config)
     else:
         load_weights(folder, model, config)
+
+
+def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None) -> None:
+    """UserError, before anything is written, when there is no base, or not the one that `start` was trained on."""
+    if source is None:
+        raise UserError(
+            f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
+        )
+    check_first_weights(source, config)
+    targets_of(config, names_of(Path(source), config), finetune)
+    if start is not None and base_digest(source) != start.index["base"]["sha256"]:
+        raise UserError(f"{source} has changed since {start.path} was trained on it: put its old weights back")
+    if start is None and finetune.start_from:
+        check_adapter(Path(finetune.start_from), finetune)
+
+
+def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> FinetuneConfig:
+    """The base and the adapters of a checkpoint into a plain `model`."""
+    index: Mapping[str, Any] = checkpoint.index
+    finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
+    check_base(finetune, source, config, checkpoint)
+    load_first_weights(source, model, config)
+    with torch.random.fork_rng(devices=[]):  # adapters are drawn, and then read
+        add_adapters(model, config, finetune, source)
+    AdapterFiles().read(checkpoint.path, model, {})
+    return finetune
 
 
 def load_for_inference(checkpoint: Checkpoint, config: ModelConfig) -> Transformer:

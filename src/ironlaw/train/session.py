@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from ironlaw.config import RunConfig
 from ironlaw.data import supply
 from ironlaw.data.dataset import Dataset
@@ -22,15 +20,15 @@ from ironlaw.plan import record
 from ironlaw.plan.machines import is_emulated
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
-from ironlaw.train.finetune import check_base
 from ironlaw.train.journal import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.lock import locked
 from ironlaw.train.loop import Outcome, StepReport, Trainer
-from ironlaw.train.mesh import Mesh, Observer
+from ironlaw.train.mesh import Mesh
 from ironlaw.train.recovery import Recovery
-from ironlaw.train.restore import check_first_weights, check_resumable
+from ironlaw.train.restore import check_base, check_first_weights, check_resumable
 from ironlaw.train.run_directory import RunDirectory, create_run, find_run
+from ironlaw.train.strategy import Strategy, one_process
 from ironlaw.train.tracking import check_installed
 
 DataProgress = Callable[[int, int], None]
@@ -40,21 +38,21 @@ def run_training(
     config: RunConfig,
     out: Path,
     profile: Profile,
-    mesh: Mesh | None = None,
+    strategy: Strategy | None = None,
     *,
-    observer: Callable[[RunDirectory], Observer] = lambda run: Observer(),
     resume: bool = False,
     data_progress: DataProgress | None = None,
     planned: Callable[[Ledger, Dataset], None] | None = None,
     watch: Callable[[StepReport], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Train `config` into the directory `out`, on every rank of `mesh`; `planned` is shown the plan before the first
-    step. The callbacks are the first rank's, and only its outcome has a ledger.
+    """Train `config` into the directory `out`, on every rank of `strategy`; `planned` is shown the plan before the
+    first step. The callbacks are the first rank's, and only its outcome has a ledger.
 
     Raises UserError when the input cannot work (no text, no room, another model), before anything is written to `out`.
     """
-    mesh = mesh or Mesh(torch.device(profile.device))
+    strategy = strategy or one_process(profile)
+    mesh = strategy.mesh
     if not mesh.first:
         data_progress = planned = watch = say = None
     say = say or (lambda message: None)
@@ -68,8 +66,8 @@ def run_training(
         there = mesh.first_does(run.path.is_dir)
         if there:  # before its checkpoints are looked at; a new run is locked once there is a directory
             mesh.first_does(lock)
-        plan = mesh.plan(config, profile)
-        dataset = mesh.prepare(config, data_progress, say)
+        plan = strategy.plan(config, profile)
+        dataset = strategy.prepare(config, data_progress, say)
         start = mesh.first_does(lambda: check_start(config, dataset, run, say))
         if start is not None and start.step >= config.train.steps and run.ledger_file.is_file():
             say(f"{run.path} has done its {start.step} steps already: set train.steps higher to go on")
@@ -88,9 +86,19 @@ def run_training(
                 planned(plan, dataset)
 
         mesh.first_does(create)
-        with observer(run) as watching:
+        with strategy.observer(run) as watching:
             trainer = partial(
-                Trainer, config, run, plan, dataset, profile, mesh, observer=watching, start=start, watch=watch, say=say
+                Trainer,
+                config,
+                run,
+                plan,
+                dataset,
+                profile,
+                strategy,
+                observer=watching,
+                start=start,
+                watch=watch,
+                say=say,
             )
             return _train(trainer, config, run, plan, profile, mesh, start)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
 from ironlaw.train.compile import compile_blocks
 from ironlaw.train.finetune import about_base, add_adapters
 from ironlaw.train.host_optimizer import HostOptimizer
+from ironlaw.train.mesh import Agreed, Mesh
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
@@ -41,19 +42,6 @@ from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
 from ironlaw.train.transfer_stream import stream_to_host
 from ironlaw.workload.objective import FROZEN
-
-if TYPE_CHECKING:
-    from ironlaw.train.mesh import Mesh
-
-
-class Agreed(NamedTuple):
-    """The same on every rank: loss over the global batch, norm of the whole gradient before clipping, whether any rank
-    wants to stop, and the sums of what each had to add."""
-
-    loss: float
-    norm: float
-    stop: bool
-    added: list[float]
 
 
 class Step:

@@ -44,13 +44,14 @@ from ironlaw.train.jsonl import read_lines
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
-from ironlaw.train.parallel import job, preflight
+from ironlaw.train.parallel import preflight
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.communication import counted
 from ironlaw.train.parallel.materialize import read_first_weights, shapes
 from ironlaw.train.parallel.names import mark_fused, named_tensors
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.store import Gatherer, ShardedFiles
+from ironlaw.train.parallel.strategy import RankStrategy
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.collectives import renamed, traffic
@@ -503,9 +504,9 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     said: list[str] = []
     profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
-        observer = job.observer(config, ranks, store, end=leave)
+        strategy = RankStrategy(config, ranks, store, end=leave)
         resume = case.get("resume", False)
-        outcome = session.run_training(config, out, profile, ranks, observer=observer, resume=resume, say=said.append)
+        outcome = session.run_training(config, out, profile, strategy, resume=resume, say=said.append)
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:
         seen["stopped"] = str(error)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-
-if TYPE_CHECKING:
-    from ironlaw.train.parallel.ranks import Ranks
 
 KEPT = 256  # collectives
 
@@ -37,13 +34,13 @@ def switch_on() -> None:
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # how long each kernel took
 
 
-def groups_of(ranks: Ranks) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dimension and ranks of the groups that a step uses, by PyTorch's name.
+def groups_of(used: dict[str, dist.ProcessGroup]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dimension and ranks of the groups that a step uses (`Ranks.process_groups`), by PyTorch's name.
 
     Other groups may wait as long as they like: for data to be prepared, for a checkpoint to be written.
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, group in ranks.process_groups().items():
+    for name, group in used.items():
         if group.size() > 1:
             found.setdefault(group.group_name, (name, tuple(dist.get_process_group_ranks(group))))
     return found

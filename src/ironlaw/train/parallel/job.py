@@ -7,8 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,12 +18,8 @@ from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
-from ironlaw.train.journal import write_event
 from ironlaw.train.loop import Outcome
-from ironlaw.train.mesh import Observer
 from ironlaw.train.parallel import preflight
-from ironlaw.train.parallel.hang import Note
-from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import agreed
 from ironlaw.train.parallel.ranks import (
     TIMEOUT_SECONDS,
@@ -36,8 +31,7 @@ from ironlaw.train.parallel.ranks import (
     world_size,
 )
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
-from ironlaw.train.parallel.watcher import Watcher
-from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.parallel.strategy import RankStrategy
 from ironlaw.train.session import run_training
 from ironlaw.workload.layout import Layout
 
@@ -64,25 +58,8 @@ class Job:
         return f"{self.ranks.size} ranks: {self.layout}" + (f" ({left} more stand by)" if left else "")
 
     def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        return run_training(
-            self.config, out, profile, self.ranks, observer=observer(self.config, self.ranks, self.rendezvous.store),
-            **named,
-        )  # fmt: skip
-
-
-def observer(config: RunConfig, ranks: Ranks, store: dist.Store, **named: Any) -> Callable[[RunDirectory], Observer]:
-    """What looks at a run of these ranks; `store` is theirs alone, `named` goes to the watcher."""
-
-    def hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
-        """On the rank that found it, whichever that is: the others may not be able to."""
-        print(f"ironlaw: {report}", file=sys.stderr, flush=True)
-        write_event(run, "hang", report=report, ranks=[asdict(note) for note in notes])
-
-    def build(run: RunDirectory) -> Observer:
-        seconds = config.recovery.collective_seconds
-        return RankObserver(ranks, config, Watcher(ranks, store, seconds, partial(hung, run), **named))
-
-    return build
+        strategy = RankStrategy(self.config, self.ranks, self.rendezvous.store)
+        return run_training(self.config, out, profile, strategy, **named)
 
 
 STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments

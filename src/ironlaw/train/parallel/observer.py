@@ -22,12 +22,11 @@ from ironlaw.observe.events import recorded_allocations
 from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.mesh import Observer
+from ironlaw.train.mesh import Agreed, Observer
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.straggler import Straggling
 from ironlaw.train.parallel.watcher import Watcher
-from ironlaw.train.step import Agreed
 
 OTHER = "between collectives"
 """Exposed communication that no collective was seen in: what is done for them while the step is in that phase."""

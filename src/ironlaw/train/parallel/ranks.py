@@ -17,16 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import usable_threads
-from ironlaw.data.dataset import Dataset
-from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
-from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.rendezvous import Rendezvous, join
-from ironlaw.train.step import Step
 from ironlaw.workload.layout import SPLIT_BACKWARD, undivided
 from ironlaw.workload.sharding import expert_holders
 
@@ -114,35 +110,6 @@ class Ranks(Mesh):
         """Ranks of one machine share its cores."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return min(usable_threads(), max(1, profile.threads // here))
-
-    def plan(self, config: RunConfig, profile: Profile) -> Ledger:
-        """All of them plan, because two may have to be timed for it; what rank 0 found holds."""
-        from ironlaw.train.parallel.planning import plan_job
-
-        plan, error = Ledger("plan"), None
-        try:
-            plan = plan_job(config, profile, self)
-        except UserError as problem:
-            error = problem
-
-        def told() -> Ledger:
-            if error is not None:
-                raise error
-            return plan
-
-        return self.first_does(told)
-
-    def prepare(
-        self, config: RunConfig, progress: Callable[[int, int], None] | None, say: Callable[[str], None]
-    ) -> Dataset:
-        """Rank 0 prepares; the others then find everything in the cache."""
-        self.first_does(lambda: prepare(config.data, config.model.vocab, progress, say) and None)
-        return prepare(config.data, config.model.vocab)
-
-    def step(self, config: RunConfig, plan: Ledger, profile: Profile, **named: Any) -> Step:
-        from ironlaw.train.parallel.step import LayoutStep
-
-        return LayoutStep(config, plan.decided, self, onednn=profile.fp32_products == "onednn", **named)
 
 
 PATIENCE = datetime.timedelta(days=7)

@@ -27,6 +27,7 @@ from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import Checkpoint, check_model
 from ironlaw.train.finetune import about_base, add_adapters
+from ironlaw.train.mesh import Agreed
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import communication, experts, pipeline
 from ironlaw.train.parallel.apply import apply, build
@@ -39,7 +40,7 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import Gatherer, ShardedFiles, SharedAdapterFiles
 from ironlaw.train.restore import load_first_weights
 from ironlaw.train.state import Stateful
-from ironlaw.train.step import Agreed, Step
+from ironlaw.train.step import Step
 from ironlaw.workload.pipeline import V_SHAPED, rank_of_last
 
 

@@ -57,7 +57,7 @@ class Watcher:
         self.own = OwnTime(kernels=flight_recorder.kernel_seconds if ranks.device.type == "cuda" else None)
         self._main = threading.get_ident()
         self._state = f"/proc/self/task/{threading.get_native_id()}/stat"
-        self._groups = flight_recorder.groups_of(ranks)
+        self._groups = flight_recorder.groups_of(ranks.process_groups())
         self._still_since = time.time()  # when the training thread was last seen to compute
         self._awake = 0.0
         self._every = max(NOTE_SECONDS, ranks.size / NOTES_PER_SECOND, timeout_seconds / 100)

@@ -1,0 +1,54 @@
+"""A decoder block in one compiled call gives what its modules give, in every format of the weights."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
+from serving import engine
+
+from ironlaw.model.config import ModelConfig
+from ironlaw.model.transformer import Transformer
+from ironlaw.serve.config import ServeConfig
+from ironlaw.serve.loading import prepare
+from ironlaw.serve.request import Request, Sampling
+from ironlaw.serve.runner import Work
+
+LLAMA = {
+    "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "gated_ffn": True, "activation": "silu",
+    "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False, "vocab": 70, "context": 64,
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": {}, "biases, no gate, no positions": {
+        "bias": True, "gated_ffn": False, "activation": "relu2", "positions": "none", "kv_heads": 4,
+    },
+    "window, sinks, part of a head turns": {"sliding_window": 5, "attention_sinks": True, "rotary_size": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("weights", "error"), [("fp32", 1e-5), ("bf16", 0.03), ("int8", 1e-5)])
+def test_a_compiled_block_is_its_modules(weights: str, error: float, form: str) -> None:
+    torch.manual_seed(4)
+    model = Transformer(ModelConfig(**LLAMA | FORMS[form])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    runner = engine(prepare(model, ServeConfig(device="cpu", weights=weights), "tiny")).runner
+    if runner.blocks is None:
+        pytest.skip("this processor does not multiply it, or there is no C compiler")
+    requests = [Request([3], Sampling(), blocks=list(range(1 + 8 * n, 9 + 8 * n))) for n in range(3)]
+    for start, count in ((0, 20), (20, 1), (21, 3)):  # a prompt, a token, and a token with two drafted ones
+        work = [Work(r, [(7 * p + n) % 70 for p in range(start, start + count)], start, count)
+                for n, r in enumerate(requests)]  # fmt: skip
+        whole, _ = runner.run(work)
+        blocks, runner.blocks = runner.blocks, None
+        apart, _ = runner.run(work)
+        runner.blocks = blocks
+        assert whole is not None and apart is not None
+        assert (whole - apart).norm() <= error * apart.norm()
