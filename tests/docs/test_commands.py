@@ -113,6 +113,9 @@ def reader(tmp_path: Path, tiny_file: Any, corpus: Path) -> Path:
     rows = [row.replace("a,torchtitan", f"{n},torchtitan").replace("6.9", f"{6.9 + n % 3 / 10}") for n in range(12)]
     for name in ("my_runs.csv", "more_runs.csv", "runs.csv"):
         (tmp_path / name).write_text("\n".join([head, *rows]), encoding="utf-8")
+    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}
+    published = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 2048} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(published), encoding="utf-8")
     with torch.profiler.profile() as profiled:
         for _ in range(4):
             with torch.profiler.record_function("ProfilerStep#1"):
