@@ -154,7 +154,6 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
         ({"positions": "rope", "qk_norm": True}, "gpt_neox is nearest, and differs in qk_norm"),
         (ROTARY | {"bias": True, "sliding_window": 8}, "differs in out_bias, ffn_bias"),
         ({"bias": False, "moe": EXPERTS}, "mixtral is nearest"),
-        (ROTARY | {"moe": EXPERTS | {"balance": "bias"}}, r"differs in moe.choice_bias"),
         (ROTARY | {"moe": EXPERTS | {"score": "sigmoid"}}, r"differs in moe.score"),
         (ROTARY | {"moe": EXPERTS | {"shared_experts": 1}}, r"differs in moe.shared_ffn"),
         (ROTARY | {"qkv_bias": True, "moe": EXPERTS}, "differs in qkv_bias"),
