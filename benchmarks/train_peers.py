@@ -254,7 +254,7 @@ def _our_losses(peer: Path, case: Case) -> list[float]:
     class Recorded(loop.Trainer):
         def _setup(self, start: object) -> None:
             super()._setup(start)  # type: ignore[arg-type]
-            self.model.load_state_dict(translate(theirs.state_dict(), case.layers))
+            self.one_step.model.load_state_dict(translate(theirs.state_dict(), case.layers))
             self.batches.batch = batches.__getitem__  # type: ignore[method-assign]
 
     losses: list[float] = []

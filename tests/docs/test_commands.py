@@ -87,7 +87,7 @@ BEGIN = (
 ORDER = ("train", "serve", "bench", "calibrate", "validate", "plan", "compress", "generate", "export", "explain")
 # Shorter, or what a placeholder stands for; the rest of a command is run as it is printed.
 STANDS_FOR = (
-    ("CONFIG", "examples/gpt-tiny.toml"), ("explain A B", "explain runs/demo runs/wide"),
+    ("CONFIG", "examples/gpt-tiny.toml"), ("explain A B", "explain runs/demo runs/larger"),
     ("-per-node 8", "-per-node 2"), ("--requests 100", "--requests 4"), ("--rate 4", "--rate 4 --requests 4"),
     ("ironlaw tune ", "ironlaw tune --budget 20s "),
     ("train examples/gpt2.toml", "train examples/gpt2.toml --out runs/texts"),
