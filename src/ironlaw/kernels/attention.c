@@ -5,9 +5,10 @@
    columns that the products read in order. Of the forward pass only the logarithm of each query's sum is kept. */
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "numbers.h"
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -23,24 +24,8 @@
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t integers __attribute__((vector_size(4 * LANES)));
 
-#if ACTIVATION == 0
-typedef float number;
-static inline float read(number x) { return x; }
-static inline number written(float x) { return x; }
-#else
-typedef uint16_t number; /* bfloat16 */
-static inline float read(number x) {
-    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
-    return u.value;
-}
-static inline number written(float x) { /* to the nearest, ties to even */
-    union { float value; uint32_t bits; } u = {x};
-    return (number)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
-}
-#endif
-
 typedef struct { /* (batch, heads, sequence, size); strides in elements, 1 within a head */
-    number *data;
+    activation *data;
     long batch, head, row;
 } Tensor;
 
@@ -53,7 +38,7 @@ typedef struct {
 
 static long padded(long n, long to) { return (n + to - 1) / to * to; }
 
-static number *at(const Tensor *x, int b, int h, long row) { return x->data + b * x->batch + h * x->head + row * x->row; }
+static activation *at(const Tensor *x, int b, int h, long row) { return x->data + b * x->batch + h * x->head + row * x->row; }
 
 /* c (m, n) = or += a b: a's elements `down` and `along` apart, b in rows of `b_row`. m is a multiple of ROWS, n of TILE. */
 static void multiply(long m, long n, long k, const float *a, long down, long along, const float *b, long b_row,
@@ -96,9 +81,9 @@ static inline vector exponential(vector x) {
 }
 
 /* Rows of one head as fp32, zeros beyond their end. */
-static void copied(const number *from, long row, long rows, long size, long rows_to, long size_to, float *to) {
+static void copied(const activation *from, long row, long rows, long size, long rows_to, long size_to, float *to) {
     for (long i = 0; i < rows; i++) {
-        for (long d = 0; d < size; d++) to[i * size_to + d] = read(from[i * row + d]);
+        for (long d = 0; d < size; d++) to[i * size_to + d] = READ(from[i * row + d]);
         for (long d = size; d < size_to; d++) to[i * size_to + d] = 0;
     }
     memset(to + rows * size_to, 0, 4 * (rows_to - rows) * size_to);
@@ -113,9 +98,9 @@ static void transposed(const float *from, long rows, long size, float *to) {
         }
 }
 
-static void stored(const float *from, long from_row, float factor, number *to, long row, long rows, long size) {
+static void stored(const float *from, long from_row, float factor, activation *to, long row, long rows, long size) {
     for (long i = 0; i < rows; i++)
-        for (long d = 0; d < size; d++) to[i * row + d] = written(from[i * from_row + d] * factor);
+        for (long d = 0; d < size; d++) to[i * row + d] = WRITE(from[i * from_row + d] * factor);
 }
 
 typedef struct { /* of one thread */
@@ -187,7 +172,7 @@ static void derive(const Call *call, const Space *s, int b, int shared) {
     for (int h = shared * group; h < (shared + 1) * group; h++)
         for (long first = 0; first < sequence; first += BLOCK) {
             long rows = sequence - first < BLOCK ? sequence - first : BLOCK, seen = first + BLOCK;
-            const number *out = at(&call->out, b, h, first), *gradient = at(&call->out_gradient, b, h, first);
+            const activation *out = at(&call->out, b, h, first), *gradient = at(&call->out_gradient, b, h, first);
             copied(at(&call->query, b, h, first), call->query.row, rows, key, BLOCK, s->key, s->query);
             copied(gradient, call->out_gradient.row, rows, value, BLOCK, s->value, s->rows);
             multiply(BLOCK, seen, s->key, s->query, s->key, 1, s->key_columns, s->sequence, s->scores, s->width, 0);
@@ -197,7 +182,7 @@ static void derive(const Call *call, const Space *s, int b, int shared) {
                 long end = i < rows ? first + i + 1 : 0;
                 if (end) {
                     float log_sum = call->log_sums[((long)b * call->heads + h) * sequence + first + i], delta = 0;
-                    for (long d = 0; d < value; d++) delta += read(gradient[i * call->out_gradient.row + d]) * read(out[i * call->out.row + d]);
+                    for (long d = 0; d < value; d++) delta += READ(gradient[i * call->out_gradient.row + d]) * READ(out[i * call->out.row + d]);
                     for (long j = 0; j < end; j += LANES) {
                         vector *w = (vector *)(weights + j), *g = (vector *)(of_scores + j);
                         *w = exponential(*w * call->scale - log_sum);

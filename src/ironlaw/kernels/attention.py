@@ -16,22 +16,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ironlaw.kernels.library import FORMATS, library
+from ironlaw.kernels.library import FLOAT, FORMATS, INT, LONG, POINTER, library
 
 TENSORS = ("query", "key", "value", "out", "out_gradient", "query_gradient", "key_gradient", "value_gradient")
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("batch", "head", "row")))
+    _fields_ = (("data", POINTER), *((name, LONG) for name in ("batch", "head", "row")))
 
 
 class _Call(ctypes.Structure):
     """As `attention.c` declares it."""
 
     _fields_ = (
-        *((name, _Tensor) for name in TENSORS), ("log_sums", ctypes.c_void_p), ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("batch", "heads", "shared", "sequence", "key_size", "value_size")),
-        ("threads", ctypes.c_int32),
+        *((name, _Tensor) for name in TENSORS), ("log_sums", POINTER), ("scale", FLOAT),
+        *((name, INT) for name in ("batch", "heads", "shared", "sequence", "key_size", "value_size")),
+        ("threads", INT),
     )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def _compiled(dtype: torch.dtype) -> Any:
     found = library("attention.c", {"ACTIVATION": FORMATS[dtype]})
     if found is None:
         return None
-    found.causal.argtypes, found.causal.restype = (ctypes.c_void_p, ctypes.c_int32), ctypes.c_int32
+    found.causal.argtypes, found.causal.restype = (POINTER, INT), INT
     return found.causal
 
 

@@ -6,7 +6,6 @@
 
 #include "product.c"
 
-#define FP8 3
 #define GROUP (HEADS / SHARED)
 
 #if STORE == FP32
@@ -24,16 +23,6 @@ typedef int8_t stored;
 typedef uint8_t stored;
 static float fp8_values[256]; /* of e4m3, filled by `prepare` */
 #define LOAD(x) fp8_values[x]
-#endif
-
-#if ACTIVATION == FP32
-typedef float activation;
-#define READ(x) (x)
-#define WRITE(x) (x)
-#else
-typedef bf16 activation;
-#define READ(x) widened(x)
-#define WRITE(x) narrowed(x)
 #endif
 
 typedef struct { /* of one layer */

@@ -44,7 +44,7 @@ def library(source: str, defines: Mapping[str, int] | None = None, folder: Path 
         return None
     folder = folder or cache_folder() / "kernels"
     words = [f"-D{name}={number}" for name, number in (defines or {}).items()]
-    texts = [file.read_text() for file in sorted(_HERE.glob("*.c"))]
+    texts = [file.read_text() for file in sorted(_HERE.glob("*.[ch]"))]
     about = repr((source, texts, _FLAGS, words, _processor(), compiler))
     file = folder / f"{Path(source).stem}-{hashlib.blake2b(about.encode(), digest_size=10).hexdigest()}.so"
     try:

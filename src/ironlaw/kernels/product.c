@@ -4,30 +4,16 @@
    elements fill 4 bytes, and every step of the inner loop reads two vectors of weights, one after the other through
    memory, and 4 bytes of each row. Sums are fp32, of int8 int32. Inputs of int8 are codes + 128, with a scale a row. */
 
-#include <stdint.h>
+#include "numbers.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #endif
 
-#define FP32 0
-#define BF16 1
-#define INT8 2
 #define TILE 32 /* outputs whose sums stay in registers */
 #define ROWS 12 /* rows of which they do */
 
 enum { NONE, RELU, SQUARED_RELU, SILU, GELU, GELU_TANH };
-
-typedef uint16_t bf16;
-
-static inline float widened(bf16 x) {
-    union { uint32_t bits; float value; } u = {(uint32_t)x << 16};
-    return u.value;
-}
-
-static inline bf16 narrowed(float x) { /* to the nearest, ties to even */
-    union { float value; uint32_t bits; } u = {x};
-    return (bf16)((u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16);
-}
 
 /* e^x for x <= 0: 2^n times a polynomial of the rest (the terms of its series, up to 1e-7 of the value). */
 static inline float exponential(float x) {
