@@ -211,15 +211,15 @@ def serve_part(dry: bool) -> Iterator[Row]:
     from ironlaw.serve.loading import prepare
     from ironlaw.serve.request import Request, Sampling
 
-    torch.manual_seed(0)
     figures = (
         {"layers": 1, "hidden": 32, "heads": 2, "vocab": 300, "context": 64} if dry else model_figures("llama3-1b")
     )
     config = ModelConfig(**({"name": "llama3-1b"} | figures))
     prompt, answer = (8, 4) if dry else (512, 64)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Transformer(config).eval()
     for weights in ("bf16", "int8"):
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = Transformer(config).eval()  # preparing changes it
         settings = ServeConfig(batch=64, context=prompt + answer + 1, weights=weights, token_budget=2048)
         engine = Engine(prepare(model, settings, "model"), settings)
         engine.generate([[1] * prompt], Sampling(max_tokens=2, temperature=0, ignore_end=True))
@@ -239,7 +239,7 @@ def serve_part(dry: bool) -> Iterator[Row]:
                 "weights": weights, "at once": at_once, "tokens/s": at_once * answer / seconds,
                 "first token, ms": 1e3 * first, "per token, ms": 1e3 * per_token,
             }  # fmt: skip
-        del engine
+        del engine, model
 
 
 BF16, EAGER, COMPILED = {"precision": "bf16"}, {"compile": "off"}, {"compile": "on"}

@@ -52,3 +52,14 @@ def test_a_compiled_block_is_its_modules(weights: str, error: float, form: str) 
         runner.blocks = blocks
         assert whole is not None and apart is not None
         assert (whole - apart).norm() <= error * apart.norm()
+
+
+def test_a_model_is_not_read_in_a_type_that_it_is_not_held_in() -> None:
+    model = Transformer(ModelConfig(**LLAMA)).eval()
+    runner = engine(prepare(model, ServeConfig(device="cpu", weights="bf16"), "tiny")).runner
+    with pytest.raises(ValueError, match="held in bf16: load it again"):
+        prepare(model, ServeConfig(device="cpu", weights="fp32"), "tiny")
+    if runner.native is None:
+        pytest.skip("there is no C compiler")
+    with pytest.raises(TypeError, match="compiled for torch.bfloat16, called with torch.float32"):
+        runner.native.attend(None, None, torch.zeros(1, 4, 8))

@@ -76,19 +76,28 @@ class Native:
         numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         function(library.prepare, pointer)(numbers.data_ptr())
 
+    def _reads(self, *tensors: Tensor) -> None:
+        """Of another type C would read, and write, past the end of them."""
+        for tensor in tensors:
+            if tensor.dtype is not self.activation:
+                raise TypeError(f"compiled for {self.activation}, called with {tensor.dtype}")
+
     def keep(self, layer: Any, step: Any, key: Tensor, value: Tensor | None = None) -> None:
         """New keys (N, K, D) and values (N, K, W) to their pages."""
+        self._reads(key, *(() if value is None else (value,)))
         stride = 0 if value is None else value.stride(0)
         self._keep(layer, step, key.data_ptr(), key.stride(0), address(value), stride)
 
     def attend(self, layer: Any, step: Any, query: Tensor) -> Tensor:
         """(N, A, W) of queries (N, A, D)."""
+        self._reads(query)
         out = query.new_empty(query.shape[0], self.shapes.heads, self.shapes.value)
         self._attend(layer, step, query.data_ptr(), query.stride(0), out.data_ptr())
         return out
 
     def turn(self, x: Tensor, cosines: Tensor, sines: Tensor, size: int | None) -> None:
         """`model.rotary.turn` of x (N, heads, D), in place."""
+        self._reads(x, cosines, sines)
         (count, heads), size = x.shape[:2], size or self.shapes.key
         self._turn(x.data_ptr(), x.stride(0), heads, cosines.data_ptr(), sines.data_ptr(), count, size)
 

@@ -83,7 +83,10 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Se
 
 
 def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[str, Held] | None = None) -> Served:
-    """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name."""
+    """Put a model on its device, in the formats that it is served in. `held`: a compressed run's weights by name.
+
+    ValueError: the model, which is changed in place, is held in other formats already.
+    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("serve.device = cuda, but PyTorch sees no CUDA device: use serve.device = cpu")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
@@ -99,6 +102,9 @@ def prepare(model: Transformer, config: ServeConfig, name: str, held: Mapping[st
     wide = config.weights if config.weights in ("fp32", "bf16") else wide
     weights = "+".join(formats) if kernels else wide
     note = f"no kernel multiplies {', '.join(formats)} here: {unknown} layers are in {wide}" if unknown else ""
+    before = model.__dict__.setdefault("served_in", weights)
+    if before != weights:
+        raise ValueError(f"the model is held in {before}: load it again to serve it in {weights}")
     kv = ("bf16" if weights == "bf16" else "fp32") if config.kv == "auto" else config.kv
     size = pack(model, wide, config.compiled)
     return Served(config.name or name, model, device, weights, kv, threads, size, kernels=kernels, note=note)
