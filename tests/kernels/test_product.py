@@ -35,5 +35,26 @@ def test_products_are_pytorchs(dtype: torch.dtype, rows: int, outputs: int) -> N
     assert (narrow.float() - F.silu(plain) * times).norm() < max(tolerance, 0.01) * (F.silu(plain) * times).norm()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rows_that_are_none_not_finite_or_too_long(dtype: torch.dtype) -> None:
+    if not multiplies(dtype, 24):
+        pytest.skip("this processor does not multiply it, or there is no C compiler")
+    held = Weight(torch.ones(5, 24).to(dtype), None, torch.ones(5) if dtype is torch.int8 else None)
+    assert held(torch.ones(0, 24), torch.float32).shape == (0, 5)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.ones(3, 24)
+        x[1, 7] = bad
+        found = held(x, torch.float32).isfinite().all(1)
+        assert found.tolist() == [True, False, True]
+    x = torch.ones(2, 48)
+    for wrong in (
+        {"x": x},
+        {"x": x[:, :24], "times": torch.ones(2, 4)},
+        {"x": x[:, :24], "times": torch.ones(2, 5).half()},
+    ):
+        with pytest.raises(ValueError, match="was called with"):
+            held(dtype=torch.float32, **wrong)
+
+
 def test_what_does_not_fill_four_bytes_is_left_to_others() -> None:
     assert not multiplies(torch.int8, 30) and not multiplies(torch.float16, 32)

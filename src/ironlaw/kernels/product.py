@@ -71,11 +71,12 @@ class Weight:
         whole = F.pad(weight.detach(), (0, 0, 0, -outputs % _TILE))
         self.packed = whole.view(-1, _TILE, inputs // together, together).transpose(1, 2).contiguous()
         sums = whole.sum(1, dtype=torch.int32).mul_(-128) if scales is not None else None
+        assert (scales is not None) == (weight.dtype is torch.int8)
         bias = None if bias is None else bias.detach().float().contiguous()
         scales = None if scales is None else scales.detach().float().contiguous()
         self.tensors = [t for t in (self.packed, bias, scales, sums) if t is not None]  # to which the struct points
-        at = (self.packed.data_ptr(), address(bias), address(scales), address(sums))
-        self.struct = Linear(*at, inputs, outputs, FORMATS[weight.dtype])
+        at = (*(address(t, torch.float32, outputs) for t in (bias, scales)), address(sums, torch.int32, len(whole)))
+        self.struct = Linear(self.packed.data_ptr(), *at, inputs, outputs, FORMATS[weight.dtype])
         self._at = ctypes.byref(self.struct)
 
     @property
@@ -84,17 +85,16 @@ class Weight:
 
     def __call__(self, x: Tensor, dtype: torch.dtype, activation: str = "none", times: Tensor | None = None) -> Tensor:
         """(..., N) in fp32 or bf16 from x (..., K), activated, then multiplied by `times` (..., N) of that type."""
-        inputs, outputs = self.struct.inputs, self.struct.outputs
-        rows = x.numel() // inputs
+        inputs, outputs, kind = self.struct.inputs, self.struct.outputs, self.dtype
+        x = x.to(torch.float32 if kind is torch.int8 else kind).contiguous()
+        at, scales, rows = address(x, x.dtype, *x.shape[:-1], inputs), None, x.numel() // inputs
+        if kind is torch.int8:
+            codes, scales = torch.empty(rows, inputs, dtype=torch.uint8), torch.empty(rows)
+            self.library.quantize(at, codes.data_ptr(), scales.data_ptr(), rows, inputs)
+            at = codes.data_ptr()
         out = torch.empty(*x.shape[:-1], outputs, dtype=dtype)
-        scales = None
-        if self.dtype is torch.int8:
-            wide, scales = x.float().contiguous(), torch.empty(rows)
-            x = torch.empty(rows, inputs, dtype=torch.uint8)
-            self.library.quantize(wide.data_ptr(), x.data_ptr(), scales.data_ptr(), rows, inputs)
-        else:
-            x = x.to(self.dtype).contiguous()
-        result = Result(None, out.data_ptr(), address(times), 1.0, ACTIVATIONS[activation], dtype is torch.bfloat16)
-        threads = torch.get_num_threads()
-        self.library.product(self._at, x.data_ptr(), address(scales), ctypes.byref(result), rows, threads)
+        by = address(times, dtype, *out.shape)
+        result = Result(None, out.data_ptr(), by, 1.0, ACTIVATIONS[activation], dtype is torch.bfloat16)
+        of_rows = None if scales is None else scales.data_ptr()
+        self.library.product(self._at, at, of_rows, ctypes.byref(result), rows, torch.get_num_threads())
         return out

@@ -29,7 +29,7 @@ class ServeConfig(BaseModel):
     compiled: bool = True  # attention and norms of a CPU's decode step in C, where there is a compiler
     context: int | None = Field(None, gt=0)  # longest prompt and answer together; the model's unless given
 
-    block: int = Field(16, gt=0)  # tokens per page of keys and values
+    block: int = Field(16, gt=0, le=1024)  # tokens per page of keys and values
     blocks: int | None = Field(None, gt=1)  # pages; as many as kv_memory holds unless given
     kv_memory: int | None = Field(None, gt=0)  # bytes; a part of what is free unless given
     share_prefixes: bool = True  # full pages of equal beginnings are computed once

@@ -83,15 +83,11 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._number = 0
+        self.longest_prompt = min(self.context, (count - 1) * config.block) - 1  # an answer of one more has a place
         self.finished: deque[Request] = deque(maxlen=4_000)  # newest, for figures
         self.drafted_tokens = self.accepted_tokens = 0
 
     # -- from any thread ---------------------------------------------------------------------------------------------
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens; an answer of one more must have a place."""
-        return min(self.context, (self.blocks.count - 1) * self.config.block) - 1
 
     @property
     def waiting(self) -> int:
@@ -316,7 +312,7 @@ class Engine:
                     finish = "stop"
             elif request.reads is not None:
                 request.reads(taken[-1:])
-            full = len(request.tokens) >= min(self.context, self.longest_prompt + 1)
+            full = len(request.tokens) > self.longest_prompt
             if finish is None and (count >= sampling.max_tokens or full):
                 finish = "length"
             if finish is not None:
