@@ -53,8 +53,8 @@ def main() -> None:
     for name in engines:
         print(
             f"{name}: {1 / taken[name]:.1f} tokens/s, {taken['bf16'] / taken[name]:.2f} times bf16; reads "
-            f"{read[name] / 1e6:.0f} MB a token: {1e3 * bounds[name]:.2f} of {1e3 * taken[name]:.2f} ms, and alone would allow "
-            f"{bounds['bf16'] / bounds[name]:.2f} times"
+            f"{read[name] / 1e6:.0f} MB a token: {1e3 * bounds[name]:.2f} of {1e3 * taken[name]:.2f} ms, which alone "
+            f"allow {bounds['bf16'] / bounds[name]:.2f} times"
         )
 
 

@@ -64,8 +64,8 @@ def multiplies(dtype: torch.dtype, inputs: int) -> bool:
 
 
 class Weight:
-    """A weight (N, K) packed. Of int8 `scales` (N,) belong to its rows; of int4 the weight is codes from -8 to 7 of type
-    int8, and `scales` are (N, K / 32), held in fp16. The caller has asked `multiplies`."""
+    """A weight (N, K) packed. Of int8 `scales` (N,) belong to its rows; of int4 the weight is codes from -8 to 7 in
+    int8, `scales` are (N, K / 32) and held in fp16. The caller has asked `multiplies`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
         found = products()
