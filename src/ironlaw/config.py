@@ -236,6 +236,12 @@ class RunConfig(Section):
                 f"train.sequence = {self.sequence} is longer than model.context = {self.model.context}: "
                 f"use train.sequence = {self.model.context} or a larger model.context"
             )
+        if self.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.warmup_steps} is longer than the run, train.steps = "
+                f"{self.train.steps}: the learning rate would never reach optimizer.lr; "
+                f"use schedule.warmup_steps = {self.train.steps // 10}"
+            )
         return self
 
     def _communication(self) -> None:
