@@ -15,7 +15,7 @@ from ironlaw.model.yarn import score_factor
 
 
 class ModelConfig(Switches):
-    """Dimensions and choices of a decoder. Defaults are GPT-2's; a catalogued `name` brings its own (`ironlaw catalog`).
+    """Dimensions and choices of a decoder. Defaults are GPT-2's; a name of `ironlaw catalog` brings its own.
 
     Widths are in elements, `context` and `sliding_window` in tokens.
     """
