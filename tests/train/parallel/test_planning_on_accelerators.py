@@ -9,6 +9,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.config import build_config
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.estimate import plan_cluster
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import Options
 from ironlaw.train.parallel.planning import choose_layout, plan_on_accelerators, with_layout
@@ -35,9 +36,11 @@ def accelerators(machine_profile):
 def test_the_plan_of_a_run_is_that_of_its_layout_on_the_catalogued_accelerator(accelerators, user_cache):
     ledger = plan_on_accelerators(config_of(tp=2, sp=True, zero=1), accelerators, 8, 8)
     same = plan_cluster(
-        config_of(tp=2).model, parse_cluster("8xh100-sxm-80gb"), parse_layout("dp=4 tp=2 sp=1 zero=1 micro_batch=2"),
-        sequence=1024, global_batch=32, engine="ironlaw",
-    )  # fmt: skip
+        ClusterStep(
+            config_of(tp=2).model, parse_cluster("8xh100-sxm-80gb"), sequence=1024, global_batch=32, engine="ironlaw"
+        ),
+        parse_layout("dp=4 tp=2 sp=1 zero=1 micro_batch=2"),
+    )
     assert ledger.totals["step_seconds"].value == same.totals["step_seconds"].value
     assert ledger.totals["peak_bytes"].value == same.totals["peak_bytes"].value
     assert ledger.decided.precision == "bf16" and ledger.facts["ranks"] == 8  # what the trainer follows
