@@ -104,7 +104,7 @@ def test_a_budget_is_met_with_the_least_time():
 def test_a_budget_counts_materialised_scores():
     """What fits with flash attention does not with scores in memory: the choice is made for the attention asked."""
     layout = "dp=8 zero=3 micro_batch=2 recompute=budget:60GiB"
-    flash, standard = ledger(layout), ledger(layout, attention="standard")
+    flash, standard = ledger(layout), ledger(layout, flash=False)
     assert "recompute" not in flash.facts["layout"] and "recompute" in standard.facts["layout"]
     assert standard.totals["peak_bytes"].value <= 60 * GIB
 

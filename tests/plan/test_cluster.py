@@ -68,7 +68,6 @@ def test_what_does_not_fit_is_said_not_refused():
     [
         ({"layout": "dp=4"}, "the cluster has 8"),
         ({"engine": "megatron-cor"}, "did you mean megatron-core"),
-        ({"attention": "fast"}, "flash or standard"),
         ({"precision": "fp12"}, "fp12"),
     ],
 )

@@ -104,8 +104,8 @@ def test_gpt3_on_4096_accelerators_takes_seconds():
 )
 def test_the_fastest_alone_is_the_fastest_of_all(name, on, sequence, batch):
     model, cluster = ModelConfig.named(name), parse_cluster(on)
-    words = {"sequence": sequence, "global_batch": batch, "hybrid": False}
-    every, alone = (search(ClusterStep(model, cluster, **words), keep=1, fastest_alone=f) for f in (False, True))
+    asked = ClusterStep(model, cluster, sequence, batch)
+    every, alone = (search(asked, keep=1, hybrid=False, fastest_alone=f) for f in (False, True))
     assert [c.step_seconds for c in alone.best] == [c.step_seconds for c in every.best]
     assert alone.planned < every.planned / 2 or cluster.count == 8 or name == "gpt2"
 
