@@ -87,6 +87,8 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("8x400G", 400, "infiniband"),
         ("4xHDR InfiniBand", 100, "infiniband"),
         ("NDR", 400, "infiniband"),
+        ("4x Omni-Path 100 Gb/s per node", 50, "infiniband"),  # a network of its own generation, and four cards
+        ("NVLink 4 inter-gpu connects, 4 OmniPath links", 50, "infiniband"),
         ("HDR100", 100, "infiniband"),
         ("EFA 3200", 400, "efa"),
         ("GPUDirect-TCPXO", 200, "tcpx"),
