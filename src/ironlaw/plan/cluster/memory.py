@@ -19,7 +19,7 @@ from functools import reduce
 
 import numpy as np
 
-from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
 from ironlaw.plan.engines.engine import Engine
@@ -68,9 +68,8 @@ def kept_activation_bytes(candidates: Candidates, engine: Engine) -> tuple[Array
 
     The second is what comes back for one block at a time.
     """
-    first, sort = candidates.distinct(not_of_a_block(engine) | {"cp_kind"})
-    found = candidates.take(first).apart(engine, lambda part: _block_bytes(part, engine))
-    everything, partly, entrance = (found[name][sort] for name in ("everything", "partly", "entrance"))
+    found = candidates.of_blocks("bytes", engine, lambda part: _block_bytes(part, engine))
+    everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share
     kept = np.where(full, again * entrance + (1 - again) * everything, np.where(selective, partly, everything))
@@ -148,7 +147,7 @@ def host_bytes(candidates: Candidates, engine: Engine, layers: StageLayers) -> A
     state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
     kept, _ = kept_activation_bytes(candidates, engine)
     flight = np.maximum(in_flight(candidates, 0), 1.0)
-    activations = layers.counts.max(axis=1) * flight * kept
+    activations = layers.fullest * flight * kept
     return np.where(candidates.offloads_optimizer, state, 0.0) + np.where(
         candidates.offloads_activations, activations, 0.0
     )
@@ -177,7 +176,7 @@ def _stage(
 ) -> PeakMemory:  # fmt: skip
     """What one stage of each job holds; nothing where `stage` is negative."""
     exists, first, model = stage >= 0, stage == 0, candidates.model
-    count = layers.counts[np.arange(len(candidates)), np.maximum(stage, 0).astype(int)]
+    count = layers.on(stage)
     has_head = layers.head_stage == stage
     embedding = np.where(first, model.embedding_parameters, 0.0)
     shared = model.tied & first

@@ -22,12 +22,13 @@ from ironlaw.catalog.nodes import Cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster import capabilities
-from ironlaw.plan.cluster.candidates import Candidates, candidates_of
+from ironlaw.plan.cluster.candidates import Candidates, Known, candidates_of
 from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, PlannedCandidates, least_seconds, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, Saving, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import Table, code, layout_of
-from ironlaw.plan.cluster.memory import peak_memory
+from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
+from ironlaw.plan.cluster.step_costs import block_costs
 from ironlaw.plan.cluster.system import System, system_of, usable_bytes
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
@@ -123,6 +124,7 @@ def search(
     running = _Search(
         model, cluster, where, sequence, global_batch, attention == "flash", keep, excluded, constraints, fastest_alone
     )
+    running.learn_blocks(table)
     if fastest_alone:
         running.plan_fastest(table)
         return running.found()
@@ -162,6 +164,14 @@ class _Search:
     best: list[Entry] = field(default_factory=list)
     safest: Entry | None = None
     nearest: tuple[float, Entry] | None = None
+    known: Known = field(default_factory=dict)
+
+    def learn_blocks(self, table: Table) -> None:
+        """Work out every block of these rows at once: a few have them all, and chunk by chunk it takes longer."""
+        for part in _chunks(table, MANY):
+            few, _ = self._candidates(part).blocks(self.where.engine)
+            block_costs(few, self.where)
+            kept_activation_bytes(few, self.where.engine)
 
     def plan_fastest(self, table: Table) -> None:
         """Plan rows and their variants in the order of what they take at least, until that is more than the best.
@@ -185,8 +195,9 @@ class _Search:
 
     def _candidates(self, table: Table) -> Candidates:
         return candidates_of(
-            self.model, table, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash
-        )
+            self.model, table, sequence=self.sequence, global_batch=self.global_batch, flash=self.flash,
+            known=self.known,
+        )  # fmt: skip
 
     @property
     def may_offload(self) -> bool:
@@ -212,7 +223,7 @@ class _Search:
             over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
             over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
             least = int(over.argmin())
-            missed = (float(over[least]), _entry(outcome, part, least))
+            missed = (float(over[least]), _entries(outcome, part, np.array([least]))[0])
             self.nearest = min(self.nearest or missed, missed, key=lambda pair: pair[0])
         self.best = sorted(self.best + _fastest(outcome, fits, part, self.keep), key=lambda entry: entry[:2])
         self.best = self.best[: self.keep]
@@ -286,11 +297,15 @@ def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: i
     """The fastest of those marked; of equally fast ones that with the lowest peak."""
     index = np.flatnonzero(among)
     order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
-    return [_entry(outcome, part, i) for i in order]
+    return _entries(outcome, part, order)
 
 
-def _entry(outcome: PlannedCandidates, part: Table, i: int) -> Entry:
-    return float(outcome.step_seconds[i]), float(outcome.peak.total[i]), part[i], _terms(outcome, i)
+def _entries(outcome: PlannedCandidates, part: Table, index: np.ndarray) -> list[Entry]:
+    names = {name for names in _TERMS.values() for name in names}
+    times = {name: getattr(outcome.times, name)[index] for name in names}
+    sums = np.stack([sum(times[name] for name in names) for names in _TERMS.values()], axis=1)
+    columns = outcome.step_seconds[index].tolist(), outcome.peak.total[index].tolist(), part[index], sums.tolist()
+    return [(*one, dict(zip(_TERMS, terms, strict=True))) for *one, terms in zip(*columns, strict=True)]
 
 
 def _able(rows: Table, engine: Engine, ruled_out: dict[str, int]) -> Table:
@@ -327,10 +342,6 @@ _TERMS = {
     "optimizer": ("optimizer",),
     "transfers to the host": ("offload_exposed",),
 }
-
-
-def _terms(outcome: PlannedCandidates, index: int) -> dict[str, float]:
-    return {word: sum(float(getattr(outcome.times, name)[index]) for name in names) for word, names in _TERMS.items()}
 
 
 def _candidate(entry: Entry, winner: dict[str, float]) -> RankedLayout:
