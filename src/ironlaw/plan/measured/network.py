@@ -43,7 +43,11 @@ LEAST, MOST = 1e9, 1e14  # bit/s that one description of a node may come to
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _COUNT = re.compile(r"(\d+)\s*(?:x|×|\*)\s*", re.IGNORECASE)
-_PORTS = re.compile(r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b", re.IGNORECASE)
+_PORTS = re.compile(
+    r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?"
+    r"(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
+    re.IGNORECASE,
+)
 _PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
 _WORD_COUNT = {"dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
 _RATE = re.compile(
