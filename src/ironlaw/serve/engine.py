@@ -64,12 +64,12 @@ class Engine:
         seen = None if None in windows else max(window for window in windows if window is not None)
         self.blocks = Blocks(count, config.block, config.share_prefixes, seen)
         self.scheduler = Scheduler(config, self.blocks)
-        self.runner = Runner(served, count, config.block, config.compiled)
+        self.runner, *drafts = (Runner(m, count, config.block, config.compiled, config.graphs) for m in models)
         self.proposer: Proposer | None = None
         if config.speculation == "ngram":
             self.proposer = NGram(config.ngram, config.drafted)
-        elif served.draft is not None:
-            self.proposer = DraftModel(Runner(served.draft, count, config.block, config.compiled), config.drafted)
+        elif drafts:
+            self.proposer = DraftModel(drafts[0], config.drafted)
         self.trace = Trace(config.trace_steps)
         self.recording = Recording()
         self.passes: list[dict[str, Any]] = []  # timed by `warmup.py`
