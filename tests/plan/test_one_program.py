@@ -22,7 +22,7 @@ from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
 from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import RecomputeConfig, policies
 
 SEQUENCE, BATCH = 1024, 64
@@ -36,7 +36,7 @@ ONLY_PLANNED = {("host", "step"), ("other", "pipeline_bubble"), ("host", "dispat
 def program_of(model, layout):
     mode = RecomputeConfig(mode="full") if layout.recompute == "full" else RecomputeConfig()
     recipe = Recipe("bf16", cuda=True, gloo=False, recompute=policies(mode, model))
-    return step(model, Batch(BATCH, SEQUENCE), layout, recipe)
+    return step(model, StepBatch(BATCH, SEQUENCE), layout, recipe)
 
 
 def possible(name):
