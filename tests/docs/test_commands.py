@@ -171,7 +171,7 @@ def test_every_command_runs_as_printed(reader: Path, ironlaw_here: Here, start_i
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("source", ["clone", "wheel"])
 def test_a_newcomers_path(source: str, reader: Path, wheel: Path, tmp_path: Path, request: Any) -> None:
-    """Every command of README and tutorial, from a fresh clone and from the wheel: the package's own example for real."""
+    """Every command of README and tutorial, from a fresh clone and from the wheel, on the package's own example."""
     pytest.importorskip("uvicorn")
     if source == "clone":
         subprocess.run(["git", "clone", "-q", ROOT, tmp_path / "clone"], check=True)
