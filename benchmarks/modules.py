@@ -439,8 +439,8 @@ def document(tables: Tables) -> str:
         `python benchmarks/modules.py --out benchmarks/results/modules.md` plans modules of timm, torchvision,
         transformers, diffusers and PyTorch Geometric by tracing and compares them with PyTorch on real tensors
         (CPU, torch {torch.__version__.split("+")[0]}). Of {len(rows)} modules {len(answered)} are answered;
-        {len(ran)} ran here for real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and saved bytes equal the storages
-        that autograd holds, to the last unit.
+        {len(ran)} ran here for real, and of {len(equal)} of them FLOPs equal `torch.utils.flop_counter`'s and
+        saved bytes equal the storages that autograd holds, to the last unit.
 
         FLOPs are those of one forward and backward pass; the counter is given formulas for attention and grouped
         products on a CPU, which it counts as nothing, and for weight gradients of grouped convolutions, which it
