@@ -112,9 +112,9 @@ def test_steps_of_fixed_shapes_answer_as_others(
         logits = step().clone()
         return logits.zero_(), lambda: logits.copy_(step())
 
-    graphs = server.runner.graphs = Graphs(server.runner, record)
+    graphs = server.runner.graphs = Graphs(record)
     assert answers(server.generate(prompts, greedy(20))) == wanted
-    assert {requests for requests, _ in graphs.found} <= {1, 2, 4, 8, 16, 32} and 1 < len(graphs.found) < 20
+    assert {shapes[0] for shapes in graphs.found} <= {1, 2, 4, 8, 16, 32} and 1 < len(graphs.found) < 20
 
 
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(

@@ -1,31 +1,24 @@
-"""Decode steps on CUDA as recorded graphs: one launch in place of hundreds of small kernels that the host launches.
-
-A graph has fixed shapes: a number of requests and a number of pages each, both powers of two. It is recorded when a
-step of such shapes first comes, and reads what changes from tensors of its own. Spare requests are nobody's (page 0).
-"""
+"""Decode steps on CUDA as recorded graphs: one launch in place of hundreds of small kernels that the host launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ironlaw.model.cached import Group, Now
 from ironlaw.model.config import ModelConfig
 
-if TYPE_CHECKING:
-    from ironlaw.serve.runner import Runner, Work
-
+Step = Callable[..., Tensor]
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], Any]]]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    inputs: list[Tensor]  # tokens and positions (P,), rows (P x K,), pages (P x K x W,)
-    logits: Tensor  # (P, V), written by `replay`
+class Graph:
+    inputs: Sequence[Tensor]  # of its own: what changes is copied there
+    result: Tensor  # written by `replay`
     replay: Callable[[], Any]
 
 
@@ -36,43 +29,22 @@ def can_record(config: ModelConfig) -> bool:
 
 
 class Graphs:
-    """`record`: of a function what it gives and what runs it again; another one in tests."""
+    """One for each set of shapes, recorded when they first come. `record`: of a function what it gives, and what runs
+    it again; tests have another one."""
 
-    def __init__(self, runner: Runner, record: Record | None = None) -> None:
-        self.runner, self.found = runner, dict[tuple[int, int], Recorded]()
-        self.record = record or _recorder()
+    def __init__(self, record: Record | None = None) -> None:
+        self.record, self.found = record or _recorder(), dict[tuple[int, ...], Graph]()
 
-    def __call__(self, work: Sequence[Work]) -> Tensor:
-        """Logits (P, V) of one new token each."""
-        runner, spare = self.runner, _whole(len(work)) - len(work)
-        pages = _whole(max(w.start // runner.page + 1 for w in work))
-        padded = [*work, *[runner.spare] * spare]
-        positions = runner.tensor([w.start for w in padded])
-        table = runner.caches[0].pages.blocks(runner.table(padded, pages))
-        inputs = [runner.tensor([w.tokens[0] for w in padded]), positions, runner.rows(padded, positions), table]
-        graph = self.found.get((len(padded), pages))
+    def __call__(self, step: Step, *inputs: Tensor) -> Tensor:
+        """What `step(*inputs)` gives, until the next call."""
+        shapes = tuple(map(len, inputs))
+        graph = self.found.get(shapes)
         if graph is None:
-            graph = self.found[len(padded), pages] = self._made(inputs)
+            graph = self.found[shapes] = Graph(inputs, *self.record(lambda: step(*inputs)))
         for mine, now in zip(graph.inputs, inputs, strict=True):
             mine.copy_(now)
         graph.replay()
-        return graph.logits[: len(work)]
-
-    def _made(self, inputs: list[Tensor]) -> Recorded:
-        runner, (tokens, positions, rows, pages) = self.runner, inputs
-
-        def step() -> Tensor:
-            group = Group(slice(0, len(tokens)), len(tokens), 1, positions[:, None], pages)
-            for cache in runner.caches:
-                cache.now = Now(rows, None, [group])
-            with runner.precision():
-                return runner.model.continued(tokens, positions, runner.caches)
-
-        return Recorded(inputs, *self.record(step))
-
-
-def _whole(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+        return graph.result
 
 
 def _recorder() -> Record:
@@ -86,7 +58,7 @@ def _recorder() -> Record:
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits = step()
-        return logits, graph.replay
+            result = step()
+        return result, graph.replay
 
     return record

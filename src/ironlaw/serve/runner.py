@@ -83,7 +83,7 @@ class Runner:
         nobody = Request([0], Sampling(), blocks=[0])
         self.spare = Work(nobody, [0], 0, 0)  # rows that fill up a step write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
-        self.graphs = Graphs(self) if graphed else None
+        self.graphs = Graphs() if graphed else None
 
     @property
     def kv_bytes(self) -> int:
@@ -93,7 +93,7 @@ class Runner:
     def run(self, work: Sequence[Work]) -> tuple[Tensor | None, list[Work]]:
         """Logits (R, V) of the wanted rows, and `work` in the order that they have."""
         if self.graphs is not None and all(len(w.tokens) == w.wanted == 1 for w in work):
-            return self.graphs(work), list(work)
+            return self._graphed(self.graphs, work)[: len(work)], list(work)
         count = sum(len(w.tokens) for w in work)
         spare = -count % _ROWS if count > _ROWS and self.device.type == "cpu" else 0
         few, many = self.arrange([*work, *[self.spare] * spare])
@@ -106,19 +106,34 @@ class Runner:
             row += len(w.tokens)
             wanted += range(row - w.wanted, row)
         # A chunk in the middle of a prompt wants none: the least that the model gives is one token's.
-        rows = None if len(wanted) == len(tokens) else self.tensor(wanted or [len(tokens) - 1])
+        rows = None if len(wanted) == len(tokens) else self._tensor(wanted or [len(tokens) - 1])
         long = None
         if self.config.rope_long:
-            long = self.tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
-        positions = self.tensor(places)
+            long = self._tensor([w.request.is_long for w in ordered for _ in w.tokens], torch.bool)
+        positions = self._tensor(places)
         now = self._now(few, many, positions)
         for cache in self.caches:
             cache.now = now
         # The profiler sees operations by their modules.
         whole = self.blocks if now.rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         with self.precision():
-            logits = self.model.continued(self.tensor(tokens), positions, self.caches, rows, long, whole)
+            logits = self.model.continued(self._tensor(tokens), positions, self.caches, rows, long, whole)
         return (logits if wanted else None), [w for w in ordered if w is not self.spare]
+
+    def _graphed(self, graphs: Graphs, work: Sequence[Work]) -> Tensor:
+        """Logits (P, V) of one new token each, in a step of few shapes: requests and pages are powers of two."""
+        work = [*work, *[self.spare] * (_power(len(work)) - len(work))]
+        positions, kept = self._tensor([w.start for w in work]), self.caches[0].pages
+        pages = self._table(work, _power(max(w.start // self.page + 1 for w in work)))
+        tokens = self._tensor([w.tokens[0] for w in work])
+        return graphs(self._decode, tokens, positions, self._rows(work, positions), kept.blocks(pages))
+
+    def _decode(self, tokens: Tensor, positions: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
+        group = Group(slice(0, len(tokens)), len(tokens), 1, positions[:, None], blocks)
+        for cache in self.caches:
+            cache.now = Now(rows, None, [group])
+        with self.precision():
+            return self.model.continued(tokens, positions, self.caches)
 
     def precision(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
@@ -149,23 +164,23 @@ class Runner:
         if few:
             sequence = [number for number, w in enumerate(few) for _ in w.tokens]
             some = Few(
-                row, self.table(few, dtype=torch.int32), self.tensor(sequence, torch.int32), positions[:row].int()
+                row, self._table(few, dtype=torch.int32), self._tensor(sequence, torch.int32), positions[:row].int()
             )
         groups = []
         for part in many:
             count, each = len(part), len(part[0].tokens)
             rows = slice(row, row + count * each)
             row = rows.stop
-            blocks = None if part[0].start == 0 else self.caches[0].pages.blocks(self.table(part))
+            blocks = None if part[0].start == 0 else self.caches[0].pages.blocks(self._table(part))
             groups.append(Group(rows, count, each, positions[rows].view(count, each), blocks))
-        return Now(None if keeps else self.rows([*few, *(w for part in many for w in part)], positions), some, groups)
+        return Now(None if keeps else self._rows([*few, *(w for part in many for w in part)], positions), some, groups)
 
-    def rows(self, ordered: Sequence[Work], positions: Tensor) -> Tensor:
+    def _rows(self, ordered: Sequence[Work], positions: Tensor) -> Tensor:
         page = self.page
         held = [w.request.blocks[p // page] for w in ordered for p in range(w.start, w.start + len(w.tokens))]
-        return self.caches[0].pages.rows(self.tensor(held), positions % page)
+        return self.caches[0].pages.rows(self._tensor(held), positions % page)
 
-    def table(self, part: Sequence[Work], width: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
+    def _table(self, part: Sequence[Work], width: int | None = None, dtype: torch.dtype = torch.int64) -> Tensor:
         """(sequences, pages); `width` pages, or as many as the longest has"""
         width = width or max(-(-(w.start + len(w.tokens)) // self.page) for w in part)
         table = np.zeros((len(part), width), np.int32)  # numpy reads lists in a third of PyTorch's time
@@ -174,5 +189,10 @@ class Runner:
             row[: len(held)] = held
         return torch.from_numpy(table).to(self.device, dtype)
 
-    def tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+    def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.array(values, np.int64)).to(self.device, dtype)
+
+
+def _power(count: int) -> int:
+    """The power of two from `count` on."""
+    return 1 << (count - 1).bit_length()
