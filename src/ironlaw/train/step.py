@@ -35,7 +35,7 @@ from ironlaw.train.mesh import Agreed, Mesh
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, objective_of
 from ironlaw.train.offload import ActivationOffload
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
 from ironlaw.train.recompute import recompute_blocks
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.train.schedule import learning_rate
@@ -130,6 +130,10 @@ class Step:
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         """Weights and states from the disk; the names of those that are not there."""
         return load(checkpoint, self.model, self.config.model, states)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Whole tensors that are trained, by name, for the rank that writes them."""
+        return dict(trained_parameters(self.model))
 
     # -- forward and backward --------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class Adapters:
             elif self.config.method == "qlora":
                 scales = parameter.elements // parameter.shape[-1] * -(-parameter.shape[-1] // NF4_BLOCK)
                 groups = -(-scales // SCALES_BLOCK)
-                total += scales * NF4_BLOCK * NF4_BITS // 8 + groups * SCALES_BLOCK + groups * FP32 + FP32
+                total += scales * NF4_BLOCK * NF4_BITS // 8 + scales + groups * FP32 + FP32
             else:
                 total += parameter.elements * product_bytes
         return total
