@@ -44,7 +44,7 @@ class FrozenLinear(AdaptedLinear):
     scale_codes: Tensor  # (rows, blocks of a row)
     group_scales: Tensor  # of 256 scales each, in the order of the whole matrix; with their mean, of all of it
     scale_mean: Tensor
-    group_rows: Tensor | None = None  # which rows of the whole matrix are here, where that is a part
+    group_rows: Tensor | None  # which rows of the whole matrix are here, where that is a part
     _first_block = 0
     _row_blocks: int  # of a whole row
     _form: tuple[Quantized, Quantized]  # of codes and of scales, without their tensors
@@ -76,7 +76,7 @@ class FrozenLinear(AdaptedLinear):
         self._first_block = columns.start // block
         self.codes = self.codes[chosen, columns.start * bits // 8 : -(-columns.stop // block) * block * bits // 8]
         self.scale_codes = self.scale_codes[chosen, self._first_block : -(-columns.stop // block)]
-        self.register_buffer("group_rows", chosen, persistent=False)
+        self.group_rows = chosen
         self._form = replace(form, shape=torch.Size((len(chosen), columns.stop - columns.start))), scales_form
 
 
@@ -98,6 +98,7 @@ def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
     }  # fmt: skip
     for part, tensor in tensors.items():
         module.register_buffer(part, tensor, persistent=False)
+    module.register_buffer("group_rows", None, persistent=False)
     module._row_blocks = whole.scales.shape[1]
     nothing = torch.empty(0)
     module._form = replace(whole, codes=nothing, scales=None), replace(scales, codes=nothing, scales=None)

@@ -47,7 +47,7 @@ def rows_of_ranks(name: str, rows: int, config: ModelConfig, ranks: int) -> list
 
 def _by_outputs(layer: Linear, rows: list[Tensor], mesh: DeviceMesh, rank: int) -> None:
     here, inputs = rows[rank], layer.in_features
-    _keep(layer, here, slice(inputs))
+    _keep(layer, here, slice(0, inputs))
     layer.out_features = len(here)
     if layer.bias is not None:
         layer.bias = nn.Parameter(layer.bias.detach()[here], requires_grad=False)
