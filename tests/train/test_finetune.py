@@ -175,7 +175,7 @@ def test_a_fine_tuned_run_is_a_base(finetuning: Config, train: Train, losses: Lo
     ("sections", "problem"),
     [
         ({"optimizer": {"name": "muon"}}, "narrow matrices, for which muon"),
-        ({"layout": {"tp": 2}}, "use dp and cp of"),
+        ({"communication": {"gradients": "powersgd"}}, "has little to send"),
         ({"train": {"precision": "mxfp8"}}, "16 bits or more"),
         ({"train": {"offload": "both"}}, "leaves little to offload"),
     ],

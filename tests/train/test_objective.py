@@ -120,8 +120,6 @@ def check_memory(outcome: Outcome, run: Path) -> None:
     plan = Ledger.load(run / "plan.json")
     keys = [{line.key for line in ledger.lines if line.operation == FROZEN} for ledger in (plan, outcome.ledger)]
     assert keys[0] == keys[1] and keys[0]
-    times = [sum(line.count for line in ledger.lines if line.operation == FROZEN) for ledger in (plan, outcome.ledger)]
-    print(times, [[(l.key,l.count) for l in ledger.lines if "qkv" in l.operation or l.operation==FROZEN] for ledger in (plan, outcome.ledger)])
     found = outcome.ledger.totals["peak_bytes"].value
     assert found is not None and plan.totals["peak_bytes"].value == pytest.approx(found, rel=0.05)
 

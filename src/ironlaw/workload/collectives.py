@@ -236,10 +236,10 @@ class _Stage:
             if communication.gradients == "powersgd":
                 compressed += sum(compressed_elements(p.shape, communication.rank) for p in tensors) * FP32
             if self.ranks > 1:
-                gathers = self.gathers(root=unit == "root")
+                gathers = self.unasked_gathers(unit) or self.gathers(root=unit == "root")
                 yield "shard", "all_gather", gathers, gathers * padded
-                yield "shard", "reduce_scatter", self.reductions, self.reductions * gradients
-            if self.copies > 1 and not is_plain(layout):
+                yield "shard", "reduce_scatter", self.reductions * bool(gradients), self.reductions * gradients
+            if self.copies > 1 and not is_plain(layout) and gradients:
                 yield "replicate", "all_reduce", self.reductions, self.reductions * gradients // self.ranks
         if self.copies == 1 or not is_plain(layout):
             return
@@ -248,6 +248,15 @@ class _Stage:
             return
         for bucket in bucket_bytes(self.parameters):
             yield "replicate", "all_reduce", self.parts, self.parts * bucket // FP32 * self.gradient_bytes
+
+    def unasked_gathers(self, unit: str) -> int:
+        """Of a unit of whose input nobody asks a gradient, FSDP does not see when its backward pass is over: it is
+        given back with the step's. An embedding is fetched ahead even so, and stays until the next forward pass."""
+        if self.adapters is None or self.layout.pp > 1:
+            return 0
+        if unit == "embedding.weight":
+            return self.micro_batches + 1
+        return min(2, self.micro_batches) if unit == "blocks.0" and self.layout.zero < 3 else 0
 
     def gathers(self, root: bool = False) -> int:
         """ZeRO 3 gathers for every pass, but for what belongs to no block only with the first. A pipeline keeps weights

@@ -59,8 +59,8 @@ class Parameter:
     """One tensor of a model, and how it divides.
 
     `embedding`: a lookup table, also where the output layer shares it. `divided`: by which degrees of a layout along
-    which dimensions. `partial`: whole on every tensor parallel rank, each of which sees a part of its gradient. `width`:
-    bytes of a number. `trained`: it has a gradient.
+    which dimensions. `partial`: whole on every tensor parallel rank, each of which sees a part of its gradient.
+    `width`: bytes of a number. `trained`: it has a gradient.
     """
 
     name: str
