@@ -52,6 +52,11 @@ PLANTED: dict[str, dict[str, Any]] = {
     "profiler_left_on": {"facts": {"profiled": "a.py:3"}},
     "update_unfused": {"gains": {"fused_update": 0.2}},
     "gradients_idle": {"facts": {"idle_gradients": {"part": 0.9, "place": "a.py:5"}}, "phases": {"backward": 0.2}},
+    "padding": {
+        "facts": {"padding": {"part": 0.9, "columns": 0.5, "place": "a.py:2"}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "left_in_eval": {"facts": {"left_in_eval": {"place": "a.py:1", "per_step": 1.0}}},
     "rows_untouched": {"facts": {"untouched_rows": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update_by_hand": "a.py:9"}},
@@ -151,6 +156,8 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     points = [{"place": "train.py:12", "call": "item", "per_step": 4, "seconds": 1e-9}]
     found = verdict(plan, facts={"sync_points": points})
     assert found.healthy and found.findings[0].rule == "sync_points_free" and "train.py:12" in found.evidence[0]
+    half = verdict(plan, facts={"unscaled": {"place": "train.py:9", "per_step": 1.0}}).findings[0]
+    assert half.rule == "unscaled" and half.evidence[0] == "train.py:9"
     once = [points[0] | {"per_step": 1}]  # as every loop reads its loss
     assert verdict(plan, facts={"sync_points": once}).findings[0].rule == "compute_bound"
 

@@ -6,21 +6,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ironlaw.kernels.product import ACTIVATIONS, Weight, multiplies
+from ironlaw.kernels.product import ACTIVATIONS, GROUP, INT4, Weight, multiplies
 from ironlaw.model.feed_forward import activate
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.int8: 0.04}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.int8: 0.015, INT4: 0.015}  # of inputs in 8 bits
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 70), (12, 64), (13, 33), (40, 5)])
 def test_products_are_pytorchs(dtype: torch.dtype, rows: int, outputs: int) -> None:
-    if not multiplies(dtype, 24):
+    inputs = 96
+    if not multiplies(dtype, inputs):
         pytest.skip("this processor does not multiply it, or there is no C compiler")
     torch.manual_seed(rows)
-    weight, bias, x = torch.randn(outputs, 24), torch.randn(outputs), torch.randn(rows, 24)
-    scales = weight.abs().amax(1) / 127 if dtype is torch.int8 else None
-    held = Weight((weight if scales is None else (weight / scales[:, None]).round()).to(dtype), bias, scales)
+    weight, bias, x = torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(rows, inputs)
+    if dtype is INT4:
+        codes, scales = torch.randint(-8, 8, (outputs, inputs)).to(torch.int8), torch.rand(outputs, inputs // GROUP)
+        weight = codes * scales.half().float().repeat_interleave(GROUP, 1)
+        held = Weight(codes, bias, scales)
+    elif dtype is torch.int8:
+        codes, scales = torch.randint(-127, 128, (outputs, inputs)).to(torch.int8), torch.rand(outputs)
+        weight, held = codes * scales[:, None], Weight(codes, bias, scales)
+    else:
+        held = Weight(weight.to(dtype), bias)
     plain, tolerance = x @ weight.t() + bias, TOLERANCE[dtype]
     for name in ACTIVATIONS:
         wanted = plain if name == "none" else activate(plain, name)
@@ -36,4 +44,4 @@ def test_products_are_pytorchs(dtype: torch.dtype, rows: int, outputs: int) -> N
 
 
 def test_what_does_not_fill_four_bytes_is_left_to_others() -> None:
-    assert not multiplies(torch.int8, 30) and not multiplies(torch.float16, 32)
+    assert not multiplies(torch.int8, 30) and not multiplies(torch.float16, 32) and not multiplies(INT4, 48)

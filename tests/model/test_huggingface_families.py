@@ -65,6 +65,11 @@ def test_factors_and_parts_of_heads() -> None:
         ("phi-4", {"rope_scaling": {"type": "dynamic"}}, "dynamic"),
         ("smollm3-3b", {"no_rope_layers": [0, 1] * 18}, "no_rope_layers"),
         ("phi-2", {"qk_layernorm": True}, "qk_layernorm"),
+        ("olmo-2-7b", {"is_causal": False}, "is_causal"),
+        ("command-r7b", {"head_dim": 64}, "head_dim = 64"),
+        ("bloom-7b1", {"n_head": 16}, "n_head = 16"),
+        ("mpt-7b", {"num_hidden_layers": 16}, "num_hidden_layers = 16"),
+        ("opt-6.7b", {"num_attention_heads": 32, "head_dim": 64}, "head_dim"),
     ],
 )
 def test_what_no_switch_says_is_refused(name: str, change: dict[str, object], message: str) -> None:

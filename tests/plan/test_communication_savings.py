@@ -12,7 +12,7 @@ from ironlaw.config import build_config
 from ironlaw.machine.links import KINDS, Fabric, RankCosts
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.request_types import ClusterRequest
+from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.requests.communication_savings import (
     CommunicationSaving,
     cluster_savings,

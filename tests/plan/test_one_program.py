@@ -10,6 +10,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, possible_layouts, saving, savings
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.kinds import both_passes
@@ -54,7 +55,9 @@ def test_a_cluster_plan_of_our_trainer_has_the_keys_of_its_run(name):
             ("communication", "collective", f"{c.dimension} {c.kind}") for rank in program.collectives for c in rank
         }
         cluster = parse_cluster(f"{layout.accelerators}xh100-sxm-80gb")
-        ledger = plan_cluster(model, cluster, layout, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw")
+        ledger = plan_cluster(
+            ClusterStep(model, cluster, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw"), layout
+        )
         planned = {
             (str(line.phase), str(line.kind), line.operation)
             for line in ledger.lines

@@ -15,6 +15,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.capabilities import CAPABILITIES, lacking
 from ironlaw.plan.cluster.estimate import plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import Options, plan_request, resolve
 from ironlaw.plan.work import WorkOptions
@@ -160,7 +161,9 @@ def test_a_sliding_window_saves_attention():
     model = ModelConfig.named("mistral-7b")
     layout, cluster = parse_layout("dp=8 zero=3"), parse_cluster("8xh100-sxm-80gb")
     windowed, full = (
-        plan_cluster(model.model_copy(update={"sliding_window": w}), cluster, layout, sequence=8192, global_batch=64)
+        plan_cluster(
+            ClusterStep(model.model_copy(update={"sliding_window": w}), cluster, sequence=8192, global_batch=64), layout
+        )
         for w in (4096, 8192)
     )
 

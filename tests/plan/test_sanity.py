@@ -12,6 +12,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.estimate import plan_candidates
 from ironlaw.plan.cluster.layout_space import possible_layouts, saving, savings
+from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
@@ -78,7 +79,9 @@ def test_more_memory_never_makes_the_best_layout_worse(name):
     for size in (60, 80, 120, 190):
         memory = replace(cluster.accelerator.memory_bytes, value=size * 2.0**30)
         larger = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=memory))
-        found = search(ModelConfig.named(name), larger, sequence=4096, global_batch=64, keep=1, hybrid=False)
+        found = search(
+            ClusterStep(ModelConfig.named(name), larger, sequence=4096, global_batch=64), keep=1, hybrid=False
+        )
         seconds.append(found.best[0].step_seconds if found.best else np.inf)
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 

@@ -247,8 +247,9 @@ def _by_hand(e: Evidence) -> float | None:
 
 
 def _by_hand_figures(e: Evidence) -> list[str]:
-    lines = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), [])
-    return [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
+    lines, update = (e.fact("lines") or {}).get(str(Phase.OPTIMIZER), []), e.fact("places")["update_by_hand"]
+    shown = [f"{line}: {percent(share, 0)} of the time from backward to forward" for line, share in lines]
+    return sorted(shown, key=lambda one: one.startswith(f"{update}:"))  # what the loop does itself first
 
 
 def _share_of(fact: str, phase: Phase) -> Callable[[Evidence], float | None]:
@@ -258,6 +259,13 @@ def _share_of(fact: str, phase: Phase) -> Callable[[Evidence], float | None]:
         return e.fact(fact)["part"] * (e.phase_share(phase) or 0.0) if e.fact(fact) else None
 
     return measure
+
+
+def _padding(e: Evidence) -> float | None:
+    """Of the step: the passes, by the part of the tokens that is padding."""
+    if not e.fact("padding"):
+        return None
+    return float(e.fact("padding")["part"]) * sum(e.phase_share(p) or 0.0 for p in (Phase.FORWARD, Phase.BACKWARD))
 
 
 def _copies_figures(e: Evidence) -> list[str]:
@@ -281,6 +289,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "Gradients are never cleared: every step adds to those of all steps before.",
         "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
         placed="added_gradients",
+    ),
+    Rule(
+        "left_in_eval", Axis.ALGORITHM, 0.5, _found("left_in_eval", 0.9),
+        "The model trains in evaluation mode: dropout is off, and batch norms keep their old averages.",
+        "model.train() before training, and again after every evaluation",
+        "updates that followed passes in evaluation mode only, in most steps", placed="left_in_eval",
     ),
     Rule(
         "recompiles", Axis.ALGORITHM, 0.05, _recompiles,
@@ -312,10 +326,19 @@ CODE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradients_idle", Axis.ALGORITHM, 0.05, _share_of("idle_gradients", Phase.BACKWARD),
-        "Gradients are computed for weights that no optimizer updates: about {share} of the step.",
-        "requires_grad_(False) on what is frozen, or torch.no_grad() around its part of the forward pass",
+        "Gradients are computed that no update reads: about {share} of the step.",
+        ".detach() what another model gives, or make it under torch.no_grad(); requires_grad_(False) on what is frozen",
         "the backward pass, by the share of such weights; 5% as for forward passes that nothing reads",
+        lambda e: (e.fact("idle_gradients").get("lines") or [])[1:],
         placed="idle_gradients",
+    ),
+    Rule(
+        "padding", Axis.ALGORITHM, 0.2, _padding,
+        "The model computes padding: {share} of the step is for the value that rows are filled up with.",
+        "pad to the longest of each batch (in collate_fn), batches of like lengths, or several texts in a row",
+        "lengths that are spread evenly leave about a quarter of a batch that is padded to its own longest",
+        lambda e: [f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
+                   f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"], placed="padding",
     ),
     Rule(
         "rows_untouched", Axis.ALGORITHM, 0.10, _share_of("untouched_rows", Phase.OPTIMIZER),
@@ -470,6 +493,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
         "loss.backward() without retain_graph and create_graph", "only a second pass through the same graph needs it",
         placed="retained_graphs", fault=False, notice=True,
+    ),
+    Rule(
+        "unscaled", Axis.ALGORITHM, NOTICED, _found("unscaled"),
+        "fp16 without loss scaling: gradients below 6e-8 become zero.",
+        "torch.amp.GradScaler, or bf16, which needs none", "the least number that fp16 holds is 2^-24",
+        placed="unscaled", fault=False, notice=True,
     ),
     Rule(
         "mode_left_on_free", Axis.ALGORITHM, NOTICED, _mode_free, "{name} is left on: it costs little here.",

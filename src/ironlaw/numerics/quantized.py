@@ -61,17 +61,23 @@ class Quantized:
         rows, columns = self.matrix_shape
         values = decode(unpack(self.codes, element.bits, self.row_codes), element)
         if self.block is not None:
-            values = _joined(_divided(values, self.block) * self._scale()[:, None, :, None])
+            values = _joined(_divided(values, self.block) * self.scale()[:, None, :, None])
         return values[:rows, :columns].reshape(self.shape)
+
+    def in_blocks(self, tensor: Tensor) -> Tensor:
+        """A tensor of this shape as (row blocks, rows, column blocks, columns) in fp32, filled up with zeros."""
+        assert self.block is not None
+        return _in_blocks(tensor.detach().float().reshape(self.matrix_shape), self.block)
 
     def scale_of_each(self) -> Tensor:
         """What each number's code is multiplied by; fp32, of the tensor's shape."""
         assert self.block is not None
         rows, columns = self.matrix_shape
-        each = self._scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
+        each = self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
         return each[:rows, :columns].reshape(self.shape)
 
-    def _scale(self) -> Tensor:
+    def scale(self) -> Tensor:
+        """Of each block; fp32 (row blocks, column blocks)."""
         assert self.scales is not None
         return scaled_up(decode(self.scales, number_format(self.format.scale)), self.tensor_scale)
 
@@ -105,6 +111,16 @@ def quantize(
     rounded = _round_blocks(matrix, format, size, generator)
     codes = encode(_joined(rounded.values), element)
     return Quantized(format, tensor.shape, pack(codes, element.bits), rounded.scale_codes, rounded.tensor_scale, size)
+
+
+def with_scales(weight: Tensor, format: NumberFormat, scale: Tensor) -> Quantized:
+    """A matrix (N, K) rounded to nearest with chosen scales, one a block, numbers of the scales' format."""
+    matrix, kept = weight.detach().float(), number_format(format.scale)
+    block = resolved_block(format, matrix, format.weight_block)
+    assert block is not None
+    values = round_to(_joined(_in_blocks(matrix, block) / scale[:, None, :, None]), format.element)
+    codes = pack(encode(values, format.element), format.element.bits)
+    return Quantized(format, weight.shape, codes, encode(scale, kept), None, block)
 
 
 def rounded(
@@ -153,10 +169,7 @@ def _round_blocks(
     headroom: float = 1.0,
     largest: Tensor | None = None,
 ) -> _Rounded:
-    rows, columns = matrix.shape
-    if rows % block[0] or columns % block[1]:
-        matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
-    blocks = _divided(matrix, block)
+    blocks = _in_blocks(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format, largest=largest)
     scaled = _scaled(blocks, scale, tensor_scale) * headroom
     if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
@@ -222,6 +235,13 @@ def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """Rows and columns of a tensor of any rank: the last dimension is a row's."""
     columns = shape[-1] if len(shape) else 1
     return shape.numel() // max(columns, 1), columns
+
+
+def _in_blocks(matrix: Tensor, block: tuple[int, int]) -> Tensor:
+    rows, columns = matrix.shape
+    if rows % block[0] or columns % block[1]:
+        matrix = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
+    return _divided(matrix, block)
 
 
 def _divided(matrix: Tensor, block: tuple[int, int]) -> Tensor:

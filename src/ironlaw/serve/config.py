@@ -21,7 +21,7 @@ class ServeConfig(BaseModel):
     api_keys: tuple[str, ...] = ()  # of which a client must send one; none are asked for when empty
     name: str | None = None  # of the model in the API; the directory's unless given
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     # auto: as a compressed run holds them where a kernel has that format; else bf16 on CUDA, fp32 on a CPU
     weights: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
     kv: Literal["auto", "fp32", "bf16", "fp8", "int8", "int4"] = "auto"  # auto: as the weights' products
@@ -35,10 +35,10 @@ class ServeConfig(BaseModel):
     share_prefixes: bool = True  # full pages of equal beginnings are computed once
     batch: int = Field(64, gt=0)  # requests that run at once
     token_budget: int = Field(512, gt=0)  # tokens of one step: decode first, prompts in chunks of what is left
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"  # who runs next: the first to come, or by a request's `priority`
     waiting: int = Field(256, ge=0)  # requests that may wait; more are refused with 429
 
-    speculation: Literal["none", "ngram", "draft"] = "none"
+    speculation: Literal["none", "ngram", "draft"] = "none"  # what proposes tokens: repeated text, or a small model
     draft: str | None = None  # a run or a Hugging Face directory with the same tokenizer
     drafted: int = Field(4, gt=0, le=16)  # tokens proposed per step
     ngram: int = Field(3, gt=0)  # longest run of tokens that n-gram speculation looks up

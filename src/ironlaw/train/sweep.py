@@ -15,7 +15,7 @@ from typing import Any
 from ironlaw.catalog.formats import number_format
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
-from ironlaw.numerics.compression import Method, check_method, read_target, weight_formats
+from ironlaw.numerics.compression import METHODS, Method, check_method, read_target, weight_formats
 from ironlaw.numerics.quantized_linear import KERNELS
 from ironlaw.train.compression import MakeDecoder, compressed, open_source
 
@@ -29,8 +29,15 @@ def candidates() -> list[Candidate]:
     plain: list[Candidate] = [(name, "rtn", False) for name in formats]
     whole: list[Candidate] = [(name, "rtn", True) for name in fast]
     narrow = [name for name in formats if number_format(name).bits < 8]  # of 8 bits nothing is left to win back
-    measured: list[Candidate] = [(name, method, False) for method in ("gptq", "awq") for name in narrow]
-    return [*plain, *whole, *measured, ("int4,2:4", "gptq", False), ("2:4", "gptq", False)]
+    measured: list[Candidate] = [(name, method, False) for method in METHODS[1:] for name in narrow]
+    return [
+        *plain,
+        *whole,
+        *measured,
+        ("int8", "smoothquant", False),
+        ("int4,2:4", "gptq", False),
+        ("2:4", "gptq", False),
+    ]
 
 
 def sweep_formats(

@@ -33,7 +33,7 @@ class FinetuneConfig(Section):
     # lora; qlora: the blocks' matrices are held in nf4 (arXiv 2305.14314); dora: and a length per row is learned
     # (arXiv 2402.09353).
     method: Literal["none", "lora", "qlora", "dora"] = "none"
-    rank: int = Field(16, gt=0, le=2**16)
+    rank: int = Field(16, gt=0, le=2**16)  # of an adapter's two matrices
     alpha: float = Field(32.0, gt=0)  # the adapter counts alpha / rank times
     dropout: float = Field(0.0, ge=0, lt=1)  # of what goes into the adapters
     # Names of the family's modules, as PEFT has them ("q_proj", "mlp.down_proj", "c_attn"); all-linear: every matrix of

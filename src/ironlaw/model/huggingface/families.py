@@ -275,7 +275,7 @@ ERNIE_MOE = ERNIE.derive(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _kv_heads(4), Key("moe.experts", "moe_num_experts"),
     Key("moe.experts_per_token", "moe_k"), Key("moe.expert_ffn", "moe_intermediate_size"),
     SharedExperts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
-    only={"use_bias": False}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
+    only={"use_bias": False, "moe_norm_min": 1e-12}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
     names=Names(neighbours=True, experts=ExpertNames(
         choice_bias="mlp.moe_statics.e_score_correction_bias", choice_row=True,
     )),

@@ -65,7 +65,7 @@ class Rope:
         theta = table.get("rope_theta") or (has(fields, self.theta_key) and get(fields, self.theta_key)) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
-        if "rope_theta" not in table and not has(fields, self.theta_key):
+        if "rope_theta" not in table:
             _agree(fields, "rope_theta", theta, self.theta_key)
         scaling = read_scaling(table, fields)
         found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}

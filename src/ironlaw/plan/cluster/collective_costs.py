@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ironlaw.machine.efficiency import collective_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import Array, Candidates
+from ironlaw.plan.cluster.candidates import Array, Candidates, distinct_rows
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.stages import StageLayers
 from ironlaw.plan.cluster.system import System
@@ -37,20 +37,12 @@ FP32, INT64 = 4.0, 8.0
 
 
 def distinct(function, *columns: Size) -> Array:  # type: ignore[no-untyped-def]
-    """`function` on the distinct rows of the columns only: layouts share most of their shapes.
-
-    Rows are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows and takes ten times longer.
-    """
+    """`function` on the distinct rows of the columns only: layouts share most of their shapes."""
     spread = np.broadcast_arrays(*columns)
     if len(spread[0]) <= 64:  # finding out which are alike takes longer
         return np.asarray(function(*spread))
-    row_number = np.zeros(len(spread[0]), dtype=np.int64)
-    for column in spread:
-        if column[0] != column.min() or column[0] != column.max():
-            values, code = np.unique(column, return_inverse=True)
-            _, row_number = np.unique(row_number * len(values) + code.reshape(-1), return_inverse=True)
-    _, first, back = np.unique(row_number, return_index=True, return_inverse=True)
-    return np.asarray(function(*(column[first] for column in spread)))[back.reshape(-1)]
+    first, sort = distinct_rows(spread, len(spread[0]))
+    return np.asarray(function(*(column[first] for column in spread)))[sort]
 
 
 def collective(kind: str, size: Array, ranks: Array, inside: Array, system: System) -> Array:
@@ -230,7 +222,7 @@ def shared_states(candidates: Candidates, system: System, layers: StageLayers) -
         return [dense]
     of_layer = c.local_expert_parameters
     experts = SharedState(
-        of_layer * layers.counts.max(axis=1), of_layer, c.expert_replicas, c.expert_shard_ranks,
+        of_layer * layers.fullest, of_layer, c.expert_replicas, c.expert_shard_ranks,
         np.maximum(island // (c.expert_tp * c.ep), 1.0),
     )  # fmt: skip
     return [replace(dense, held=held - experts.held, layer=layer - of_layer), experts]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Phase
 from ironlaw.machine.efficiency import matmul_seconds, streaming_seconds
-from ironlaw.plan.cluster.candidates import Array, Candidates, not_of_a_block
+from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import (
     collective,
     distinct,
@@ -72,7 +72,7 @@ def _update(candidates: Candidates, system: System, layers: StageLayers, owned: 
     the state, and divided by tp.
     """
     cost, hardware = system.update, system.hardware
-    blocks = layers.counts.max(axis=1) * candidates.local_block_parameters
+    blocks = layers.fullest * candidates.local_block_parameters
     inside = np.minimum(1.0, blocks / np.maximum(layers.largest_parameters, 1.0))
     per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
     seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
@@ -82,7 +82,7 @@ def _update(candidates: Candidates, system: System, layers: StageLayers, owned: 
         times * float(np.asarray(matmul_seconds(m, n, k, 1.0, "bf16", hardware=hardware, sustained=True)))
         for m, n, k, times in cost.matrices
     )
-    dealt = layers.counts.max(axis=1) * cost.owners
+    dealt = layers.fullest * cost.owners
     ranks = np.where(candidates.zero > 0, candidates.shard_ranks, 1.0)
     return seconds + products / cost.owners * np.ceil(dealt / ranks) / candidates.tp
 
@@ -120,15 +120,16 @@ def step_costs(candidates: Candidates, system: System, layers: StageLayers | Non
 def block_costs(candidates: Candidates, system: System) -> StepCosts:
     """The same without what gradients, weights and their update take: that is zero."""
     island = float(system.fabric.island_ranks)
-    first, kind = candidates.distinct(not_of_a_block(system.engine))
-    few = candidates.take(first)
-    of_block = few.apart(system.engine, lambda part: _block(part, system))
-    ends = few.apart(system.engine, lambda part: _ends(part, system))
-    blocks: dict[str, Any] = {name: column[kind] for name, column in (layer_collectives(few, system) | ends).items()}
+    found = candidates.of_blocks(
+        "seconds", system.engine,
+        lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system),
+    )  # fmt: skip
+    blocks: dict[str, Any] = {name: column for name, column in found.items() if isinstance(name, str)}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")
     blocks |= dict.fromkeys(OF_STATE, np.zeros(len(candidates)))
-    blocks["block"] = {key: column[kind] for key, column in of_block.items() if isinstance(key[1], Phase)}
-    blocks["again"] = {key: column[kind] for key, column in of_block.items() if not isinstance(key[1], Phase)}
+    of_parts = {key: column for key, column in found.items() if not isinstance(key, str)}
+    blocks["block"] = {key: column for key, column in of_parts.items() if isinstance(key[1], Phase)}
+    blocks["again"] = {key: column for key, column in of_parts.items() if not isinstance(key[1], Phase)}
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     return StepCosts(
         small_collectives=small_collectives(candidates, system),
@@ -152,7 +153,7 @@ OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recom
 """Columns on which no seconds of gradients, weights and their update hang."""
 
 
-def _block(candidates: Candidates, system: System) -> dict[tuple[str, Phase | int], Array]:
+def _block(candidates: Candidates, system: System) -> dict[Any, Array]:
     """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
@@ -173,7 +174,7 @@ def _block(candidates: Candidates, system: System) -> dict[tuple[str, Phase | in
     for part in {part for part, _ in moved}:  # bytes become their share of the time
         for mode in (0, 1):
             again[part, mode] = seconds[part, Phase.FORWARD] * again[part, mode] / moved[part, Phase.FORWARD]
-    return seconds | again  # type: ignore[operator]
+    return {**seconds, **again}
 
 
 def _ends(candidates: Candidates, system: System) -> dict[str, Array]:

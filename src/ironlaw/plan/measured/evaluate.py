@@ -136,10 +136,7 @@ def with_alternative(run: Run, other: Alternative) -> Run:
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
         engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
-    return replace(
-        run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job),
-        precision=other.precision or run.precision,
-    )  # fmt: skip
+    return replace(run, engine=engine, job=in_layout(run.job.every, **other.layout)(run.job))
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

@@ -56,7 +56,7 @@ class LayoutStep(Step):
         adapts = config.finetune.adapts
         model = self._adapted(config) if adapts else shapes(config.model)
         mark_fused(model)
-        if precision.prepare(model, model.blocks, self.device, self.precision) is not None:
+        if precision.prepare(model, model.blocks, self.device, self.precision, config.train) is not None:
             raise UserError(
                 f'train.precision = "{self.precision}" is emulated here, which several processes do not do: use "bf16"'
             )
