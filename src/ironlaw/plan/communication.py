@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ironlaw.ledger import Kind, Line, Phase
-from ironlaw.machine.links import Fabric
+from ironlaw.machine.links import RankFabric
 from ironlaw.workload.collectives import Collective
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.mesh import group_of
@@ -41,7 +41,7 @@ class CollectiveCost:
 class Links:
     """The links that a layout's ranks have to each other."""
 
-    fabric: Fabric
+    fabric: RankFabric
     layout: Layout
 
     @property

@@ -19,7 +19,7 @@ from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.ledger import Decisions, Phase
 from ironlaw.model.linear import use_onednn
-from ironlaw.model.moe import Load, update_routing
+from ironlaw.model.moe import ExpertLoad, update_routing
 from ironlaw.model.transformer import Transformer, use_native_attention
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import held_bytes, tree_bytes
@@ -70,7 +70,7 @@ class Step:
         self.gradient_pointers: set[int] = set()  # of the last recorded step
         self.small_square: tuple[int, float] | None = None  # sequences, squared norm of their gradient
         self._norm = 0.0
-        self._expert_load: Load | None = None
+        self._expert_load: ExpertLoad | None = None
         self._build(onednn, fresh)
         self.scale = precision.LossScale(self.device, self.precision, config.scaler)
         decay = config.train.average_decay
@@ -279,7 +279,7 @@ class Step:
         """False for a gradient that overflowed, which changes nothing."""
         return self.scale.step(self.optimizer)
 
-    def _balance_experts(self) -> Load | None:
+    def _balance_experts(self) -> ExpertLoad | None:
         return update_routing(self.model)
 
     # -- evaluation ------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from ironlaw.workload.mesh import counted_together, replicas_of
 from ironlaw.workload.messages import context_messages
 from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.pipeline import layers_of, stages_of
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes
 from ironlaw.workload.sharding import (
     EXPERTS,
@@ -62,7 +62,7 @@ Line = tuple[str, str, int, int]  # dimension, kind, count, bytes
 
 
 def traffic(
-    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe | None = None, *, estimating: bool = False,
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe | None = None, *, estimating: bool = False,
     meeting: bool = False,
 ) -> list[Table]:  # fmt: skip
     """One table per pipeline rank, of a step. `layout.accumulation` follows from the batch.
@@ -111,7 +111,7 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, position: int, *, estimating: bool = False,
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, position: int, *, estimating: bool = False,
     meeting: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
     """Of a rank at a pipeline position in a step."""
@@ -130,8 +130,8 @@ def collectives(
 
 
 def _once(
-    model: ModelConfig, layout: Layout, batch: Batch, micro_batches: int, stages: list[int], together: int, sites: int,
-    parts: int,
+    model: ModelConfig, layout: Layout, batch: StepBatch, micro_batches: int, stages: list[int], together: int,
+    sites: int, parts: int,
 ) -> Iterable[Line]:  # fmt: skip
     """What ranks tell each other once per step: loss, wish to stop and each site's gradient norm; the norm of a part;
     numbers of targets; loads of experts."""
@@ -152,7 +152,7 @@ def _once(
         yield "pp", "all_reduce", 1, 4 * 8
 
 
-def message_bytes(model: ModelConfig, layout: Layout, batch: Batch) -> int:
+def message_bytes(model: ModelConfig, layout: Layout, batch: StepBatch) -> int:
     """Of the residual stream of a rank's micro-batch between pipeline stages, in fp32."""
     return layout.micro_batch * batch.tokens // layout.cp * model.hidden * FP32 // (layout.tp if layout.sp else 1)
 
@@ -179,7 +179,7 @@ class _Stage:
     """One stage in a step. `together`: ranks that count the load of experts together."""
 
     def __init__(
-        self, model: ModelConfig, layout: Layout, batch: Batch, recipe: Recipe, micro_batches: int, stage: int,
+        self, model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, micro_batches: int, stage: int,
         together: int, parts: int, meeting: bool,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.recipe, self.stage = model, layout, recipe, stage

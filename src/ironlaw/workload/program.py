@@ -31,14 +31,14 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import BF16, adamw_operations, update_operations
 from ironlaw.workload.parameters import Parameter, model_parameters
 from ironlaw.workload.pipeline import layers_of, stages_of
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import again, dropped, freed_after_backward, weight_copies
 from ironlaw.workload.sharding import local_parameters, of_site, shard_of, stage_parameters
 from ironlaw.workload.tensors import Tensor, lasting_tensors
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
-    from ironlaw.workload.trace import Trace
+    from ironlaw.workload.trace import ModuleTrace
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 
@@ -82,7 +82,7 @@ class Program:
     collectives: tuple[tuple[Collective, ...], ...] = ((),)
     tensors: tuple[tuple[Tensor, ...], ...] = ((),)
     model: ModelConfig | None = None
-    batch: Batch | None = None
+    batch: StepBatch | None = None
     recipe: Recipe = field(default_factory=Recipe)
     shape: Shape | None = None  # of a rank's micro-batch
 
@@ -113,7 +113,7 @@ class Program:
         return len(self.stages) - 1
 
 
-def step(model: ModelConfig, batch: Batch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
+def step(model: ModelConfig, batch: StepBatch, layout: Layout | None = None, recipe: Recipe | None = None) -> Program:
     """The program of one training step of `model`. The layout must be one that divides it (`Layout.check`)."""
     layout, recipe = layout or Layout(micro_batch=batch.sequences), recipe or Recipe()
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
@@ -176,7 +176,7 @@ def _adapted(
     return [*trained, *frozen], shards, scales + sum(shard_of(p, model, layout.ep, ranks).bytes for p in frozen)
 
 
-def step_of_trace(trace: Trace, accumulation: int = 1, loop: Loop | None = None) -> Program:
+def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None = None) -> Program:
     """The program of a traced module: one process, one micro-batch as it was traced, AdamW on every trained parameter
     unless the optimizers of a loop are known.
 
@@ -212,7 +212,7 @@ def runs_on_device(update: Operation) -> bool:
     return update.name.startswith("clip")
 
 
-def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: Batch, recipe: Recipe) -> Shape:
+def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: StepBatch, recipe: Recipe) -> Shape:
     """One micro-batch of the whole model."""
     again = bool(recipe.recompute) and recipe.recompute[0] is not None
     return Shape(

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ironlaw.config import CheckpointConfig, RunConfig, build_config, load_config
 from ironlaw.data.batch import IGNORED, Batch
-from ironlaw.data.batches import Batches, Windows
+from ironlaw.data.batches import Batches, TokenWindows
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions
 from ironlaw.machine.profile import load_profile
@@ -123,7 +123,7 @@ def planned_recipe(config: RunConfig) -> Recipe:
 
 def batches_of(config: RunConfig, rank: int = 0, world: int = 1) -> Batches:
     size, seed = config.train.global_batch, config.train.seed
-    windows = Windows(TOKENS, config.sequence, seed, size)
+    windows = TokenWindows(TOKENS, config.sequence, seed, size)
     return Batches(windows, config.sequence, size, seed, rank, world)
 
 

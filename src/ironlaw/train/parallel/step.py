@@ -20,7 +20,7 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import use_onednn
-from ironlaw.model.moe import Load
+from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
 from ironlaw.plan.recipe import layout_of, micro_batch_of
@@ -359,7 +359,7 @@ class LayoutStep(Step):
             self.optimizer.step()
         return not self.overflowed
 
-    def _balance_experts(self) -> Load | None:
+    def _balance_experts(self) -> ExpertLoad | None:
         return experts.balance(self.model, self.mesh)
 
     # -- evaluation ------------------------------------------------------------------------------------------
