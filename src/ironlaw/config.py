@@ -50,6 +50,9 @@ class TrainConfig(Section):
     clip: float = Field(1.0, gt=0, allow_inf_nan=True)  # global gradient norm; inf clips nothing
     # auto: what this machine multiplies fastest, measured. Weights, optimizer state and reductions stay fp32.
     precision: Precision = "auto"
+    qat: str | None = (
+        None  # weights multiply as `ironlaw compress --to` would hold them: int4, 2:4, pruned=50%, int4,2:4
+    )
     # chunked: the logits of a few hundred tokens at a time. auto: where all of them would be over 64 MiB in fp32.
     loss: Literal["auto", "full", "chunked"] = "auto"
     # fused: PyTorch's. native: Ironlaw's own (on a CPU, plain causal, one process). auto: what takes less time here,
@@ -230,6 +233,7 @@ class RunConfig(Section):
             )
         self._communication()
         self._finetune()
+        self._qat()
         self._objective()
         if self.sequence > self.model.context:
             raise ValueError(
@@ -261,11 +265,10 @@ class RunConfig(Section):
         optimizer, precision = self.optimizer.name, self.train.precision
         if self.model.moe is not None:
             raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
-        if layout is not None and (layout.tp * layout.pp * layout.ep > 1 or layout.zero):
-            raise ValueError(
-                f"{asked} trains little, so ranks hold the whole base and share sequences and tokens: use dp and cp of "
-                "[layout] alone"
-            )
+        if layout is not None and layout.tp > 1 and self.model.latent is not None:
+            raise ValueError(f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]")
+        if self.communication.local_steps or self.communication.gradients == "powersgd":
+            raise ValueError(f"{asked} has little to send: leave out communication.local_steps and powersgd")
         if layout is not None and layout.ranks > 1 and self.finetune.dropout:
             raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:
@@ -278,6 +281,24 @@ class RunConfig(Section):
             raise ValueError(f'{asked} recomputes whole blocks: use recompute.mode = "full" or "every"')
         if self.train.offload != "none":
             raise ValueError(f'{asked} leaves little to offload: use train.offload = "none"')
+
+    def _qat(self) -> None:
+        """What rounded or pruned weights do not go with."""
+        if self.train.qat is None:
+            return
+        asked = f'train.qat = "{self.train.qat}"'
+        if self.layout is not None:
+            raise ValueError(f"{asked} trains in one process: leave out [layout]")
+        if self.finetune.adapts:
+            raise ValueError(f'{asked} trains the matrices that adapters leave alone: use finetune.method = "none"')
+        if self.model.moe is not None:
+            raise ValueError(f"{asked} does not reach experts: use a dense model")
+        if self.train.precision != "auto" and precision_recipe(self.train.precision) is not None:
+            raise ValueError(f'{asked} rounds weights itself: use train.precision = "bf16"')
+        if self.optimizer.name in MATRIX_OPTIMIZERS:
+            raise ValueError(
+                f'{asked} keeps pruned weights at 0, and {self.optimizer.name} moves them: use optimizer.name = "adamw"'
+            )
 
     def _objective(self) -> None:
         """What an objective needs, and does not go with."""

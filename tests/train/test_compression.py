@@ -195,6 +195,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert ironlaw_here("generate", "small", "--prompt", "def", "--tokens", "3")[0] == 0
     code, _, err = ironlaw_here("export", "small", "exported")
     assert code == 0, err
+    code, _, err = ironlaw_here("export", "small", "codes", "--dtype", "int4")
+    assert code == 2 and "the run holds int8" in err and not (tmp_path / "codes").exists()
     from transformers import AutoModelForCausalLM
 
     ours = load_for_inference(newest_of(tmp_path / "small"), config)
@@ -246,6 +248,24 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
     with pytest.raises(UserError, match="compressed weights"):
         compress_run(small, read_target("int4"), tmp_path / "smaller", engine_decoder)
     assert newest_of(small).index["store"] == "quantized"
+
+
+@pytest.mark.parametrize("to", ["int4", "2:4", "mxfp4,2:4"])
+def test_what_trained_with_weights_as_held_loses_nothing_when_compressed(
+    to: str, run: Path, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    small = compress_run(run, read_target(to), tmp_path / "small", engine_decoder)
+    about = {"train": {"steps": 4, "start_from": str(tmp_path / "small"), "qat": to}, "optimizer": {"lr": 3e-3}}
+    config = tiny_config(TINY_LLAMA, **about, checkpoint={"every": 2})
+    train(config, tmp_path / "tuned")
+    again = compress_run(tmp_path / "tuned", read_target(to), tmp_path / "again", engine_decoder)
+    assert again.loss_after < small.loss_after
+    logged = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    assert again.loss_after == pytest.approx(logged, rel=1e-4)
+    if to == "2:4":  # rounded ones may be 0 too, of which any may go
+        held = [dict(read_held(newest_of(tmp_path / name).path)) for name in ("small", "again")]
+        masks = [(one.bitmap, held[1][name].bitmap) for name, one in held[0].items() if isinstance(one, Sparse)]
+        assert len(masks) == 10 and all(torch.equal(*pair) for pair in masks)
 
 
 def test_a_hugging_face_directory_is_compressed_too(
@@ -302,6 +322,22 @@ REFUSED = [
     (["--to", "int4", "--prune-by", "wanda"], "2:4"),
     (["--to", "int4", "--data", "nowhere"], "nowhere"),
 ]
+
+
+QAT_REFUSED = [
+    ({"train": {"qat": "int5"}}, r"train\.qat: 'int5' is no format"), ({"layout": {"dp": 1}}, "layout"),
+    ({"finetune": {"method": "lora"}}, "adapters"), ({"train": {"precision": "mxfp4"}}, "bf16"),
+    ({"optimizer": {"name": "muon"}}, "adamw"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "told"), QAT_REFUSED)
+def test_what_qat_does_not_go_with(
+    fields: dict[str, Any], told: str, train: Callable[..., Any], tiny_config: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    about = fields | {"train": {"qat": "int4", "steps": 2} | fields.get("train", {})}
+    with pytest.raises(UserError, match=told):
+        train(tiny_config(TINY_LLAMA, **about), tmp_path / "run")
 
 
 def test_what_does_not_go_together_is_refused_in_one_line(run: Path, ironlaw_here: Here, tmp_path: Path) -> None:
