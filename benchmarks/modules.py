@@ -37,7 +37,7 @@ from ironlaw.workload.blocks import attention_score_pairs
 from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import saved_bytes, total_flops
 from ironlaw.workload.program import step_of_trace
-from ironlaw.workload.trace import Trace, _floating, _tensors, trace
+from ironlaw.workload.trace import ModuleTrace, _floating, _tensors, trace
 from ironlaw.workload.trace_inputs import arguments, as_tensors, named_inputs
 
 IDS, MASK = Input("input_ids", (2, 128), "int64"), Input("attention_mask", (2, 128), "int64")
@@ -359,7 +359,7 @@ FORMULAS = {
 class Row:
     case: Case
     seconds: float  # of the trace
-    traced: Trace | None = None
+    traced: ModuleTrace | None = None
     why_not: str = ""
     real: tuple[int, int, float] | None = None
     real_failed: str = ""

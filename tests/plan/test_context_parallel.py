@@ -20,7 +20,7 @@ from ironlaw.plan.engines.named import engine, engines
 from ironlaw.workload.layout import CP_KINDS, parse_layout
 from ironlaw.workload.messages import context_messages
 from ironlaw.workload.program import step
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 LLAMA = ModelConfig.named("llama3-8b").model_copy(update={"context": 131_072})
 LONG = 131_072
@@ -145,6 +145,8 @@ def test_messages_of_many_layouts_are_those_of_the_program_of_one(name):
     tp, cp = (np.array(sizes, dtype=float) for sizes in zip(*degrees, strict=True))
     many = context_messages(model, 2 * 4096 / cp, tp, cp, 2.0, padded=True)["all_gather"][0]
     for i, (tensor, context) in enumerate(degrees):
-        program = step(model, Batch(2, 4096), parse_layout(f"tp={tensor} cp={context} micro_batch=2"), Recipe("bf16"))
+        program = step(
+            model, StepBatch(2, 4096), parse_layout(f"tp={tensor} cp={context} micro_batch=2"), Recipe("bf16")
+        )
         (sent,) = (c for c in program.collectives[0] if (c.dimension, c.kind) == ("cp", "all_gather"))
         assert sent.bytes / sent.calls == many.bytes[i]

@@ -43,11 +43,11 @@ from ironlaw.observe.habits import LOOKED_AT, Habits, most_calls
 from ironlaw.observe.hooks import Listener, SyncPoint, listening, sync_points
 from ironlaw.observe.inputs import describe_inputs, describe_model, input_tensors
 from ironlaw.observe.memory_peak import Held
-from ironlaw.observe.module_profile import ModuleProfile, Recording, mark, module_paths, read_modules
+from ironlaw.observe.module_profile import ModuleProfile, ModuleRecording, mark, module_paths, read_modules
 from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.profile import silent_stderr
-from ironlaw.observe.sampler import Sampler
+from ironlaw.observe.sampler import StackSampler
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.observe.trials import fused_update_saves, head_size, misaligned_weights, odd_sizes, threads_unlike_cores
 from ironlaw.observe.updates import updates_of
@@ -116,7 +116,7 @@ class Watch:
         self._sampled = 0.0
         self._probed = 0.0
         self._profile: ModuleProfile | None = None
-        self.sampler: Sampler | None = None
+        self.sampler: StackSampler | None = None
         self.probes: list[dict[str, float]] = []
         self._stop_at = 0
 
@@ -308,7 +308,7 @@ class Watch:
         if not _compiled(self.model):  # hooks inside a compiled module would make it compile again
             self._recording_stack.enter_context(scopes_recorded(module_paths(self.model)))
         self.sync = self._recording_stack.enter_context(sync_points(self.partition))
-        self.sampler = self._recording_stack.enter_context(Sampler(self.partition))
+        self.sampler = self._recording_stack.enter_context(StackSampler(self.partition))
         with silent_stderr():
             self._recorder.start()
         self.partition.on_mark = mark
@@ -327,7 +327,7 @@ class Watch:
         if self._recording:
             self.sync_steps = len(self._recording)
             self._profile = read_modules(
-                recorded_events(recorder), recorded_allocations(recorder), Recording(self._recording), self._held
+                recorded_events(recorder), recorded_allocations(recorder), ModuleRecording(self._recording), self._held
             )
         self.partition.start()
         self.partition.intervals[0].after = Phase.OPTIMIZER

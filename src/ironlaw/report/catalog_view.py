@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ironlaw import units
-from ironlaw.report.document import Cell, Document, Names, Print, bad, dim, good
+from ironlaw.report.document import Cell, Document, NameList, Print, bad, dim, good
 
 # How a figure is printed, by how its key ends.
 _PRINT: tuple[tuple[str, Print], ...] = (
@@ -21,7 +21,7 @@ def names_view(names: Mapping[str, Sequence[str]]) -> Document:
     made = Document()
     for section, members in names.items():
         made.heading(section.capitalize())
-        made.add(Names(members))
+        made.add(NameList(members))
     made.text("ironlaw catalog NAME shows one of them, each figure with its source.", role="dim")
     return made
 

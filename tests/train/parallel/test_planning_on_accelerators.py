@@ -13,7 +13,7 @@ from ironlaw.train.parallel.planning import choose_layout, plan_on_accelerators,
 from ironlaw.train.parallel.rehearse import at_scale
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.program import step
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 MODEL = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 8192, "context": 1024}
 
@@ -34,7 +34,7 @@ def test_its_collectives_are_those_of_the_program(accelerators, user_cache):
     config = config_of(pp=2, zero=1)
     ledger = plan_on_accelerators(config, accelerators, 8, 8)
     layout = parse_layout("dp=4 pp=2 zero=1 micro_batch=2")
-    program = step(config.model, Batch(32, 1024), layout, Recipe("bf16", cuda=True, gloo=False))
+    program = step(config.model, StepBatch(32, 1024), layout, Recipe("bf16", cuda=True, gloo=False))
     sent = {f"{c.dimension} {c.kind}" for rank in program.collectives for c in rank}
     assert {line.operation for line in ledger.select(phase="communication")} == sent
 

@@ -29,7 +29,7 @@ from ironlaw.plan.cluster.operation_costs import operation_costs
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, block_costs, step_costs
-from ironlaw.plan.cluster.system import System, under_pressure, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, under_pressure, usable_bytes
 from ironlaw.plan.cluster.timeline import Times, assemble
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.memory import peak_memory as walked_peak
@@ -56,7 +56,7 @@ class PlannedCandidates:
         return np.asarray((self.peak.total <= self.limit_bytes) & (self.host_bytes <= self.host_limit_bytes))
 
 
-def plan_candidates(candidates: Candidates, where: System) -> PlannedCandidates:
+def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Step seconds and peak bytes of many candidates in one setting: the fast path of search."""
     layers = stage_layers(candidates, where.engine.partition)
     costs = step_costs(candidates, where, layers)
@@ -70,7 +70,7 @@ def plan_candidates(candidates: Candidates, where: System) -> PlannedCandidates:
     return PlannedCandidates(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
 
 
-def least_seconds(candidates: Candidates, where: System) -> Array:
+def least_seconds(candidates: Candidates, where: ClusterSystem) -> Array:
     """Seconds that no step falls below, whatever it shards, recomputes or offloads: blocks, output layer, bubble."""
     first, kind = candidates.distinct(frozenset(("zero", "shard", "recompute", "every", "offload")))
     zeros = np.zeros(len(first))
@@ -134,7 +134,7 @@ def own_kind(model: ModelConfig, layout: Layout, engine: Engine, sequence: int) 
     return first if first in able or not able else able[0]
 
 
-def check_host(cluster: Cluster, where: System) -> None:
+def check_host(cluster: Cluster, where: ClusterSystem) -> None:
     """UserError where the catalogue does not know enough of the host to offload to it."""
     if where.host is None:
         raise UserError(
@@ -199,7 +199,7 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
     }
 
 
-def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
+def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, Any]]:
     """The first candidate's linear layers: shapes of one rank and micro-batch, seconds of the kernels alone."""
     found: dict[str, dict[str, Any]] = {}
     for cost in operation_costs(candidates, where):
@@ -218,7 +218,7 @@ def _products(candidates: Candidates, where: System) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _peak_at(candidates: Candidates, where: System, outcome: PlannedCandidates) -> str:
+def _peak_at(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> str:
     """Where the first job's peak is and when: all that is kept is there, and one thing more."""
     peak = outcome.peak
     flight = float(in_flight(candidates, peak.stage)[0])
@@ -266,7 +266,7 @@ def bounded(
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 
-def _lines(candidates: Candidates, where: System, outcome: PlannedCandidates) -> list[Line]:
+def _lines(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> list[Line]:
     lines = step_lines(candidates, where, outcome.costs, outcome.times)
     pressure = float(outcome.step_seconds[0] - outcome.times.step_seconds[0])
     if pressure > 0:

@@ -160,7 +160,7 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _HeldBy:
     """One stage of each job; nothing where `number` is negative. Parameters are those of a rank, before ZeRO."""
 
     number: Array
@@ -172,7 +172,7 @@ class _Stage:
     own: Array  # without the experts of other ranks
 
     @classmethod
-    def of(cls, candidates: Candidates, layers: StageLayers, stage: Array) -> _Stage:
+    def of(cls, candidates: Candidates, layers: StageLayers, stage: Array) -> _HeldBy:
         first, has_head, model = stage == 0, layers.head_stage == stage, candidates.model
         count = layers.on(stage)
         embedding = np.where(first, model.embedding_parameters, 0.0)
@@ -191,7 +191,7 @@ def _stage(
     candidates: Candidates, engine: Engine, layers: StageLayers, stage: Array, activations_of: tuple[Array, Array]
 ) -> PeakMemory:  # fmt: skip
     """What one stage of each job holds; nothing where `stage` is negative."""
-    here, (kept, back) = _Stage.of(candidates, layers, stage), activations_of
+    here, (kept, back) = _HeldBy.of(candidates, layers, stage), activations_of
     master, moments = _optimizer_state(candidates, engine, here)
     flight = in_flight(candidates, stage)
     # Offloaded, two blocks' activations are on the device: the one at work and the one on its way.
@@ -217,7 +217,7 @@ def _stage(
     return PeakMemory(np.asarray(sum(parts.values())), stage, **parts)
 
 
-def _weights(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
+def _weights(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     shards, whole = candidates.shard_ranks, candidates.zero >= 3
     weights = np.where(whole, here.parameters, here.own) * engine.weight_bytes / np.where(whole, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
@@ -231,7 +231,7 @@ def _weights(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
     return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
 
 
-def _gradients(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
+def _gradients(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     # With one micro-batch and no pipeline a 16-bit gradient is reduced and freed as soon as it is there.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
     in_pieces = candidates.zero >= 2
@@ -246,7 +246,7 @@ def _gradients(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
     return np.asarray(gradients + np.where(copied, here.parameters * FP32, 0.0))
 
 
-def _optimizer_state(candidates: Candidates, engine: Engine, here: _Stage) -> tuple[Array, Array]:
+def _optimizer_state(candidates: Candidates, engine: Engine, here: _HeldBy) -> tuple[Array, Array]:
     """Master copies and moments."""
     sharded = candidates.zero >= 1
     share = np.where(candidates.offloads_optimizer, 0.0, 1.0) / np.where(sharded, candidates.shard_ranks, 1.0)
@@ -257,7 +257,7 @@ def _optimizer_state(candidates: Candidates, engine: Engine, here: _Stage) -> tu
     return stated * engine.master_bytes * share, moments
 
 
-def _logits(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
+def _logits(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     model, tokens = candidates.model, candidates.tokens
     loss_tokens = tokens
     if not engine.fused:
@@ -271,7 +271,7 @@ def _logits(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
     return np.asarray(logits + np.where(here.has_head & (candidates.sp > 0), ahead * tokens * model.hidden, 0.0))
 
 
-def _gathered(candidates: Candidates, engine: Engine, here: _Stage) -> Array:
+def _gathered(candidates: Candidates, engine: Engine, here: _HeldBy) -> Array:
     """Weights gathered for a while, gradients on their way, and buffers of messages."""
     stream = candidates.tokens * candidates.model.hidden
     # Two gathered blocks under ZeRO-3; the gradients of one before they are scattered, under ZeRO-2 too.

@@ -12,13 +12,13 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import Prices
 from ironlaw.plan.cluster.candidates import Candidates, Known, candidates_of
 from ironlaw.plan.cluster.layout_table import Table
-from ironlaw.plan.cluster.system import System, system_of
+from ironlaw.plan.cluster.system import ClusterSystem, system_of
 from ironlaw.plan.cluster.update_cost import update_cost
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.work import Work
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.recipe import Batch, Recipe
+from ironlaw.workload.recipe import Recipe, StepBatch
 
 DEFAULT_ENGINE = "nemo"
 """The engine that a plan is for unless told otherwise: today's Megatron core in NVIDIA's tuning."""
@@ -37,10 +37,10 @@ class ClusterStep:
     optimizer: str = "adamw"
     flash: bool = True  # else attention's scores are materialised
     config: RunConfig | None = None  # of a run around the model, where there is one
-    recipe: tuple[Batch, Recipe] | None = None  # what has been decided of our own trainer's run
+    recipe: tuple[StepBatch, Recipe] | None = None  # what has been decided of our own trainer's run
 
     @cached_property
-    def system(self) -> System:
+    def system(self) -> ClusterSystem:
         """UserError where the catalogue lacks a figure that every plan needs."""
         engine = engine_named(self.engine) if isinstance(self.engine, str) else self.engine
         return system_of(self.cluster, engine, self.precision, update_cost(self.optimizer, self.model))

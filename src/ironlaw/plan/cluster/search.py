@@ -28,7 +28,7 @@ from ironlaw.plan.cluster.layout_table import Table, code, layout_of
 from ironlaw.plan.cluster.memory import kept_activation_bytes, peak_memory
 from ironlaw.plan.cluster.request import ClusterStep
 from ironlaw.plan.cluster.step_costs import block_costs
-from ironlaw.plan.cluster.system import System, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.engines.engine import Engine
 from ironlaw.workload.layout import SPLIT_BACKWARD, Layout
 
@@ -179,7 +179,7 @@ class _Search:
         return self.asked.candidates(table, self.known)
 
     @property
-    def where(self) -> System:
+    def where(self) -> ClusterSystem:
         return self.asked.system
 
     @property

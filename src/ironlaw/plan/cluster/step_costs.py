@@ -29,7 +29,7 @@ from ironlaw.plan.cluster.collective_costs import (
 from ironlaw.plan.cluster.memory import kept_activation_bytes
 from ironlaw.plan.cluster.operation_costs import PARTS, end_costs, operation_costs
 from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
-from ironlaw.plan.cluster.system import System
+from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.workload.sizes import Size
 
 
@@ -65,7 +65,7 @@ class StepCosts:
     pp_crosses: npt.NDArray[np.bool_]  # of some pair of stages
 
 
-def _update(candidates: Candidates, system: System, layers: StageLayers, owned: Array) -> Array:
+def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, owned: Array) -> Array:
     """Seconds of the optimizer on the stage with most parameters; `owned`: how many a rank updates.
 
     Whole-matrix work (Muon's iterations, GaLore's projections) is dealt out matrix by matrix over the ranks that shard
@@ -87,7 +87,7 @@ def _update(candidates: Candidates, system: System, layers: StageLayers, owned: 
     return seconds + products / cost.owners * np.ceil(dealt / ranks) / candidates.tp
 
 
-def _offloaded(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
+def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
     """Seconds on the way to the host and on it; zero where nothing is offloaded."""
     none = np.zeros(len(candidates))
     host, engine = system.host, system.engine
@@ -106,7 +106,7 @@ def _offloaded(candidates: Candidates, system: System, layers: StageLayers) -> d
     }
 
 
-def step_costs(candidates: Candidates, system: System, layers: StageLayers | None = None) -> StepCosts:
+def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayers | None = None) -> StepCosts:
     """Every ingredient of the step time."""
     layers = layers or stage_layers(candidates, system.engine.partition)
     # Layouts of a search share their blocks, or their state: each kind is worked out once.
@@ -117,7 +117,7 @@ def step_costs(candidates: Candidates, system: System, layers: StageLayers | Non
     return replace(block_costs(candidates, system), **state | host)
 
 
-def block_costs(candidates: Candidates, system: System) -> StepCosts:
+def block_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
     """The same without what gradients, weights and their update take: that is zero."""
     island = float(system.fabric.island_ranks)
     found = candidates.of_blocks(
@@ -153,7 +153,7 @@ OF_THE_BATCH = frozenset(("micro_batch", "global_batch", "sp", "cp_kind", "recom
 """Columns on which no seconds of gradients, weights and their update hang."""
 
 
-def _block(candidates: Candidates, system: System) -> dict[Any, Array]:
+def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
     """Seconds of one block by part and phase; and by part what runs again in full and under selective recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
@@ -177,7 +177,7 @@ def _block(candidates: Candidates, system: System) -> dict[Any, Array]:
     return {**seconds, **again}
 
 
-def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
+def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Seconds of the output layer, of the loss and of the embedding, of one micro-batch."""
     sums: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
     for cost in end_costs(candidates, system):
@@ -189,7 +189,7 @@ def _ends(candidates: Candidates, system: System) -> dict[str, Array]:
     }
 
 
-def _state(candidates: Candidates, system: System, layers: StageLayers) -> dict[str, Array]:
+def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
     """Of reducing gradients, gathering weights and updating them."""
     engine, states = system.engine, shared_states(candidates, system, layers)
     gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes

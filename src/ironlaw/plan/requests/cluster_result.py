@@ -14,7 +14,7 @@ from ironlaw.plan.cluster.intervals import evidence
 from ironlaw.plan.cluster.layout_space import counted_in
 from ironlaw.plan.cluster.request import ClusterRequest
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult
-from ironlaw.plan.cluster.system import System, usable_bytes
+from ironlaw.plan.cluster.system import ClusterSystem, usable_bytes
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import PlanOutcome
 from ironlaw.plan.requests.advice import first_change, scaling, search_layouts, terms, would_fit
@@ -109,7 +109,7 @@ def _kinds(layout: Layout) -> int:
     return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
 
 
-def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: System) -> None:
+def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: ClusterSystem) -> None:
     """Total time and the other conventions of MFU."""
     step = ledger.totals["step_seconds"]
     candidates = request.step.candidates([layout])

@@ -18,7 +18,7 @@ from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.config import LayoutConfig, RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
-from ironlaw.machine.links import Fabric, Link, RankCosts, load_costs, save_costs
+from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.cluster.estimate import plan_cluster
@@ -64,7 +64,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
     between = _between(local) if local < ranks.size else None
     if not ranks.first:
         return Ledger("plan")
-    return plan_config(config, profile, ranks.size, Fabric(costs_here(profile), local, between)).ledger()
+    return plan_config(config, profile, ranks.size, RankFabric(costs_here(profile), local, between)).ledger()
 
 
 def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_host: int | None = None) -> Ledger:
@@ -102,7 +102,7 @@ def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterStep:
     return ClusterStep(config.model, cluster, config.sequence, batch, precision, ours, config.optimizer.name)
 
 
-def plan_config(config: RunConfig, profile: Profile, size: int, fabric: Fabric) -> StepPlan:
+def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
     """The plan of the layout that a config trains in on `size` ranks. UserError for what cannot run on them."""
     layout = check(config, size)
     share = config.train.global_batch // (layout.dp or 1)
@@ -145,7 +145,7 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
     """The layout that is planned to be fastest of those that this trainer can run on `size` ranks and that fit."""
     if profile.device != "cpu":
         return _fastest_on_accelerators(config, profile, size)
-    fabric = Fabric(costs_here(profile), local_ranks(size))
+    fabric = RankFabric(costs_here(profile), local_ranks(size))
     return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
 
 
