@@ -265,11 +265,10 @@ class RunConfig(Section):
         optimizer, precision = self.optimizer.name, self.train.precision
         if self.model.moe is not None:
             raise ValueError(f"{asked} does not reach the experts' matrices, which are one stack: use a dense model")
-        if layout is not None and (layout.tp * layout.pp * layout.ep > 1 or layout.zero):
-            raise ValueError(
-                f"{asked} trains little, so ranks hold the whole base and share sequences and tokens: use dp and cp of "
-                "[layout] alone"
-            )
+        if layout is not None and layout.tp > 1 and self.model.latent is not None:
+            raise ValueError(f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]")
+        if self.communication.local_steps or self.communication.gradients == "powersgd":
+            raise ValueError(f"{asked} has little to send: leave out communication.local_steps and powersgd")
         if layout is not None and layout.ranks > 1 and self.finetune.dropout:
             raise ValueError(f"{asked} draws its dropout on each rank anew: use finetune.dropout = 0 with [layout]")
         if precision != "auto" and precision_recipe(precision) is not None:

@@ -57,12 +57,22 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """fp32, of the shape that was quantised."""
-        element = self.format.element
-        rows, columns = self.matrix_shape
-        values = decode(unpack(self.codes, element.bits, self.row_codes), element)
+        values = self._decoded()
         if self.block is not None:
             values = _joined(_divided(values, self.block) * self.scale()[:, None, :, None])
-        return values[:rows, :columns].reshape(self.shape)
+        return self._cut(values)
+
+    def values(self) -> Tensor:
+        """What the codes mean, without their scales; fp32, of the tensor's shape."""
+        return self._cut(self._decoded())
+
+    def _decoded(self) -> Tensor:
+        element = self.format.element
+        return decode(unpack(self.codes, element.bits, self.row_codes), element)
+
+    def _cut(self, matrix: Tensor) -> Tensor:
+        rows, columns = self.matrix_shape
+        return matrix[:rows, :columns].reshape(self.shape)
 
     def in_blocks(self, tensor: Tensor) -> Tensor:
         """A tensor of this shape as (row blocks, rows, column blocks, columns) in fp32, filled up with zeros."""
@@ -72,9 +82,7 @@ class Quantized:
     def scale_of_each(self) -> Tensor:
         """What each number's code is multiplied by; fp32, of the tensor's shape."""
         assert self.block is not None
-        rows, columns = self.matrix_shape
-        each = self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
-        return each[:rows, :columns].reshape(self.shape)
+        return self._cut(self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1))
 
     def scale(self) -> Tensor:
         """Of each block; fp32 (row blocks, column blocks)."""
@@ -130,15 +138,17 @@ def rounded(
     generator: torch.Generator | None = None,
     block: tuple[int, int] | None = None,
     headroom: float = 1.0,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """`quantize(...).dequantize()` of an fp32 matrix without the codes between: what emulated products multiply.
 
     headroom: factor between scaling and rounding, undone after.
+    largest:  (1, 1), what a tensor's one scale is made of in place of its own largest number; more saturates.
     """
     size = resolved_block(format, matrix, block)
     if size is None:
         return round_to(matrix, format.element, generator)
-    made = _round_blocks(matrix, format, size, generator, headroom)
+    made = _round_blocks(matrix, format, size, generator, headroom, largest)
     scale = scaled_up(made.scale, made.tensor_scale)
     return _joined(made.values * (scale / headroom)[:, None, :, None])[: matrix.shape[0], : matrix.shape[1]]
 
@@ -165,9 +175,10 @@ def _round_blocks(
     block: tuple[int, int],
     generator: torch.Generator | None,
     headroom: float = 1.0,
+    largest: Tensor | None = None,
 ) -> _Rounded:
     blocks = _in_blocks(matrix, block)
-    scale, scale_codes, tensor_scale = block_scales(blocks, format)
+    scale, scale_codes, tensor_scale = block_scales(blocks, format, largest=largest)
     scaled = _scaled(blocks, scale, tensor_scale) * headroom
     if bool(scale.isnan().any()):  # codes of a block without numbers say nothing
         scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
@@ -175,16 +186,16 @@ def _round_blocks(
 
 
 def block_scales(
-    blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None
+    blocks: Tensor, format: NumberFormat, tensor_scale: Tensor | None = None, largest: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of (row blocks, rows, column blocks, columns): the scales without the tensor's (fp32), their codes, the tensor's.
 
-    `tensor_scale` is given where the blocks are not all of the tensor.
+    `tensor_scale` is given where the blocks are not all of the tensor, `largest` where it is not theirs.
 
     A block that holds NaN or an infinity has the scale NaN.
     """
     element, kept = format.element, number_format(format.scale)
-    largest = blocks.abs().amax((1, 3))
+    largest = blocks.abs().amax((1, 3)) if largest is None else largest
     finite = largest.isfinite()
     if format.rule == "floor":
         exponent = torch.frexp(largest).exponent - 1 - element.greatest_exponent

@@ -82,7 +82,7 @@ class Links:
         """The gradients of a tied weight, sent both ways at once between the first stage and the last."""
         layout = self.layout
         assert program.model is not None
-        if not program.model.tied or program.last_stage in program.stages_at(0):
+        if program.recipe.adapters is not None or not program.model.tied or program.last_stage in program.stages_at(0):
             return 0.0
         weight = next(p for p in program.stages[0].parameters if p.name == EMBEDDING)
         return self.seconds("pp", "send", weight.elements * 4 / layout.sharing)

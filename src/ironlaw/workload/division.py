@@ -56,9 +56,20 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
 def local_shape(shape: Shape, layout: Layout) -> Shape:
     """`shape` is the whole model's; its micro-batch is the layout's."""
     here = shape.sequence // layout.cp
-    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=several(layout.tp) or sharded(layout))
+    split = (several(layout.tp) or sharded(layout)) and not shape.adapters
+    division = Division(layout.tp, layout.sp, layout.cp, split_qkv=split)
+    adapters = shape.adapters
+    if adapters and several(layout.tp):
+        adapters = tuple(replace(block, rows=tuple(
+            (name, tuple(n // layout.tp for n in rows) if name in WIDENING else rows) for name, rows in block.rows
+        )) for block in adapters)  # fmt: skip
     return replace(
-        shape, model=local_model(shape.model, layout), sequence=here, micro_batch=layout.micro_batch, division=division
+        shape,
+        adapters=adapters,
+        model=local_model(shape.model, layout),
+        sequence=here,
+        micro_batch=layout.micro_batch,
+        division=division,
     )
 
 

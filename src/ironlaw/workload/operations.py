@@ -67,10 +67,11 @@ def changed(op: Operation, **changes: Any) -> Operation:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One trained tensor, and how it divides.
+    """One tensor of a model, and how it divides.
 
     `embedding`: a lookup table, also where the output layer shares it. `divided`: by which degrees of a layout along
     which dimensions. `partial`: whole on every tensor parallel rank, each of which sees a part of its gradient.
+    `width`: bytes of a number. `trained`: it has a gradient.
     """
 
     name: str
@@ -78,6 +79,12 @@ class Parameter:
     embedding: bool = False
     divided: tuple[tuple[str, int], ...] = ()
     partial: bool = False
+    width: int = 4
+    trained: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.width
 
     @property
     def elements(self) -> int:

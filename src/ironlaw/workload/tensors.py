@@ -12,8 +12,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, INDEX
 from ironlaw.workload.kinds import has_experts, layer_groups
 from ironlaw.workload.layout import Layout
-from ironlaw.workload.optimizers import BF16, state_bytes
-from ironlaw.workload.parameters import Parameter, model_parameters
+from ironlaw.workload.optimizers import state_bytes
+from ironlaw.workload.parameters import Parameter
 from ironlaw.workload.recipe import Recipe, StepBatch
 
 DOCUMENT_BYTES = 4  # int32: the number of each token's document, where attention asks for it
@@ -28,17 +28,11 @@ class Tensor(NamedTuple):
 
 
 def lasting_tensors(
-    model: ModelConfig,
-    layout: Layout,
-    batch: StepBatch,
-    recipe: Recipe,
-    layers: Sequence[int],
-    shards: Sequence[Parameter],
-) -> Iterator[Tensor]:
-    """Of a rank with these layers, which updates `shards`. Weights are fp32."""
-    elements, frozen = sum(p.elements for p in shards) * FP32, 0
-    if recipe.adapters is not None:
-        frozen = recipe.adapters.frozen_bytes(model_parameters(model), FP32 if recipe.precision == "fp32" else BF16)
+    model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, layers: Sequence[int],
+    shards: Sequence[Parameter], frozen: int = 0,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Of a rank with these layers, which updates `shards`, beside so many bytes of what is frozen. Weights are fp32."""
+    elements = sum(p.elements for p in shards) * FP32
     buffers = rotary_table_bytes(model) + routing_buffer_bytes(model, layers)
     hosted = recipe.offloads_optimizer
     state = 0 if hosted else state_bytes(shards, recipe.optimizer)
