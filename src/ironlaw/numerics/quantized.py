@@ -57,12 +57,22 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """fp32, of the shape that was quantised."""
-        element = self.format.element
-        rows, columns = self.matrix_shape
-        values = decode(unpack(self.codes, element.bits, self.row_codes), element)
+        values = self._decoded()
         if self.block is not None:
             values = _joined(_divided(values, self.block) * self.scale()[:, None, :, None])
-        return values[:rows, :columns].reshape(self.shape)
+        return self._cut(values)
+
+    def values(self) -> Tensor:
+        """What the codes mean, without their scales; fp32, of the tensor's shape."""
+        return self._cut(self._decoded())
+
+    def _decoded(self) -> Tensor:
+        element = self.format.element
+        return decode(unpack(self.codes, element.bits, self.row_codes), element)
+
+    def _cut(self, matrix: Tensor) -> Tensor:
+        rows, columns = self.matrix_shape
+        return matrix[:rows, :columns].reshape(self.shape)
 
     def in_blocks(self, tensor: Tensor) -> Tensor:
         """A tensor of this shape as (row blocks, rows, column blocks, columns) in fp32, filled up with zeros."""
@@ -72,9 +82,7 @@ class Quantized:
     def scale_of_each(self) -> Tensor:
         """What each number's code is multiplied by; fp32, of the tensor's shape."""
         assert self.block is not None
-        rows, columns = self.matrix_shape
-        each = self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
-        return each[:rows, :columns].reshape(self.shape)
+        return self._cut(self.scale().repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1))
 
     def scale(self) -> Tensor:
         """Of each block; fp32 (row blocks, column blocks)."""
