@@ -351,7 +351,7 @@ def test_overlap_of_tensor_parallel_communication_that_nobody_states_widens_the_
     rows = [ROW | slow | {"tp": tp} for tp in ("1", "8")]
     ratios = [r["predicted_step_seconds"] / r["step_interval"][0]
               for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]  # fmt: skip
-    assert ratios[1] > 1.02 * ratios[0]
+    assert ratios[1] > 1.005 * ratios[0]
 
 
 def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):

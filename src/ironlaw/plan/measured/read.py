@@ -210,7 +210,7 @@ def _alternatives(cells: _Cells, job: TrainingJob, acc: Accelerator, engine: Eng
         found.append(Alternative({"recompute": again}, weight=0.5))
     if engine.tp_overlap and layout.tp > 1:
         hidden = engine.on(acc.generation).tp_hidden
-        found.append(Alternative(constants={"tp_hidden": 0.0 if hidden else engine.tp_overlap}))
+        found.append(Alternative(constants={"tp_hidden": engine.tp_overlap if hidden < engine.tp_overlap else 0.0}))
     return tuple(found)
 
 
