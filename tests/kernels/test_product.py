@@ -43,5 +43,21 @@ def test_products_are_pytorchs(dtype: torch.dtype, rows: int, outputs: int) -> N
     assert (narrow.float() - F.silu(plain) * times).norm() < max(tolerance, 0.01) * (F.silu(plain) * times).norm()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rows_that_are_none_not_finite_or_too_long(dtype: torch.dtype) -> None:
+    if not multiplies(dtype, GROUP):
+        pytest.skip("this processor does not multiply it, or there is no C compiler")
+    scales = {torch.int8: torch.ones(5), INT4: torch.ones(5, 1)}.get(dtype)
+    held = Weight(torch.ones(5, GROUP).to(torch.int8 if dtype is INT4 else dtype), None, scales)
+    assert held(torch.ones(0, GROUP), torch.float32).shape == (0, 5)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x = torch.ones(3, GROUP)
+        x[1, 7] = bad
+        assert held(x, torch.float32).isfinite().all(1).tolist() == [True, False, True]
+    for size, times in ((2 * GROUP, None), (GROUP, torch.ones(2, 4)), (GROUP, torch.ones(2, 5).half())):
+        with pytest.raises(ValueError, match="was called with"):
+            held(torch.ones(2, size), torch.float32, times=times)
+
+
 def test_what_does_not_fill_four_bytes_is_left_to_others() -> None:
     assert not multiplies(torch.int8, 30) and not multiplies(torch.float16, 32) and not multiplies(INT4, 48)

@@ -8,6 +8,8 @@
    the other 16 in the high ones. A group's sums start at -8 times its inputs added up, which takes the 8 off again;
    inputs are signed codes, and these starts lie behind the codes of all rows. */
 
+#include <string.h>
+
 #include "numbers.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -26,7 +28,7 @@ static inline float exponential(float x) {
     int32_t n = (int32_t)(x * 1.44269504f - 0.5f);
     float r = x - n * 0.693145752f - n * 1.42860677e-6f;
     float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666667f + r * (0.0416666667f + r * (8.33333333e-3f + r * 1.38888889e-3f)))));
-    union { int32_t bits; float value; } u = {(n + 127) << 23};
+    union { int32_t bits; float value; } u = {(int32_t)((uint32_t)(n + 127) << 23)};
     return p * u.value;
 }
 
@@ -200,6 +202,7 @@ static void finish(const Linear *l, const Result *to, const float *scale, long r
 
 /* `x` (rows, inputs) in the format of the weight, of int8 with `scales` of its rows. */
 void product(const Linear *l, const void *x, const float *scales, const Result *to, long rows, int threads) {
+    if (rows < 1) return;
     int most = l->format == INT4 ? ROWS / 2 : ROWS; /* of int4 a group's sums stay in registers beside the others */
     long steps = l->inputs * (l->format == FP32 ? 4L : l->format == BF16 ? 2L : 1L) / 4, parts = (rows + most - 1) / most;
     long each = (rows + parts - 1) / parts, count4 = l->inputs / SHARED_BY;
@@ -221,18 +224,23 @@ void product(const Linear *l, const void *x, const float *scales, const Result *
     }
 }
 
-/* Rows in 8 bits, as a weight of int8 or int4 takes them: the largest magnitude becomes 127. */
+/* Rows in 8 bits, as a weight of int8 or int4 takes them: the largest magnitude becomes 127. A row with infinities or NaN
+   has the scale NaN. */
 void quantize(const float *x, uint8_t *codes, float *scales, long rows, long inputs, int format) {
     int32_t *start = (int32_t *)(codes + rows * inputs);
     for (long r = 0; r < rows; r++, x += inputs, codes += inputs) {
-        float most = 1e-30f;
+        float most = 1e-30f, zero = 0;
         for (long k = 0; k < inputs; k++) {
             float magnitude = x[k] < 0 ? -x[k] : x[k];
             most = magnitude > most ? magnitude : most;
+            zero += magnitude * 0;
         }
         float factor = 127 / most;
-        for (long k = 0; k < inputs; k++) codes[k] = (uint8_t)(int32_t)(x[k] * factor + 128.5f);
-        scales[r] = most / 127;
+        if (zero == 0)
+            for (long k = 0; k < inputs; k++) codes[k] = (uint8_t)(int32_t)(x[k] * factor + 128.5f);
+        else
+            memset(codes, 128, inputs);
+        scales[r] = most / 127 + zero;
         for (long k = 0; format == INT4 && k < inputs; k += SHARED_BY) {
             int32_t sum = 0;
             for (long i = k; i < k + SHARED_BY; i++) sum += (int8_t)(codes[i] ^= 128);

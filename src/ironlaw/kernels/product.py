@@ -84,13 +84,17 @@ class Weight:
             groups = F.pad(wanted.half(), missing).unflatten(0, (-1, _TILE)).transpose(1, 2).contiguous()
         elif wanted is not None:
             sums = whole.sum(1, dtype=torch.int32).mul_(-128)
+        if (wanted is not None) != (weight.dtype is torch.int8) or (in_groups and inputs % GROUP):
+            raise ValueError(f"scales do not go with a weight {weight.dtype} {tuple(weight.shape)}, or are missing")
         bias = None if bias is None else bias.detach().float().contiguous()
         scales = None if wanted is None or in_groups else wanted.contiguous()
-        self.tensors = [
-            t for t in (self.packed, bias, scales, sums, groups) if t is not None
-        ]  # where the struct points
-        at = (self.packed.data_ptr(), *map(address, (bias, scales, sums, groups)))
-        self.struct = Linear(*at, inputs, outputs, _FORMATS[self.dtype])
+        self.tensors = [t for t in (self.packed, bias, scales, sums, groups) if t is not None]  # to which C points
+        at = [address(each, torch.float32, outputs) for each in (bias, scales)]
+        at += (
+            address(sums, torch.int32, len(whole)),
+            address(groups, torch.half, len(whole) // _TILE, inputs // GROUP, _TILE),
+        )
+        self.struct = Linear(self.packed.data_ptr(), *at, inputs, outputs, _FORMATS[self.dtype])
         self._at = ctypes.byref(self.struct)
 
     @property
@@ -99,18 +103,18 @@ class Weight:
 
     def __call__(self, x: Tensor, dtype: torch.dtype, activation: str = "none", times: Tensor | None = None) -> Tensor:
         """(..., N) in fp32 or bf16 from x (..., K), activated, then multiplied by `times` (..., N) of that type."""
-        inputs, outputs = self.struct.inputs, self.struct.outputs
-        rows = x.numel() // inputs
+        inputs, outputs, kind = self.struct.inputs, self.struct.outputs, self.dtype
+        in_codes = kind in (torch.int8, INT4)
+        x = x.to(torch.float32 if in_codes else kind).contiguous()
+        at, scales, rows = address(x, x.dtype, *x.shape[:-1], inputs), None, x.numel() // inputs
+        if in_codes:  # of int4 a sum of 4 bytes for each group lies behind the codes
+            each = inputs + inputs // GROUP * 4 * (kind is INT4)
+            codes, scales = torch.empty(rows * each, dtype=torch.uint8), torch.empty(rows)
+            self.library.quantize(at, codes.data_ptr(), scales.data_ptr(), rows, inputs, self.struct.format)
+            at = codes.data_ptr()
         out = torch.empty(*x.shape[:-1], outputs, dtype=dtype)
-        scales = None
-        if self.dtype in (torch.int8, INT4):
-            wide, scales = x.float().contiguous(), torch.empty(rows)
-            x = torch.empty(rows * inputs + (rows * inputs // 8 if self.dtype is INT4 else 0), dtype=torch.uint8)
-            format = self.struct.format
-            self.library.quantize(wide.data_ptr(), x.data_ptr(), scales.data_ptr(), rows, inputs, format)
-        else:
-            x = x.to(self.dtype).contiguous()
-        result = Result(None, out.data_ptr(), address(times), 1.0, ACTIVATIONS[activation], dtype is torch.bfloat16)
-        threads = torch.get_num_threads()
-        self.library.product(self._at, x.data_ptr(), address(scales), ctypes.byref(result), rows, threads)
+        by = address(times, dtype, *out.shape)
+        result = Result(None, out.data_ptr(), by, 1.0, ACTIVATIONS[activation], dtype is torch.bfloat16)
+        of_rows = None if scales is None else scales.data_ptr()
+        self.library.product(self._at, at, of_rows, ctypes.byref(result), rows, torch.get_num_threads())
         return out

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ironlaw.errors import UserError
+from ironlaw.files import read_text
 
 _WORDS = (
     "the model and its data when a step of each layer is done or not yet some value was read from that page "
@@ -88,7 +89,7 @@ def read_trace(path: Path) -> list[Plan]:
     import datetime
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, "trace")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     is_lines = text.lstrip().startswith("{")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ironlaw.catalog.formats import number_format
 from ironlaw.config import RunConfig
+from ironlaw.files import open_file
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
@@ -88,7 +89,7 @@ def base_digest(source: str) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for number in range(SAMPLES + 1):
                 file.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
