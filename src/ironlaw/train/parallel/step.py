@@ -98,10 +98,8 @@ class LayoutStep(Step):
         load_first_weights(source, model, config.model)
         add_adapters(model, config.model, config.finetune, source, self.precision)
         self.about = about_base(config.finetune, source)
-        layout, adapted = (
-            self.mesh.config,
-            {int(name.split(".")[1]) for name, layer in adapted_layers(model).items() if layer.adapters},
-        )
+        layout = self.mesh.config
+        adapted = {int(name.split(".")[1]) for name, layer in adapted_layers(model).items() if layer.adapters}
         stages = layers_of(config.model.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)
         if not all(adapted & set(layers) for layers in stages):
             raise UserError("finetune.targets leaves a pipeline stage without an adapter: name modules of every layer")
