@@ -96,7 +96,7 @@ def predict(run: ServingRun, rates: Rates | None = None) -> dict[str, float | No
     `output_tokens_per_second`, `requests_per_second`, `kv_tokens`; None where the row asks for none."""
     s = run.system
     found: dict[str, Any] = dict.fromkeys(MEASURES)
-    found["kv_tokens"] = max(0.0, float(room_tokens(s, run.engine.memory_fraction)))
+    found["kv_tokens"] = max(0.0, float(room_tokens(s, run.engine.memory_fraction, run.engine.of_free)))
     length = run.inputs + run.outputs / 2
     prompt = prompt_seconds(s, run.concurrency if run.together else 1.0, max(run.inputs, 1.0))
     if run.scenario in ("decode", "fixed-concurrency"):
@@ -194,6 +194,8 @@ def _layout(row: Row, scenario: str, assumed: list[str]) -> ServingLayout:
     rest = count // (tp * pp)
     if rest > 1 and (experts and ((ep or 1) > tp or (dp or 1) > 1)):  # ranks that share experts, attention apart
         return ServingLayout(devices=count, tp=tp, pp=pp, attention_dp=rest)
+    if experts and "attention-dp enabled" in (row.get("notes") or "").lower():  # its ranks are printed as tp
+        return ServingLayout(devices=tp * pp, tp=1, pp=pp, attention_dp=tp, replicas=max(rest, 1))
     return ServingLayout(devices=tp * pp, tp=tp, pp=pp, replicas=max(rest, 1))
 
 
