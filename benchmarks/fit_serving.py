@@ -40,7 +40,7 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "attention": (("engine", "pair", "side"), 0.7, -0.5),
     "layer_seconds": (("engine", "release", "host", "class", "vendor"), 1.0, float(np.log(8e-6))),
     "step_seconds": (("engine", "host", "release", "vendor"), 1.0, float(np.log(3e-4))),
-    "prompt_seconds": (("engine", "host", "vendor"), 1.0, float(np.log(1e-3))),
+    "prompt_seconds": (("engine", "age", "host", "vendor"), 1.0, float(np.log(1e-3))),
     "ramp_tokens": (("engine", "vendor", "side"), 1.0, float(np.log(30.0))),
     "collective_seconds": (("engine", "host", "release"), 0.7, float(np.log(1e-5))),
     "most_requests": (("engine", "age"), 0.5, float(np.log(512.0))),
@@ -57,7 +57,7 @@ NONE = -1  # place of what has no effect
 ENDS = {"low": min, "high": max}
 PARTS = ("group", "device", "engine", "version")
 
-DROPPED = 0.02  # effects smaller than this are left out of the file
+DROPPED = 0.03  # effects smaller than this are left out of the file
 
 
 class Problem:

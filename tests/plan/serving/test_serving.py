@@ -71,7 +71,7 @@ def test_light_load_waits_for_little_more_than_its_prompt_and_heavy_load_is_said
     light = play(one.system, parse_request("input=512 output=64 rate=0.5"), one.kv_tokens, 256)
     alone = float(prompt_seconds(one.system, 1.0, 512.0))
     assert light.keeps_up
-    assert alone <= light.ttft_seconds["p50"] < 2 * alone + 0.02
+    assert 0.999 * alone < light.ttft_seconds["p50"] < 2 * alone + 0.02
     heavy = play(one.system, parse_request("input=2048 output=512 rate=200"), one.kv_tokens, 64)
     assert not heavy.keeps_up
     assert (

@@ -139,7 +139,6 @@ def format_family(weights: str) -> str:
 
 TOGETHER = {
     "rdna": "rdna", "cdna": "cdna", "gaudi": "gaudi", "apple": "apple", "ampere_graphics": "ampere-gddr",
-    "jetson-orin": "ampere-gddr", "jetson-thor": "blackwell-gddr",
 }  # fmt: skip
 """Generations that share their effects, by how their names begin."""
 
