@@ -38,7 +38,7 @@ EFFECTS: dict[str, tuple[tuple[str, ...], float, float]] = {
     "decode_products": (("engine",), 0.5, 0.0),
     "cache": (("engine", "side"), 0.5, 0.3),
     "attention": (("engine", "pair", "side"), 0.7, -0.5),
-    "layer_seconds": (("engine", "release", "host", "class", "vendor"), 1.0, float(np.log(8e-6))),
+    "layer_seconds": (("engine", "release", "host", "class", "vendor", "mixture"), 1.0, float(np.log(8e-6))),
     "step_seconds": (("engine", "host", "release", "vendor"), 1.0, float(np.log(3e-4))),
     "prompt_seconds": (("engine", "age", "host", "vendor"), 1.0, float(np.log(1e-3))),
     "ramp_tokens": (("engine", "vendor", "side"), 1.0, float(np.log(30.0))),
